@@ -603,7 +603,7 @@ def key_variables(raw: Any) -> list[str]:
 class ReplicaRange(Section):
     """Bounds of a deployment's number of replicas."""
 
-    min: int = Field(default=1, ge=0, description="Fewest replicas; 0 only with `scale_to_zero`.")
+    min: int = Field(default=1, ge=0, description="Fewest replicas; 0: the last one ends after `idle_s`.")
     max: int = Field(ge=1, description="Most replicas.")
 
     @model_validator(mode="after")
@@ -626,6 +626,13 @@ class AutoscalingSettings(Section):
     `acceptance` divides the demand in output tokens/s by the capacity of a replica at its predicted best K, and falls
     back to `queue_length` while replicas do not report. Drafters scale with targets. The two delays are Serve's."""
 
+    removed: ClassVar[Mapping[str, str]] = {
+        "decision_interval_s": "a decision is made every 5 s",
+        "warmup_s": "a replica counts as warm 30 s after its start",
+        "spare_replicas": "lower utilisation, or raise target.min",
+        "scale_to_zero": "write target: {min: 0}",
+    }
+
     policy: Literal["acceptance", "queue_length"] = Field(
         description="`acceptance`: demand and capacity in tokens/s; `queue_length`: Serve's own rule."
     )
@@ -639,25 +646,20 @@ class AutoscalingSettings(Section):
     utilisation: float = Field(
         default=0.75, gt=0, le=1, description="Share of a replica's capacity that is planned for."
     )
-    decision_interval_s: float = Field(
-        default=5.0, gt=0, allow_inf_nan=False, description="Time between two decisions."
-    )
     start_time_s: float = Field(
         default=180.0, ge=0, allow_inf_nan=False, description="From the decision to a replica that serves."
     )
-    warmup_s: float = Field(default=30.0, ge=0, allow_inf_nan=False, description="From there to full speed.")
     max_tpot_ms: float | None = Field(
         default=None,
         gt=0,
         allow_inf_nan=False,
         description="Only batches within this time per token count as capacity.",
     )
-    spare_replicas: int = Field(default=0, ge=0, description="Replicas beyond the need.")
-    scale_to_zero: bool = Field(
-        default=False, description="Whether the last target ends after `idle_s`; needs `target.min: 0`."
-    )
     idle_s: float = Field(
-        default=600.0, gt=0, allow_inf_nan=False, description="Time without a request before the last target ends."
+        default=600.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Time without a request before the last target ends, with `target.min: 0`.",
     )
     upscale_delay_s: float = Field(
         default=15.0, ge=0, allow_inf_nan=False, description="How long a decision to grow must last."
@@ -669,11 +671,8 @@ class AutoscalingSettings(Section):
     @model_validator(mode="after")
     def _check_meaning(self) -> typing.Self:
         problems = []
-        for name, bounds in (("target", self.target), ("drafter", self.drafter)):
-            if bounds is not None and bounds.min == 0 and not self.scale_to_zero:
-                problems.append(f".{name}.min is 0: write autoscaling.scale_to_zero: true, or a min of 1")
-        if self.scale_to_zero and self.target.min > 0:
-            problems.append(".scale_to_zero is true: autoscaling.target.min must then be 0")
+        if self.drafter is not None and self.drafter.min == 0 < self.target.min:
+            problems.append(".drafter.min is 0: drafters end with the last target, so target.min must be 0 too")
         if self.downscale_delay_s <= STALE_AFTER_S:
             problems.append(
                 f".downscale_delay_s is {self.downscale_delay_s:g}: it must be more than {STALE_AFTER_S:g}, after "

@@ -34,7 +34,7 @@ from cluster.k_policy import PolicyUpdate
 from cluster.learning import LearnerReport
 from cluster.settings import ClusterSettings, live_config
 from deployments import TARGET_NAME, compat
-from deployments.autoscaling import ClusterBoard, ScalingView
+from deployments.autoscaling import Autoscaler, capacity_model
 from deployments.replicas import POLL_TIMEOUT_S, REPLICA_LOST, ReplicaMonitor, settings_with
 from deployments.telemetry import (
     HeadCounts,
@@ -86,8 +86,8 @@ class Router:
         self._settings = settings
         # The targets stand before this deployment in the application, so it cannot be bound to them.
         self._target = serve.get_deployment_handle(TARGET_NAME, app_name=context.app_name)
-        self._board = ClusterBoard(context.app_name)
-        self._state = StateStore(settings.depth.state, self._board)
+        self._channel = compat.KVChannel(context.app_name)
+        self._state = StateStore(settings.depth.state, self._channel)
         self.k_policy = make_k_policy(settings)
         self._heads = make_head_manager(settings)
         self._state.restore(self.k_policy, self._heads)
@@ -97,7 +97,9 @@ class Router:
         self._drafters = None if drafter is None else ReplicaMonitor(drafter, DrafterReport, self._manage_heads)
         self._handing_out: asyncio.Task[None] | None = None
         self._learner = None if learner is None else ReplicaMonitor(learner, LearnerReport, lambda _: None)
-        self._scaling = None if settings.autoscaling is None else ScalingView(self._board)
+        self._autoscaler: Autoscaler | None = None
+        if settings.autoscaling is not None:
+            self._autoscaler = Autoscaler(settings, context.app_name, self._channel)
         self._warn_without_callers()
         compat.warn_without_haproxy()
         # A replica that takes another's place must know the targets before its first request.
@@ -114,7 +116,9 @@ class Router:
             return
         self._settings = settings_with(self._settings, user_config)
         self.k_policy = make_k_policy(self._settings, self.k_policy)
-        self._state = StateStore(self._settings.depth.state, self._board)
+        self._state = StateStore(self._settings.depth.state, self._channel)
+        if self._autoscaler is not None:
+            self._autoscaler.policy.model = capacity_model(self._settings)
         self._warn_without_callers()
 
     def _warn_without_callers(self) -> None:
@@ -212,7 +216,7 @@ class Router:
         families += head_metrics(self._head_counts.by_head())
         families += [] if self._heads is None else change_metrics(self._heads.document())
         families += depth_metrics(self._document(), self._settings.model.id)
-        families += scaling_metrics(await self._scaled())
+        families += scaling_metrics(self._scaling_document())
         if self._drafters is not None:
             families += drafter_metrics(await self._drafters.refresh(), reports)
         if self._learner is not None:
@@ -235,28 +239,32 @@ class Router:
             **self._document(),
             **drafting_document(reports, by_head, drafters),
             "head_changes": [] if self._heads is None else self._heads.document(),
-            "autoscaling": await self._scaled(),
+            "autoscaling": self._scaling_document(),
             "learner": None if self._learner is None else learner_document(self._learner.reports),
         }
 
-    async def _scaled(self) -> dict[str, Any] | None:
-        return None if self._scaling is None else await self._scaling.document()
+    def _scaling_document(self) -> dict[str, Any] | None:
+        return None if self._autoscaler is None else self._autoscaler.document
+
+    async def wake_target(self) -> None:
+        """A request found no target replica, which alone wakes a target scaled to zero."""
+        if self._autoscaler is not None:
+            self._autoscaler.wake()
 
     def _document(self) -> dict[str, Any]:
         return {"model": self._settings.model.id, **self.k_policy.document(time.monotonic())}
 
     def _observe(self, reports: Sequence[TargetReport]) -> None:
-        if reports:
-            if self._scaling is not None:
-                self._scaling.report(reports)
-            deltas = self.k_policy.observe(reports, time.monotonic())
-            if deltas is None:
-                return
-            self._head_counts.add(deltas)
-            # The first reports count from the targets' start, and heads may have changed since.
-            if self._heads is not None and self._counts_are_new:
-                weights = "+".join(sorted({report.weights for report in reports} - {""}))
-                self._heads.record_counts(deltas, self._num_running(reports), weights)
-                self._save_head_events()
-            self._counts_are_new = True
-            self._state.save_soon(self.k_policy, self._heads)
+        deltas = self.k_policy.observe(reports, time.monotonic())
+        if self._autoscaler is not None:
+            self._autoscaler.observe(deltas, reports, self.k_policy)
+        if deltas is None:
+            return
+        self._head_counts.add(deltas)
+        # The first reports count from the targets' start, and heads may have changed since.
+        if self._heads is not None and self._counts_are_new:
+            weights = "+".join(sorted({report.weights for report in reports} - {""}))
+            self._heads.record_counts(deltas, self._num_running(reports), weights)
+            self._save_head_events()
+        self._counts_are_new = True
+        self._state.save_soon(self.k_policy, self._heads)

@@ -114,6 +114,7 @@ class TargetServer(LLMServer):
             on_answer=None if self._answers is None else self._keep,
         )
         self._recorder.attach(self._client)
+        self._started_s = time.monotonic()
         self._grammars = guard(self._client, grammar_limits(settings.limits))
         self._grammars.start()
         render_at_once(self._client)
@@ -160,17 +161,18 @@ class TargetServer(LLMServer):
             logger.exception("the scheduler's step latency is left out of the report")
         counted = self._recorder.workloads()
         return TargetReport(
-            self._replica,
-            self.front_end.model,
-            self.front_end.head_of(),
-            self.front_end.own_heads(counted),
-            counted,
-            self._recorder.context_tokens(),
-            latency,
-            () if self._links is None else self._links.links,
-            self._recorder.num_output_tokens,
-            self._weights,
-            time.monotonic(),
+            replica=self._replica,
+            model=self.front_end.model,
+            head=self.front_end.head_of(),
+            heads=self.front_end.own_heads(counted),
+            workloads=counted,
+            context_tokens=self._recorder.context_tokens(),
+            step_latency=latency,
+            links=() if self._links is None else self._links.links,
+            num_output_tokens=self._recorder.num_output_tokens,
+            weights=self._weights,
+            num_queued=self.front_end.admission.num_queued,
+            uptime_s=time.monotonic() - self._started_s,
         )
 
     async def check_health(self) -> None:

@@ -33,7 +33,7 @@ from cluster.heads import DrafterReport, HeadManager
 from cluster.k_policy import KPolicy
 from cluster.learning import LearnerReport
 from cluster.settings import ClusterSettings
-from deployments.autoscaling import ClusterBoard
+from deployments.compat import KVChannel
 from deployments.metrics import counter, gauge
 from peagle.store import write_bytes
 
@@ -325,9 +325,9 @@ class StateStore:
     A router that takes another's place may write beside it for a moment: each writes a file of its own first.
     """
 
-    def __init__(self, path: str | None, board: ClusterBoard | None = None) -> None:
+    def __init__(self, path: str | None, channel: KVChannel | None = None) -> None:
         """With neither nothing is saved."""
-        self._path, self._board = None if path is None else Path(path), board
+        self._path, self._channel = None if path is None else Path(path), channel
         self._name = "the state in Ray's key-value store" if path is None else f"depth.state: {path}"
         self._saved_s = time.monotonic()
         self._task: asyncio.Task[None] | None = None
@@ -356,7 +356,7 @@ class StateStore:
         """None where there is none."""
         if self._path is not None:
             return json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else None
-        return None if self._board is None else self._board.get(LEARNED)
+        return None if self._channel is None else self._channel.get(LEARNED)
 
     def save_soon(self, policy: KPolicy, heads: HeadManager | None = None, *, is_urgent: bool = False) -> None:
         """Save in a thread, when it is time again and the last save is done: a slow disk holds up no request.
@@ -377,8 +377,8 @@ class StateStore:
         try:
             if self._path is not None:
                 self._replace_file(self._path, json.dumps(snapshot).encode())
-            elif self._board is not None:
-                self._board.put(LEARNED, snapshot)
+            elif self._channel is not None:
+                self._channel.put(LEARNED, snapshot)
         except Exception as error:  # noqa: BLE001  # of a disk or of Ray
             if not self._fails:
                 again = f"the service goes on, and tries again every {SAVE_INTERVAL_S:.0f} s"

@@ -175,16 +175,14 @@ def live_form(config: Mapping[str, Any], settings: ClusterSettings) -> dict[str,
     """The config with what can be changed while requests run taken out of `args`, and put under `deployments`.
 
     Serve starts every replica of an application anew when its `args` change, so engines would be stopped for a limit or
-    a number of replicas. Where autoscaling decides, it reads `depth` from `args`, which stays there.
+    a number of replicas.
     """
     made = copy.deepcopy(dict(config))
     application = made["applications"][0]
     args = application["args"]
     live = live_config(settings)
-    for section in ("callers", "limits"):
+    for section in ("callers", "limits", "depth"):
         args.pop(section, None)
-    if settings.autoscaling is None:
-        args.pop("depth", None)
     args["model"] = {key: value for key, value in args["model"].items() if key != "aliases"}
     section = args.pop("ingress", {})
     if kept := {key: section[key] for key in ("allow_origins", "allowed_hosts") if section.get(key)}:

@@ -60,7 +60,7 @@ def metrics_in(expression: str) -> set[str]:
 def test_metrics_of_autoscaling_are_those_of_the_table() -> None:
     scaled = Controller()
     scaled.serve(60, 1.0, GOOD)
-    found = exported(prometheus_text(scaling_metrics(scaled.decision())).decode())
+    found = exported(prometheus_text(scaling_metrics(scaled.router.document)).decode())
     assert found == {name: labels for name, labels in documented().items() if name.startswith("peagle_autoscaling_")}
 
 
