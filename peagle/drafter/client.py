@@ -419,19 +419,6 @@ class Link:
             lambda mailbox, number: mailbox.write_device_part(number, start_B, num_valid_B, next_tokens_R, hidden_RH)
         )
 
-    def send_and_wait(self, run: Callable[[Tensor], None], num_requests: int, num_rows: int) -> bool:
-        """`send` and `enqueue_wait` in one, for `peagle.drafter.replay`: `run` does the work of both, given the step's
-        words. As `send`; where it is False nothing was run."""
-        if (session := self._announced) is None:
-            return False
-        wait = num_requests, self._deadline_s(session, session.sent + 1)
-        is_sent = self._send(
-            lambda mailbox, number: run(mailbox.words(number, request=(num_requests, num_rows), wait=wait))
-        )
-        if is_sent:
-            session.waited.append(session.sent)
-        return is_sent
-
     def _send(self, write: Callable[[Mailbox, int], None]) -> bool:
         """write: enqueues or does what hands over the rest of the step of this number."""
         session, self._announced = self._announced, None

@@ -4,10 +4,6 @@ The requests' cache blocks are looked up or given (`peagle.drafter.kvcache`), an
 requests of the call, more where they do not fit in one. The engine knows nothing of connections: a `session` is a
 number, and whoever opened it drops it. Steps have been checked where they came in.
 
-What of this needs only a step's host part may happen before the step is ready (`DraftEngine.prepare`): requests end and
-begin, and the pass is made ready but for its valid rows and tokens. It may then also be started (`DraftEngine.arm`):
-it waits for its step and answers it without the engine, which hears of it afterwards.
-
 A request is a slot of a session. Without a prompt in its first step it still drafts, but its blocks answer for no
 prefix. The cache follows what a target sends: a start before the cached rows truncates, a start after them begins cold,
 a step that is repeated gives the same drafts again.
@@ -25,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from peagle.drafter.armed import ArmedPass, ArmedWords
 from peagle.drafter.kvcache import NO_ROW, BlockPool, Counters, Int64Array, RequestTable
 from peagle.drafter.parallel_pass import ParallelPass, PassBatch, PassLimits, PendingDrafts
 from peagle.drafter.protocol import NO_DRAFT, Int32Array, TargetStep
@@ -147,30 +142,6 @@ def pass_batch(part: Requests, steps: Sequence[HostStep], table: RequestTable, l
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class PreparedPass:
-    """A pass that is ready but for what `DraftEngine.prepare` does not know, and had to assume.
-
-    requests: all of one step, each beginning where its rows end, a new one at the last token of its prompt, with the
-    most valid rows that are prepared for. batch: of these, as `ParallelPass.arm` takes it. ahead: of
-    `ParallelPass.send_ahead`.
-    """
-
-    table: RequestTable
-    head: ParallelPass
-    requests: Requests
-    batch: PassBatch
-    ahead: int | None
-
-
-@dataclasses.dataclass(frozen=True)
-class PreparedStep:
-    """A step whose requests that ended are released already, which must not happen twice: new ones may have begun in
-    their slots. one_pass: all of its work, None where that could not be prepared."""
-
-    one_pass: PreparedPass | None
-
-
 class DraftEngine:
     """Not safe for threads: one thread calls it."""
 
@@ -220,96 +191,19 @@ class DraftEngine:
         for table in self.tables.values():
             table.drop_session(session)
 
-    def prepare(self, step: HostStep) -> PreparedStep:
-        """What `step` is to be given with the next step of a session, from the step's host part: starts, valid rows,
-        next tokens and hidden rows are not read, their sizes and places are.
-
-        Requests that ended are released. A pass is prepared where all requests are of one head, each in its cache
-        already or new with the tokens of its prompt, and one pass holds them; and as long as there are free blocks for
-        all rows that may come. New requests then enter the table, an idle one may be evicted for them as in `step`.
-        """
-        self._release_ended(step)
-        return PreparedStep(self._prepared_pass(step))
-
-    def _prepared_pass(self, step: HostStep) -> PreparedPass | None:
-        """The pass of a step whose requests that ended are released; None as `prepare` says."""
-        num_requests, num_rows = step.num_requests, len(step.next_tokens_R)
-        if not num_requests or (step.heads_B != (index := int(step.heads_B[0]))).any():
-            return None
-        table, head = self.tables[index], self._heads[index]
-        rows_B, limits = table.find(step.session, step.slots_B), head.limits
-        start_B = table.num_rows_C[rows_B]
-        for i in np.flatnonzero(rows_B == NO_ROW).tolist():
-            start_B[i] = len(step.prompts.get(int(step.slots_B[i]), ())) - 1
-        # A request has no more valid rows than lie before the next request's.
-        most_B = np.diff(step.row_offset_B, append=num_rows).astype(np.int64)
-        most_rows = num_rows + int(np.maximum(step.depth_B - 1, 0).sum())
-        is_one_pass = num_requests <= limits.max_num_requests and num_rows <= limits.max_payload_rows
-        is_one_pass &= most_rows <= limits.max_num_rows
-        is_known = int(start_B.min()) >= 0 and int(most_B.min()) >= 0
-        if not is_one_pass or not is_known or not self._open(table, step, step.slots_B, rows_B):
-            return None
-        requests = Requests(
-            flat_G=np.arange(num_requests),
-            step_G=np.zeros(num_requests, np.int64),
-            table_rows_G=rows_B,
-            start_G=start_B,
-            num_valid_G=most_B,
-            row_offset_G=step.row_offset_B.astype(np.int64),
-            depth_G=step.depth_B.astype(np.int64),
-        )
-        if not table.reserve(rows_B, start_B, requests.end_G):
-            return None
-        batch = pass_batch(requests, [step], table, limits)
-        batch = dataclasses.replace(batch, next_tokens_R=np.repeat(np.arange(num_requests, dtype=np.int32), most_B))
-        return PreparedPass(table, head, requests, batch, head.send_ahead(batch))
-
-    def arm(self, step: HostStep, prepared: PreparedStep, words: ArmedWords) -> ArmedPass | None:
-        """Start the pass of a step before the step is ready, right after `prepare`; None where that cannot be.
-
-        Until its outcome is known, nothing else of the engine is called, and after ANSWERED, `finish_armed` before
-        anything else. After another outcome `step` takes the step as it would have without. words: of the step in its
-        mailbox.
-        """
-        if (one := prepared.one_pass) is None or not self._is_held(step, one):
-            return None
-        return one.head.arm(one.batch, one.ahead, words._replace(first_row=int(one.requests.row_offset_G[0])))
-
-    def finish_armed(self, step: HostStep, prepared: PreparedStep) -> None:
-        """Take the rows of a pass that was armed, and has answered `step`, into the cache.
-
-        Raises ValueError for another step than the one that was answered.
-        """
-        one = prepared.one_pass
-        if one is None or not self._is_expected(step, one):
-            raise ValueError(f"step {step.number} is not the one that was answered")
-        batch = dataclasses.replace(one.batch, num_valid_B=step.num_valid_B)
-        self._count(batch)
-        self.counters.armed_passes += 1
-        self.counters.drafts += int(batch.drafts_B.sum())
-        self._take_prepared(step, one)
-
-    def step(
-        self, steps: Sequence[HostStep], prepared: Sequence[PreparedStep | None] | None = None
-    ) -> list[Int32Array]:
+    def step(self, steps: Sequence[HostStep]) -> list[Int32Array]:
         """Drafts of each step's requests, [B, K] each, as they travel, `NO_DRAFT` from a request's depth on.
 
-        A request that is refused for lack of cache has none. prepared: of each step, None for one that was not.
+        A request that is refused for lack of cache has none.
         """
-        prepared = prepared or [None] * len(steps)
         if len(steps) > 1 and len({step.session for step in steps}) < len(steps):
             # A later step needs an earlier one's rows.
-            return [self.step([step], [ready])[0] for step, ready in zip(steps, prepared, strict=True)]
-        launched = []
-        if len(steps) == 1 and prepared[0] is not None and prepared[0].one_pass is not None:
-            launched = self._launch_prepared(steps[0], prepared[0].one_pass)
-        if not launched:
-            for step, ready in zip(steps, prepared, strict=True):
-                if ready is None:
-                    self._release_ended(step)
-            heads_F = _joined([step.heads_B for step in steps])
-            launched = [part for index in np.unique(heads_F).tolist() for part in self._launch(index, steps, heads_F)]
-        drafts_FK = self._gathered(launched, sum(step.num_requests for step in steps))
+            return [self.step([step])[0] for step in steps]
+        for step in steps:
+            self._release_ended(step)
+        heads_F = _joined([step.heads_B for step in steps])
+        launched = [part for index in np.unique(heads_F).tolist() for part in self._launch(index, steps, heads_F)]
+        drafts_FK = self._gathered(launched, len(heads_F))
         self.counters.drafts += int((drafts_FK != NO_DRAFT).sum())
         return np.split(drafts_FK, np.cumsum([step.num_requests for step in steps])[:-1])
 
@@ -331,14 +225,6 @@ class DraftEngine:
             drafts_FK[part.flat_G[wanting], : drafts_GK.shape[1]] = drafts_GK[wanting]
         return drafts_FK
 
-    def _open(self, table: RequestTable, step: HostStep, slots_G: Int32Array, rows_G: Int64Array) -> bool:
-        """Fill in table rows for those of a step's slots that have none; False where one stays without."""
-        for i in np.flatnonzero(rows_G == NO_ROW).tolist():
-            slot = int(slots_G[i])
-            self.release(step.session, [slot])  # it may have rows of another head
-            rows_G[i] = table.open(step.session, slot, step.prompts.get(slot))
-        return bool((rows_G != NO_ROW).all())
-
     def _admit(self, index: int, steps: Sequence[HostStep], heads_F: Int32Array) -> Requests:
         """The requests of one head that have a table row and blocks now, and new rows to write."""
         table, flat_G = self.tables[index], np.flatnonzero(heads_F == index)
@@ -347,7 +233,10 @@ class DraftEngine:
         slots = [step.slots_B[which] for step, which in zip(steps, mine, strict=True)]
         rows = [table.find(step.session, slots_G) for step, slots_G in zip(steps, slots, strict=True)]
         for step, slots_G, rows_G in zip(steps, slots, rows, strict=True):
-            self._open(table, step, slots_G, rows_G)
+            for i in np.flatnonzero(rows_G == NO_ROW).tolist():
+                slot = int(slots_G[i])
+                self.release(step.session, [slot])  # it may have rows of another head
+                rows_G[i] = table.open(step.session, slot, step.prompts.get(slot))
         columns = [
             np.array([step.start_B, step.num_valid_B, step.row_offset_B, step.depth_B], np.int64)[:, which]
             for step, which in zip(steps, mine, strict=True)
@@ -361,37 +250,6 @@ class DraftEngine:
         granted_G &= requests.num_valid_G > 0
         return requests if granted_G.all() else requests[granted_G]
 
-    def _launch_prepared(self, step: HostStep, prepared: PreparedPass) -> list[tuple[Requests, PendingDrafts]]:
-        """As `_launch`, of a step whose one pass was prepared; nothing where what was assumed is not so."""
-        if not self._is_expected(step, prepared):
-            return []
-        batch, first = prepared.batch, int(prepared.requests.row_offset_G[0])
-        tokens_R = step.next_tokens_R[first : first + len(batch.next_tokens_R)]
-        batch = dataclasses.replace(batch, num_valid_B=step.num_valid_B, next_tokens_R=tokens_R)
-        pending = self._start(prepared.head, batch, prepared.ahead)
-        return [(self._take_prepared(step, prepared), pending)]
-
-    def _is_expected(self, step: HostStep, prepared: PreparedPass) -> bool:
-        """Whether a step, now that it is ready, is what was assumed, with something to run, and its requests held."""
-        if (step.start_B != prepared.batch.start_B).any() or (step.num_valid_B > prepared.batch.num_valid_B).any():
-            return False
-        return bool(step.num_valid_B.any()) and self._is_held(step, prepared)
-
-    def _is_held(self, step: HostStep, prepared: PreparedPass) -> bool:
-        """False where meanwhile the head was swapped, or a request closed for others."""
-        rows_B = prepared.table.find(step.session, step.slots_B)
-        return prepared.table in self.tables.values() and bool((rows_B == prepared.requests.table_rows_G).all())
-
-    def _take_prepared(self, step: HostStep, prepared: PreparedPass) -> Requests:
-        """Take the rows of a prepared pass that was launched into the cache."""
-        table = prepared.table
-        table.call += 1
-        table.last_call_C[prepared.requests.table_rows_G] = table.call
-        self.counters.prepared_passes += 1
-        requests = dataclasses.replace(prepared.requests, num_valid_G=step.num_valid_B.astype(np.int64))
-        _commit(table, requests, [step])
-        return requests
-
     def _launch(
         self, index: int, steps: Sequence[HostStep], heads_F: Int32Array
     ) -> list[tuple[Requests, PendingDrafts]]:
@@ -401,24 +259,14 @@ class DraftEngine:
             return []
         launched = []
         for part in split(requests, head.limits.max_num_rows, head.limits.max_num_requests):
-            launched.append((part, self._start(head, pass_batch(part, steps, table, head.limits))))
-        _commit(table, requests, steps)
+            batch = pass_batch(part, steps, table, head.limits)
+            self.counters.passes += 1
+            self.counters.rows += batch.num_rows
+            launched.append((part, head.launch(batch)))
+        tokens = [steps[i].next_tokens_R[requests[mine].payload_rows()] for i, mine in requests.by_step()]
+        # Passes run in the order of their launch, so whoever finds these rows from now on reads them written.
+        table.commit(requests.table_rows_G, requests.start_G, requests.num_valid_G, _joined(tokens))
         return launched
-
-    def _start(self, head: ParallelPass, batch: PassBatch, ahead: int | None = None) -> PendingDrafts:
-        self._count(batch)
-        return head.launch(batch, ahead)
-
-    def _count(self, batch: PassBatch) -> None:
-        self.counters.passes += 1
-        self.counters.rows += batch.num_rows
-
-
-def _commit(table: RequestTable, requests: Requests, steps: Sequence[HostStep]) -> None:
-    """Take the rows of passes that were launched into the cache."""
-    tokens = [steps[i].next_tokens_R[requests[mine].payload_rows()] for i, mine in requests.by_step()]
-    # Passes run in the order of their launch, so whoever finds these rows from now on reads them written.
-    table.commit(requests.table_rows_G, requests.start_G, requests.num_valid_G, _joined(tokens))
 
 
 def _joined(arrays: Sequence[npt.NDArray[Any]], axis: int = 0) -> npt.NDArray[Any]:

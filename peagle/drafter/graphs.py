@@ -5,11 +5,6 @@ pinned memory with an event behind it. The graph reads hidden states where they 
 others are copied there first. The host waits for none of these: pinned areas are used in turn, and one is used again
 only after its event.
 
-Most integers are known before a target's step is: `send_ahead` moves them, and a launch then only the rest. Integers
-have one place on the GPU, which the stream reads and writes in order: what was sent ahead holds until anything else is
-sent. Of what was sent ahead a pass may also be enqueued before the rest is there (`GraphRunner.arm`): its await kernel
-moves that, past the host.
-
 A graph is made for (rows, requests, depth), each rounded up to one of few sizes. The requests that pad a batch have no
 rows; the rows that pad it are written nowhere. After warm-up a batch without a graph of its size runs on a larger one.
 Sizes go up to the most rows that a pass takes: launching kernel by kernel takes the host milliseconds, whatever the
@@ -32,16 +27,6 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from peagle.drafter.armed import (
-    TIMEOUT_S,
-    ArmedPass,
-    ArmedWords,
-    answer_step,
-    await_step,
-    compile_kernels,
-    new_flags,
-    reset,
-)
 from peagle.drafter.parallel_pass import PER_REQUEST, PassBatch, PassInputs, PassLimits, PendingDrafts, widened
 from peagle.drafter.protocol import Int32Array
 from peagle.drafter.rows import ALIGNMENT_BYTES
@@ -67,7 +52,7 @@ class PassLayout:
         blocks     B x N     block tables of the batch's own requests, as wide as it uses, to be copied to their place
 
     Columns and records begin at a multiple of 16 bytes. Their places are those of every batch, so a captured graph
-    finds them again. What is known last, valid rows and tokens, lies together.
+    finds them again.
     """
 
     def __init__(self, limits: PassLimits) -> None:
@@ -84,18 +69,13 @@ class PassLayout:
         for column, name in zip(columns, PER_REQUEST, strict=True):
             column[: batch.num_requests] = getattr(batch, name)
         columns[:, batch.num_requests :] = 0
-        last = self.pack_last(batch, into)
-        into[self._records : last.stop].view(np.int64)[::2] = addresses_R
-        blocks = slice(last.stop, last.stop + batch.block_table_BN.size)
+        num_rows = len(addresses_R)
+        records_R2 = into[self._records : self._records + _RECORD * num_rows].view(np.int64).reshape(num_rows, 2)
+        records_R2[:, 0], records_R2[:, 1] = addresses_R, batch.next_tokens_R
+        first = self._records + _RECORD * num_rows
+        blocks = slice(first, first + batch.block_table_BN.size)
         into[blocks] = batch.block_table_BN.reshape(-1)
         return blocks
-
-    def pack_last(self, batch: PassBatch, into: Int32Array) -> slice:
-        """Write the valid rows and tokens of a batch that is packed but for these; returns what is to be moved."""
-        place = slice(self._records - self._column, self._records + _RECORD * len(batch.next_tokens_R))
-        into[place.start : place.start + batch.num_requests] = batch.num_valid_B
-        into[self._records : place.stop].view(np.int64)[1::2] = batch.next_tokens_R
-        return place
 
     def inputs(self, integers: Tensor, num_requests: int, blocks_BN: Tensor) -> PassInputs:
         """Views of what `pack` wrote. blocks_BN: where block tables are copied to."""
@@ -221,36 +201,19 @@ class GraphRunner:
         self._areas = [_PinnedArea(self._layout.num_integers, limits) for _ in range(NUM_AREAS)]
         self._row_begin_R = np.arange(limits.max_payload_rows, dtype=np.int64) * (limits.hidden_size * dtype.itemsize)
         self._num_sent = 0
-        self._armed_words_W = torch.zeros(len(ArmedWords._fields), dtype=torch.int64, pin_memory=True)
-        self._armed_flags, self._armed_event = new_flags(pinned=True), torch.cuda.Event()
         self._is_warm = False
         with torch.cuda.stream(self._stream):
             self._integers = torch.zeros(self._layout.num_integers, dtype=torch.int32, device=device)
             self._blocks_BN = torch.zeros(limits.max_num_requests, limits.max_blocks, dtype=torch.int32, device=device)
             self._payload_RH = torch.zeros(limits.max_payload_rows, limits.hidden_size, dtype=dtype, device=device)
-            self._words_W = torch.zeros_like(self._armed_words_W, device=device)
         # Weights and cache were made on the caller's stream.
         torch.cuda.synchronize(device)
 
-    def send_ahead(self, batch: PassBatch) -> int | None:
-        """Moves a batch whose valid rows and tokens mean nothing yet. Returns what `launch` takes; None where the
-        payload is not in pinned memory, because its rows are not there yet either."""
-        if any(piece.is_cuda or not self._is_reachable(piece) for piece in batch.hidden):
-            return None
-        with torch.cuda.stream(self._stream):
-            self._send(batch)
-        return self._num_sent
-
-    def launch(self, batch: PassBatch, ahead: int | None = None) -> PendingDrafts:
-        """Enqueues a pass and the way back of its drafts. ahead: of `send_ahead` for the same batch, used once."""
+    def launch(self, batch: PassBatch) -> PendingDrafts:
+        """Enqueues a pass and the way back of its drafts."""
         key = self._key_for(batch.num_rows, batch.num_requests, batch.depth)
         with torch.cuda.stream(self._stream):
-            if ahead == self._num_sent:
-                area = self._areas[ahead % NUM_AREAS]
-                last = self._layout.pack_last(batch, area.array)
-                self._integers[last].copy_(area.integers[last], non_blocking=True)
-            else:
-                area = self._send(batch)
+            area = self._send(batch)
             if key is None:
                 drafts_BK = self._compute(self._inputs(batch.num_requests), batch.num_rows, batch.depth)
             else:
@@ -264,24 +227,6 @@ class GraphRunner:
             area.event.record(self._stream)
         return area.enqueued(batch.num_requests, depth, self._limits.max_depth)
 
-    def arm(self, batch: PassBatch, ahead: int | None, words: ArmedWords) -> ArmedPass | None:
-        """As `ParallelPass.arm`, with the graph that holds all rows that may come, once one is there after warm-up."""
-        key = self._key_for(batch.num_rows, batch.num_requests, batch.depth)
-        if ahead != self._num_sent or not self._is_warm or key is None or key not in self._graphs:
-            return None
-        graph, drafts_BK = self._graphs[key]
-        # The pass that these served before is over.
-        self._armed_words_W[:] = torch.tensor(
-            reset(self._armed_flags, words, depth=drafts_BK.shape[1], timeout_s=TIMEOUT_S)
-        )
-        with torch.cuda.stream(self._stream):
-            self._words_W.copy_(self._armed_words_W, non_blocking=True)
-            await_step(self._words_W, *self._awaited(batch.num_requests))
-            graph.replay()
-            answer_step(self._words_W, drafts_BK)
-            self._armed_event.record(self._stream)
-        return ArmedPass(self._armed_flags, self._armed_event.synchronize)
-
     def warm_up(self) -> int:
         """Captures the graphs of full batches that do not exist yet; returns how many graphs there are.
 
@@ -293,7 +238,6 @@ class GraphRunner:
             self._integers.zero_()
             for num_rows, num_requests in self._batches:  # passes without rows, to compile
                 self._compute(self._inputs(num_requests), num_rows, self._limits.max_depth)
-            compile_kernels(self._words_W, *self._awaited(1))
             for key in self.sizes.full_batches():
                 if key not in self._graphs:
                     self._graphs[key] = self._capture(key)
@@ -319,7 +263,6 @@ class GraphRunner:
         area = self._areas[self._num_sent % NUM_AREAS]
         if area.pending is not None:
             area.pending()
-        # What was sent ahead through this area and never launched may still be on its way: nobody reads it.
         addresses_R = self._addresses([piece for piece in batch.hidden if len(piece)])
         blocks = self._layout.pack(batch, addresses_R, area.array)
         self._integers[: blocks.stop].copy_(area.integers[: blocks.stop], non_blocking=True)
@@ -351,11 +294,6 @@ class GraphRunner:
         is_placed = piece.dtype == self._payload_RH.dtype and piece.is_contiguous()
         is_placed &= not piece.data_ptr() % ALIGNMENT_BYTES
         return is_placed and (piece.device == self._payload_RH.device or piece.is_pinned())
-
-    def _awaited(self, num_requests: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What `await_step` compares with a step, and fills."""
-        inputs = self._inputs(num_requests)
-        return inputs.start_B, inputs.row_offset_B, inputs.num_valid_B, inputs.next_tokens_R
 
     def _inputs(self, num_requests: int) -> PassInputs:
         """Views of the places that `_send` fills."""

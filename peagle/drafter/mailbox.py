@@ -189,7 +189,6 @@ class StepWords(NamedTuple):
 
     device_part: int
     ready: int
-    payload: int
     done: int
     drafts: int
     outcome: int
@@ -278,7 +277,7 @@ class Mailbox:
         return self.areas[number % NUM_AREAS]
 
     def _addresses(self, area: Area) -> StepWords:
-        arrays = (area.device_part, area.ready, area.payload_RH.view(torch.uint8).numpy(), area.done, area.drafts_BK)
+        arrays = (area.device_part, area.ready, area.done, area.drafts_BK)
         return StepWords(*(array.ctypes.data for array in (*arrays, area.outcome, self._abort)))
 
     # The target's side
@@ -335,11 +334,11 @@ class Mailbox:
         """
         words_W = self._words[number % _NUM_WORDS]
         values = words_W.numpy()
-        values[7] = number
+        values[6] = number
         if request is not None:
-            values[8:10] = request
+            values[7:9] = request
         if wait is not None:
-            values[10:] = wait[0], int(wait[1] * 1e9)
+            values[9:] = wait[0], int(wait[1] * 1e9)
         return words_W
 
     def is_done(self, number: int) -> bool:
@@ -364,9 +363,6 @@ class Mailbox:
 
     def is_ready(self, number: int) -> bool:
         return int(self.area(number).ready[0]) == number
-
-    def has_host_part(self, number: int) -> bool:
-        return int(self.area(number).counts[0]) == number
 
     def read_step(self, number: int, session: int) -> TargetStep[Int32Array]:
         """A step that is ready. `hidden_RH` is a view, the rest copies. Raises ValueError for what does not fit."""
@@ -443,7 +439,6 @@ class Mailbox:
             integers, ids_1K = (
                 torch.zeros(1, self.shape.max_depth, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64)
             )
-            copy_payload(words_W, ids_1K.new_zeros(1, self.shape.hidden_size, dtype=self.shape.torch_dtype), integers)
             post_step(words_W, integers)
             take_drafts(words_W, ids_1K, ids_1K.float())
             torch.cuda.current_stream().synchronize()
@@ -461,27 +456,7 @@ class Mailbox:
 
 REACHED, ABORTED, TIMED_OUT = 1, 2, 3  # values of `outcome_2[0]`
 _NUM_QUICK_READS, _SLEEP_S = 200, 50e-6  # the twin reads this often without a pause, then sleeps between reads
-_BLOCK, _MAX_COPIED_ELEMENTS = 1024, 4096
-
-
-def copy_payload(words_W: Tensor, hidden_NH: Tensor, sources_R: Tensor) -> None:
-    """Fill as many rows of a step's payload, whose type hidden_NH has, as the words say, on a GPU in one kernel.
-
-    hidden_NH: of the target's rows. sources_R: int32, which of them each row of the payload is, in order of these, and
-    maybe more; -1: none, it stays as it is.
-    """
-    num_rows, size = hidden_NH.shape
-    if uses_kernel(hidden_NH):
-        block = min(_MAX_COPIED_ELEMENTS, triton.next_power_of_2(size))
-        _copy_payload_kernel[(num_rows * triton.cdiv(size, block),)](
-            words_W, hidden_NH, sources_R, size, BLOCK=block, ON_GPU=not INTERPRETED,
-        )  # fmt: skip
-        return
-    step = StepWords(*words_W.tolist())
-    payload_RH = memory_at(step.payload, step.num_rows * size, hidden_NH.dtype).view(-1, size)
-    source_R = sources_R[: step.num_rows].long()
-    is_row_R = source_R >= 0
-    payload_RH[is_row_R.cpu()] = hidden_NH[source_R[is_row_R]].cpu()
+_BLOCK = 1024
 
 
 def post_step(words_W: Tensor, integers: Tensor) -> None:
@@ -551,7 +526,7 @@ def memory_at(address: int, count: int, dtype: torch.dtype) -> Tensor:
 
 # Places of `StepWords` in kernels.
 (
-    _AT_DEVICE_PART, _AT_READY, _AT_PAYLOAD, _AT_DONE, _AT_DRAFTS, _AT_OUTCOME, _AT_ABORT, _AT_NUMBER, _AT_NUM_REQUESTS,
+    _AT_DEVICE_PART, _AT_READY, _AT_DONE, _AT_DRAFTS, _AT_OUTCOME, _AT_ABORT, _AT_NUMBER, _AT_NUM_REQUESTS,
     _AT_NUM_ROWS, _AT_NUM_WAITING, _AT_TIMEOUT_NS,
 ) = map(tl.constexpr, range(len(StepWords._fields)))  # fmt: skip
 
@@ -562,23 +537,6 @@ def fence(ON_GPU: tl.constexpr):
     if ON_GPU:
         tl.inline_asm_elementwise("membar.sys; mov.b32 $0, $1;", "=r,r", [tl.program_id(0)], tl.int32, False, 1)
         tl.debug_barrier()
-
-
-@triton.jit
-def _copy_payload_kernel(words_W, hidden_NH, sources_R, hidden_size, BLOCK: tl.constexpr, ON_GPU: tl.constexpr):
-    """As many programs as hidden_NH has blocks; the payload may have more of them."""
-    # A payload begins a page.
-    payload_RH = tl.multiple_of(tl.load(words_W + _AT_PAYLOAD).to(tl.pointer_type(hidden_NH.dtype.element_ty)), 16)
-    num_each = tl.cdiv(hidden_size, BLOCK)
-    # 32 bits: a division of 64 takes many times as long.
-    for i in range(tl.program_id(0), tl.load(words_W + _AT_NUM_ROWS).to(tl.int32) * num_each, tl.num_programs(0)):
-        row, column = i // num_each, (i % num_each) * BLOCK + tl.arange(0, BLOCK)
-        source = tl.load(sources_R + row)
-        if source >= 0:
-            mask = column < hidden_size
-            hidden = tl.load(hidden_NH + source.to(tl.int64) * hidden_size + column, mask=mask)
-            tl.store(payload_RH + row.to(tl.int64) * hidden_size + column, hidden, mask=mask)
-    fence(ON_GPU)
 
 
 @triton.jit

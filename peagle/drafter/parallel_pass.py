@@ -22,10 +22,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from peagle.config import DrafterConfig, HeadError
-from peagle.drafter.armed import MAX_ROWS, ArmedPass, ArmedWords, answer_step, await_step, new_flags, reset
 from peagle.drafter.attention import distinct_batches, paged_attention, write_kv
 from peagle.drafter.drafts import MAX_VOCABULARY, best_drafts
-from peagle.drafter.mailbox import memory_at
 from peagle.drafter.protocol import NO_DRAFT, Int32Array
 from peagle.drafter.rows import (
     add_norm,
@@ -295,25 +293,15 @@ class ParallelPass:
         """Drafts [B, K] as they travel, in host memory; waits for them."""
         return self.launch(batch)()
 
-    def send_ahead(self, batch: PassBatch) -> int | None:
-        """Moves to the GPU what is known before the valid rows and tokens of a batch are; those in it mean nothing.
-
-        Returns what the launch of the whole batch is given to use it; None, as on a CPU, where nothing was moved.
-        """
-        return None if self._runner is None else self._runner.send_ahead(batch)
-
     @torch.no_grad()
-    def launch(self, batch: PassBatch, ahead: int | None = None) -> PendingDrafts:
+    def launch(self, batch: PassBatch) -> PendingDrafts:
         """Starts a pass; what the batch points to must stay as it is until the drafts are there.
 
         The batch must fit the limits, and its blocks and rows must be there: on a GPU wrong ones are wild writes and
         reads. Passes run one after another, so the next may be launched before the drafts of this one are there.
-
-        ahead: of `send_ahead` for this batch but for its valid rows and tokens; void, and of no effect, after any other
-        call of the two.
         """
         if self._runner is not None:
-            return self._runner.launch(batch, ahead)
+            return self._runner.launch(batch)
         payload_RH = torch.cat([*batch.hidden, torch.empty(0, self.limits.hidden_size)]).to(self.dtype)
         begin_R = torch.arange(len(payload_RH)) * (payload_RH.stride(0) * payload_RH.itemsize)
         names = (*PER_REQUEST, "next_tokens_R", "block_table_BN")
@@ -322,42 +310,6 @@ class ParallelPass:
         drafts_BK = self._compute(inputs, batch.num_rows, batch.depth)
         found_BK = widened(drafts_BK.numpy(), self.limits.max_depth)
         return lambda: found_BK
-
-    def arm(self, batch: PassBatch, ahead: int | None, words: ArmedWords) -> ArmedPass | None:
-        """Starts the pass of a step that is not ready yet: it begins, and answers the step in its mailbox, by itself.
-
-        batch: its num_valid_B are the most rows that each request may have, its next_tokens_R name the request whose
-        row each row of the payload may be. ahead: of `send_ahead` for this batch; armed once, and as good as before
-        where the step was not answered. words: of the step, and where in its payload the batch's begins.
-
-        None where nothing was started: too many rows may come, or nothing holds them without a capture. On a CPU the
-        pass runs when the host looks for its outcome.
-        """
-        words = words._replace(num_rows=len(batch.next_tokens_R))
-        if batch.num_rows > MAX_ROWS:
-            return None
-        if self._runner is not None:
-            return self._runner.arm(batch, ahead, words)
-        flags = new_flags(pinned=False)
-        # The host finds out what comes first, so nothing is waited for.
-        words_W = torch.tensor(reset(flags, words, depth=self.limits.max_depth, timeout_s=0.0))
-        start_B, row_offset_B, num_valid_B, request_R = (
-            torch.from_numpy(column.copy())
-            for column in (batch.start_B, batch.row_offset_B, batch.num_valid_B, batch.next_tokens_R)
-        )
-        next_tokens_R, ready_1 = request_R.long(), memory_at(words.ready, 1, torch.int64).numpy()
-
-        def run() -> None:
-            await_step(words_W, start_B, row_offset_B, num_valid_B, next_tokens_R)
-            drafts_BK = np.empty((0, self.limits.max_depth), np.int32)
-            if num_valid_B.any():
-                tokens_R = next_tokens_R.int().numpy()
-                drafts_BK = self.run(
-                    dataclasses.replace(batch, num_valid_B=num_valid_B.numpy(), next_tokens_R=tokens_R)
-                )
-            answer_step(words_W, torch.from_numpy(drafts_BK))
-
-        return ArmedPass(flags, run, lambda: bool(ready_1[0] >= words.number))
 
     def warm_up(self) -> int:
         """Captures the CUDA graphs of full batches, so that serving does not begin with them; returns how many there

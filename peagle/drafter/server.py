@@ -1,9 +1,5 @@
 """A drafter's server: targets connect, one thread takes every step that is ready, drafts for all of them, answers.
 
-While none is ready, it prepares for those whose host part is there already. The only target's step it also arms: the
-pass waits for it on the GPU, and answers it without this thread, which takes it back before it does anything else with
-the engine or with the mailbox.
-
 The serving thread owns the engine, the socket and all that is known of targets; it waits for nobody. A target whose
 hello fits gets a mailbox, which another thread makes and registers with CUDA meanwhile; another one is told why not. An
 error of a target ends its connection, an error of the engine those of the steps in hand; the server goes on.
@@ -27,8 +23,7 @@ import torch
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from peagle.drafter.armed import ANSWERED, ArmedPass, armed_words
-from peagle.drafter.engine import DraftEngine, PreparedStep
+from peagle.drafter.engine import DraftEngine
 from peagle.drafter.mailbox import Mailbox, host_identity, sweep
 from peagle.drafter.parallel_pass import ParallelPass
 from peagle.drafter.protocol import (
@@ -90,9 +85,7 @@ class Peer:
     """A target that was welcomed. Used by the serving thread only.
 
     identity: of its connection. mailbox: None where steps come over TCP. engine_heads: the target's head index -> the
-    engine's. num_steps: answered. seen_ns: when its step was seen in the mailbox. host_part: of the next step, once it
-    was read. prepared: for that step. armed: likewise, its pass under way; until it is settled, the engine and the
-    mailbox are left alone.
+    engine's. num_steps: answered. seen_ns: when its step was seen in the mailbox.
     """
 
     identity: bytes
@@ -102,16 +95,6 @@ class Peer:
     engine_heads: Mapping[int, int]
     num_steps: int = 0
     seen_ns: int = 0
-    host_part: TargetStep[Int32Array] | None = None
-    prepared: PreparedStep | None = None
-    armed: ArmedPass | None = None
-
-    def poll_host_part(self) -> TargetStep[Int32Array] | None:
-        """Of the next step, if it is there and was not read before. Raises ValueError for one that does not fit."""
-        if self.mailbox is None or self.host_part is not None or not self.mailbox.has_host_part(self.num_steps + 1):
-            return None
-        self.host_part = self.translated(self.mailbox.read_host_part(self.num_steps + 1, self.session))
-        return self.host_part
 
     def poll_mailbox(self) -> TargetStep[Int32Array] | None:
         """The next step, if it is there. Raises ValueError for one that does not fit."""
@@ -119,9 +102,7 @@ class Peer:
         if not self.mailbox.is_ready(self.num_steps + 1):
             return None
         self.seen_ns = time.monotonic_ns()
-        host_part = self.host_part or self.translated(self.mailbox.read_host_part(self.num_steps + 1, self.session))
-        self.host_part = None
-        return self.mailbox.read_device_part(host_part)
+        return self.translated(self.mailbox.read_step(self.num_steps + 1, self.session))
 
     def translated(self, step: TargetStep[Int32Array]) -> TargetStep[Int32Array]:
         """The step with the engine's heads. Raises ValueError for a head that was not agreed."""
@@ -146,12 +127,10 @@ class DrafterServer:
         *,
         device: torch.device | str = "cpu",
         key: str = "",
-        shares_gpu: bool = False,
     ) -> None:
         """heads: by the engine's numbers. port: 0 for a free one. device: of the engine. key: up to 255 bytes, which
         targets must name before anything of theirs is read; "" lets in whoever reaches the port. The key goes over the
-        wire as it is. shares_gpu: with other processes, whose time there a pass would take that waits for its step:
-        then none does.
+        wire as it is.
 
         Raises ValueError without a head or with one twice, OSError when the port is taken.
         """
@@ -159,7 +138,6 @@ class DrafterServer:
         if not digests or len(set(digests)) < len(digests):
             raise ValueError(f"heads = {digests} must be one or more, each once")
         self.engine, self._heads, self._device = engine, dict(heads), torch.device(device)
-        self._shares_gpu = shares_gpu
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.router_mandatory = 1  # a message to a target that is gone raises
@@ -274,7 +252,7 @@ class DrafterServer:
                 self._draft(steps)
                 self.stats.busy_s += time.monotonic() - now_s
                 self._last_step_s = time.monotonic()
-            elif not self._prepare():
+            else:
                 self._pause(now_s - self._last_step_s, has_mailboxes)
         self._maker.shutdown()
         self._look_around()  # who has just been welcomed hears it too
@@ -408,9 +386,7 @@ class DrafterServer:
     def _read_mailboxes(self) -> list[tuple[Peer, TargetStep[Int32Array]]]:
         steps = []
         for peer in list(self._peers.values()):
-            if peer.armed is not None:
-                self._poll_armed(peer)
-            if peer.mailbox is None or peer.armed is not None:
+            if peer.mailbox is None:
                 continue
             try:
                 if (step := peer.poll_mailbox()) is not None:
@@ -419,79 +395,9 @@ class DrafterServer:
                 self._reject(peer, error)
         return steps
 
-    def _prepare(self) -> bool:
-        """Prepare for the next step of one target, if anything of it can be; False where nothing was done."""
-        for peer in list(self._peers.values()):
-            try:
-                host_part = peer.poll_host_part()
-            except Exception as error:  # noqa: BLE001 - as above
-                self._reject(peer, error)
-                return True
-            if host_part is not None:
-                self._disarm()
-                try:
-                    peer.prepared = self.engine.prepare(host_part)
-                    self._arm(peer, host_part)
-                except Exception as error:  # noqa: BLE001 - `_fail` logs it
-                    self._fail([peer], error)
-                return True
-        return False
-
-    def _arm(self, peer: Peer, host_part: TargetStep[Int32Array]) -> None:
-        """Let the next step's pass wait for it, where nobody else's can come in between."""
-        is_alone = len(self._peers) == 1 and not self._greeted
-        if is_alone and not self._shares_gpu and peer.prepared is not None and peer.mailbox is not None:
-            words = armed_words(peer.mailbox, host_part.number, host_part.num_requests)
-            peer.armed = self.engine.arm(host_part, peer.prepared, words)
-
-    def _poll_armed(self, peer: Peer) -> None:
-        try:
-            is_over = peer.armed is not None and peer.armed.poll() != 0
-        except Exception as error:  # noqa: BLE001 - `_fail` logs it
-            peer.armed = None
-            self._fail([peer], error)
-            return
-        if is_over:
-            self._settle(peer)
-
-    def _disarm(self) -> None:
-        """Take back what is armed: from here on the engine and all mailboxes are this thread's."""
-        for peer in list(self._peers.values()):
-            self._settle(peer)
-
-    def _settle(self, peer: Peer) -> None:
-        """Finish what a peer's armed pass has answered; otherwise its step goes the usual way."""
-        armed, peer.armed = peer.armed, None
-        if armed is None:
-            return
-        try:
-            if armed.settle() != ANSWERED:
-                return
-            assert peer.mailbox is not None
-            assert peer.host_part is not None
-            assert peer.prepared is not None
-            step = peer.mailbox.read_device_part(peer.host_part)
-            self.engine.finish_armed(step, peer.prepared)
-        except ValueError as error:  # it wrote another step over one that was answered
-            self._reject(peer, error)
-            return
-        except Exception as error:  # noqa: BLE001 - `_fail` logs it
-            self._fail([peer], error)
-            return
-        peer.host_part = peer.prepared = None
-        peer.num_steps += 1
-        self._failures_in_a_row, self._last_step_s = 0, time.monotonic()
-        self.stats.num_batches += 1
-        self.stats.num_steps += 1
-        self.stats.busy_s += peer.mailbox.service_s(step.number)
-
     def _draft(self, steps: Sequence[tuple[Peer, TargetStep[Int32Array]]]) -> None:
-        self._disarm()
-        prepared = [peer.prepared for peer, _ in steps]
-        for peer, _ in steps:
-            peer.prepared = None
         try:
-            answers = self.engine.step([step for _, step in steps], prepared)
+            answers = self.engine.step([step for _, step in steps])
         except Exception as error:  # noqa: BLE001 - `_fail` logs it
             self._fail({id(peer): peer for peer, _ in steps}.values(), error)
             return
@@ -529,7 +435,6 @@ class DrafterServer:
 
     def _drop(self, peer: Peer, last_words: Bye | Swapped) -> None:
         """Say why, as far as the target listens, and let everything of it go."""
-        self._disarm()
         if peer.identity not in self._peers:  # dropped for another step of the same batch
             return
         self.engine.drop_session(peer.session)
@@ -539,16 +444,14 @@ class DrafterServer:
 
     def _release(self, peer: Peer) -> None:
         """Let the mailbox go."""
-        self._settle(peer)
         if (mailbox := peer.mailbox) is None:
             return
-        peer.mailbox = peer.host_part = peer.prepared = None
+        peer.mailbox = None
         mailbox.memory.unlink()
         if self._device.type == "cuda":
             mailbox.unpin(self._device)
 
     def _swap(self, index: int, head: ParallelPass, old: ServedHead | None, served: ServedHead) -> None:
-        self._disarm()
         self.engine.swap(index, head)
         self._heads = {**self._heads, index: served}  # other threads read it
         if old is None:

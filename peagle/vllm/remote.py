@@ -29,7 +29,6 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from peagle.config import UNNAMED_LAYERS, default_aux_layer_ids
 from peagle.drafter.client import LinkPool
 from peagle.drafter.protocol import NO_DRAFT, DtypeName, Int32Array, StepPlan, TargetShape
-from peagle.drafter.replay import StepReplayer
 from peagle.drafter.rows import accepted_rows
 from peagle.vllm import compat
 from peagle.vllm.engine import REMOTE_KEY
@@ -110,8 +109,7 @@ class EngineBatch:
     requests: all that the engine has, by id. wanted_B: whether the drafter needs the request's rows. prompt_of: token
     ids of the positions 0 .. start of a request of the batch that starts or comes back, empty if not known. The rows of
     request b are num_rows_B[b] from row_offset_B[b] on, behind those of the request before; the first num_sent_B[b] of
-    them travel. Where the GPU chooses which drafts are verified, these are the most rows that a request may have, and
-    the target has fewer: num_target_rows.
+    them travel. Where the GPU chooses which drafts are verified, these are the most rows that a request may have.
     """
 
     request_ids: Sequence[str]
@@ -122,7 +120,6 @@ class EngineBatch:
     row_offset_B: Int32Array
     num_rows_B: Int32Array
     num_sent_B: Int32Array
-    num_target_rows: int
     prompt_of: Callable[[int], Int32Array]
 
 
@@ -154,8 +151,7 @@ class _Rows:
 @dataclasses.dataclass(frozen=True)
 class StepMessage:
     """Under way to a drafter: its link, its requests' positions in the batch (`members_M`, and as `places` an index
-    for tensors, None for all in order), their slots and heads, their rows, whether any is to get drafts, and the
-    target's number of rows where it goes by a replay, else 0."""
+    for tensors, None for all in order), their slots and heads, their rows, and whether any is to get drafts."""
 
     link: Any
     members_M: npt.NDArray[np.int64]
@@ -164,7 +160,6 @@ class StepMessage:
     heads_M: Int32Array
     rows: _Rows
     wants_drafts: bool
-    num_replayed: int
 
 
 class StepSender:
@@ -175,12 +170,8 @@ class StepSender:
     for before the next step is sent there, so that a drafter is at most one step behind.
     """
 
-    def __init__(
-        self, pool: Any, shape: TargetShape, device: torch.device, replayer: StepReplayer | None = None
-    ) -> None:
-        """device: of the engine. Where it is a GPU, its stream waits for answers, not the host. replayer: where rows
-        are sampled into its `integers` and `sources_R` and the stream waits: for steps that it can take."""
-        self.replayer = replayer
+    def __init__(self, pool: Any, shape: TargetShape, device: torch.device) -> None:
+        """device: of the engine. Where it is a GPU, its stream waits for answers, not the host."""
         self.pool, self.shape, self.device = pool, shape, device
         self._unanswered: dict[Any, StepMessage] = {}  # by link
         self._begun: list[StepMessage] = []
@@ -216,13 +207,7 @@ class StepSender:
             if link.announce(plan):
                 place = None if len(members_M) == num_requests else _upload(members_M, self.device)
                 wants_drafts = bool(depth_M.any())
-                is_replayed = (
-                    (self.replayer is not None and self.replayer.holds(batch.num_target_rows))
-                    and (place is None and rows.index is None and wants_drafts)
-                    and bool((heads_M == heads_M[0]).all())
-                )
-                num_replayed = batch.num_target_rows if is_replayed else 0
-                message = StepMessage(link, members_M, place, slots_M, heads_M, rows, wants_drafts, num_replayed)
+                message = StepMessage(link, members_M, place, slots_M, heads_M, rows, wants_drafts)
                 self._begun.append(message)
 
     def send(self, sampled: SampledRows) -> list[StepMessage]:
@@ -252,12 +237,6 @@ class StepSender:
     def _send(self, message: StepMessage, sampled: SampledRows) -> bool:
         rows, places = message.rows, message.places
         is_sent: bool
-        if message.num_replayed:
-            assert self.replayer is not None
-            reducer = message.link.reducers[int(message.heads_M[0])]
-            run = self.replayer.prepare(reducer, sampled.aux, message.num_replayed)
-            is_sent = message.link.send_and_wait(run, len(message.members_M), rows.num_rows)
-            return is_sent
         hidden_RH = _reduce(message.link.reducers, message.heads_M, rows, sampled.aux, sampled.sources_R)
         per_request = sampled.start_B, sampled.num_valid_B
         start_B, num_valid_B = per_request if places is None else (tensor[places] for tensor in per_request)
@@ -278,9 +257,6 @@ class StepSender:
         there are none."""
         whole: tuple[Tensor, Tensor] | None = None
         for message in sent:
-            if message.num_replayed:
-                assert self.replayer is not None
-                return self.replayer.drafts_BK[:num_requests], self.replayer.chance_BK[:num_requests]
             found = self._no_drafts(len(message.members_M))
             message.link.enqueue_wait(*found)
             if message.places is None:
@@ -563,7 +539,6 @@ class RemoteDrafts(_Runner):
             row_offset_B=offset_B1[:-1],
             num_rows_B=np.diff(offset_B1),
             num_sent_B=num_valid_B,
-            num_target_rows=int(offset_B1[-1]),
             prompt_of=self._prompt_of,
         )
 
@@ -592,9 +567,8 @@ def check_config(config: Any) -> None:
         raise ValueError(f"a remote drafter does not go with {', '.join(given)}: leave one of them out")
 
 
-def make_sender(config: Any, device: torch.device, replay_sizes: Sequence[int] = ()) -> StepSender:
-    """The sending side of one engine whose configuration was checked, with no drafters yet. replay_sizes: numbers of
-    rows of `StepReplayer`; none: all is enqueued kernel by kernel."""
+def make_sender(config: Any, device: torch.device) -> StepSender:
+    """The sending side of one engine whose configuration was checked, with no drafters yet."""
     model, scheduler = config.model_config, config.scheduler_config
     about = config.additional_config[REMOTE_KEY]
     shape = TargetShape(
@@ -616,8 +590,7 @@ def make_sender(config: Any, device: torch.device, replay_sizes: Sequence[int] =
         min_deadline_s=about["min_deadline_s"],
         max_deadline_s=about["max_deadline_s"],
     )
-    sizes = sorted(size for size in replay_sizes if size <= shape.max_num_rows)
-    return StepSender(pool, shape, device, StepReplayer(shape, sizes, device) if sizes else None)
+    return StepSender(pool, shape, device)
 
 
 class RemoteControl:

@@ -60,7 +60,7 @@ class RemoteSpeculator(BaseSpeculator):
             raise ValueError("a remote drafter on a GPU needs async_scheduling: leave it on")
         self.sender: StepSender | None = None  # None on ranks that do not send
         if get_tp_group().rank_in_group == 0:
-            self.sender = make_sender(config, device, config.compilation_config.cudagraph_capture_sizes or ())
+            self.sender = make_sender(config, device)
         self._device, self._k_max = device, config.num_speculative_tokens
         self._known: dict[str, _Known] = {}
         self.chances = Chances(config.scheduler_config.max_num_seqs, self._k_max, device)
@@ -75,9 +75,8 @@ class RemoteSpeculator(BaseSpeculator):
         """No pass, no graphs."""
 
     def tap_views(self) -> list[Tensor]:
-        """Places where a graph of the target may leave the hidden states of each tapped layer, so that no copy is."""
-        replayer = self.sender.replayer if self.sender is not None else None
-        return [] if replayer is None else list(replayer.tap_views)
+        """None: the target's graphs leave hidden states where vLLM wants them."""
+        return []
 
     def add(self, scheduled: "SchedulerOutput") -> None:
         """Take in requests that start in this step, or come back after a preemption."""
@@ -115,20 +114,16 @@ class RemoteSpeculator(BaseSpeculator):
         num_requests, k_max = input_batch.num_reqs, self._k_max
         target = TargetRows.of(input_batch, num_sampled, num_rejected, last_sampled, next_prefill_tokens)
         max_query_len = int(input_batch.num_scheduled_tokens.max())
-        replayer = self.sender.replayer if self.sender is not None else None
         if dummy_run:
             accepted_rows(target, max_query_len)  # compiled before requests come
-            if replayer is not None and aux_hidden_states:
-                replayer.take_taps(aux_hidden_states, 1)  # the buffer counts in vLLM's profile of memory
             return torch.zeros(num_requests, k_max, dtype=torch.int64, device=self._device)
         if self.sender is None:
             drafts_BK = torch.empty(num_requests, k_max, dtype=torch.int64, device=self._device)
         else:
             assert aux_hidden_states, "the target returned no tapped hidden states"
-            buffers = (None, None) if replayer is None else (replayer.integers, replayer.sources_R)
             travel_B1, num_travelling = self._travelling(input_batch)
             start_B, num_valid_B, next_tokens_R, sources_R = accepted_rows(
-                target, max_query_len, travel_B1, num_travelling, *buffers
+                target, max_query_len, travel_B1, num_travelling
             )
             chosen_R = None if travel_B1 is None else sources_R
             sent = self.sender.send(SampledRows(start_B, num_valid_B, next_tokens_R, aux_hidden_states, chosen_R))
@@ -177,7 +172,6 @@ class RemoteSpeculator(BaseSpeculator):
                 row_offset_B=np.cumsum(lengths_B, dtype=np.int32) - lengths_B,
                 num_rows_B=lengths_B,
                 num_sent_B=lengths_B,
-                num_target_rows=batch.num_tokens,
                 prompt_of=prompt_of,
             )
         )

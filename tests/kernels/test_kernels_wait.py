@@ -17,7 +17,6 @@ from peagle.drafter.mailbox import (
     REACHED,
     TIMED_OUT,
     StepWords,
-    copy_payload,
     post_step,
     take_drafts,
 )
@@ -27,7 +26,6 @@ Take = Callable[[Tensor, Tensor, Tensor], None]
 plain_take = twin(take_drafts)
 TAKES = [pytest.param(plain_take, id="twin"), pytest.param(take_drafts, id="kernel", marks=needs_kernel)]
 POSTS = [pytest.param(twin(post_step), id="twin"), pytest.param(post_step, id="kernel", marks=needs_kernel)]
-COPIES = [pytest.param(twin(copy_payload), id="twin"), pytest.param(copy_payload, id="kernel", marks=needs_kernel)]
 ENOUGH_NS = 20_000_000_000
 
 
@@ -180,34 +178,3 @@ def test_a_step_s_integers_lie_one_after_another_and_nothing_behind_them_changes
         torch.cuda.synchronize()
     assert device_part.tolist() == [*range(count)] + [-5] * (9000 - count)
     assert ready_1.item() == 1 << 40
-
-
-@pytest.mark.parametrize("copy", COPIES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("num_rows", "num_padded", "hidden_size"), [(0, 1, 6), (1, 8, 6), (7, 16, 1536), (5, 5, 1)])
-def test_as_many_rows_travel_as_the_words_say(
-    copy: Callable[..., None], dtype: torch.dtype, num_rows: int, num_padded: int, hidden_size: int
-) -> None:
-    hidden_RH = torch.randn(num_padded, hidden_size, device=DEVICE).to(dtype)
-    payload_RH = pinned(torch.full((num_padded + 1, hidden_size), 5.0, dtype=dtype))
-    sources_R = torch.arange(num_padded, dtype=torch.int32, device=DEVICE)
-    copy(words_of(DEVICE, payload=payload_RH, num_rows=num_rows), hidden_RH, sources_R)
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-    assert torch.equal(payload_RH[:num_rows], hidden_RH[:num_rows].cpu())
-    assert payload_RH[num_rows:].eq(5).all()
-
-
-@pytest.mark.parametrize("copy", COPIES)
-@pytest.mark.parametrize("hidden_size", [6, 1536, 4100])
-def test_more_rows_travel_than_there_are_where_some_stay_empty(copy: Callable[..., None], hidden_size: int) -> None:
-    hidden_NH = torch.randn(3, hidden_size, device=DEVICE)
-    payload_RH = pinned(torch.full((12, hidden_size), 5.0))
-    sources = [0, -1, -1, 1, -1, 2, -1, -1, -1]
-    sources_R = torch.tensor([*sources, 1, 1], dtype=torch.int32, device=DEVICE)
-    copy(words_of(DEVICE, payload=payload_RH, num_rows=len(sources)), hidden_NH, sources_R)
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-    expected_RH = torch.full((12, hidden_size), 5.0)
-    expected_RH[[0, 3, 5]] = hidden_NH.cpu()
-    assert torch.equal(payload_RH, expected_RH)

@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from peagle.drafter.armed import ArmedPass
 from peagle.drafter.client import LinkPool
-from peagle.drafter.engine import DraftEngine, PreparedStep
+from peagle.drafter.engine import DraftEngine
 from peagle.drafter.protocol import Int32Array, ServedHead, StepPlan, TargetShape, TargetStep
 from peagle.drafter.server import DrafterServer
 from peagle.drafter.serving import reducer_of
@@ -54,15 +53,9 @@ class SlowEngine(DraftEngine):
 
     delay_s = 0.0
 
-    def step(
-        self, steps: Sequence[TargetStep], prepared: Sequence[PreparedStep | None] | None = None
-    ) -> list[Int32Array]:
+    def step(self, steps: Sequence[TargetStep]) -> list[Int32Array]:
         time.sleep(self.delay_s)
-        return super().step(steps, prepared)
-
-    def arm(self, *arguments: Any) -> ArmedPass | None:
-        """A pass that needs no call takes no time of it."""
-        return None if self.delay_s else super().arm(*arguments)
+        return super().step(steps)
 
 
 def make_server(
@@ -221,10 +214,7 @@ class Target:
             hidden_RH=torch.cat(rows),
             prompts={slot: ints(self.tokens[slot][: self.ends[slot] + 1]) for slot in new},
         )
-        return link.announce(plan_of(step)) and self._hand_over(link, step)
-
-    def _hand_over(self, link: Any, step: TargetStep) -> bool:
-        return link.send(*device_part(step))
+        return link.announce(plan_of(step)) and link.send(*device_part(step))
 
     def expected(self, slot: int, depth: int = MAX_DEPTH, head: int = 0) -> list[int]:
         """Drafts that the last step must have got for the slot."""

@@ -269,11 +269,8 @@ def test_a_killed_target_is_forgotten_and_its_memory_freed(path: str) -> None:
 
 
 class FailingEngine(DraftEngine):
-    def step(self, steps: Any, prepared: Any = None) -> Any:
+    def step(self, steps: Any) -> Any:
         raise RuntimeError("CUDA error: an illegal memory access")
-
-    def arm(self, *_: Any) -> None:
-        pass
 
 
 def test_an_engine_that_fails_is_reported_and_its_targets_go_on_without_drafts() -> None:

@@ -20,7 +20,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from peagle.drafter.client import LinkPool
 from peagle.drafter.mailbox import (
     ABORTED,
     MAX_PROMPT_TOKENS,
@@ -32,8 +31,7 @@ from peagle.drafter.mailbox import (
     SharedMemory,
     sweep,
 )
-from peagle.drafter.protocol import DtypeName, Int32Array, Reducer, TargetShape, TargetStep
-from peagle.drafter.replay import StepReplayer
+from peagle.drafter.protocol import DtypeName, Int32Array, TargetShape, TargetStep
 from tests.support.transport_harness import SHAPE as SERVED_SHAPE
 from tests.support.transport_harness import (
     DrafterProcess,
@@ -255,41 +253,11 @@ class StreamTarget(Target):
         return out_MK
 
 
-class ReplayTarget(StreamTarget):
-    """The same by a graph."""
-
-    def __init__(self, pool: LinkPool) -> None:
-        super().__init__(pool)
-        self._replayer = StepReplayer(SERVED_SHAPE, [4, 10, 16], pool.device)
-        eye_HH = torch.eye(SERVED_SHAPE.hidden_size, dtype=torch.float64, device=pool.device)
-        self._reducer = Reducer(eye_HH)  # of rows that are reduced already
-
-    def _hand_over(self, link: Any, step: TargetStep) -> bool:
-        integers = torch.cat([step.start_B, step.num_valid_B, step.next_tokens_R])
-        self._replayer.integers[: len(integers)] = integers
-        num_rows = len(step.hidden_RH)
-        self._replayer.sources_R[:num_rows] = torch.arange(num_rows)
-        run = self._replayer.prepare(self._reducer, [step.hidden_RH], num_rows)
-        return link.send_and_wait(run, step.num_requests, num_rows)
-
-    def _drafts(self, link: Any) -> torch.Tensor:
-        drafts_MK, chance_MK = (
-            found_BK[: len(self.tokens)] for found_BK in (self._replayer.drafts_BK, self._replayer.chance_BK)
-        )
-        self.check_chances(drafts_MK, chance_MK)
-        return drafts_MK.clone()
-
-
-TARGETS = pytest.mark.parametrize("kind", [StreamTarget, ReplayTarget])
-
-
 @DEVICES
-@TARGETS
-def test_drafts_arrive_in_stream_order_while_the_host_runs_ahead(device: str, kind: type[StreamTarget]) -> None:
-    """Over two connections: what is captured knows of none."""
+def test_drafts_arrive_in_stream_order_while_the_host_runs_ahead(device: str) -> None:
     with DrafterProcess() as drafter:
         pools = [make_pool(device=device) for _ in range(2)]
-        target = kind(pools[0])
+        target = StreamTarget(pools[0])
         for pool in pools:
             target.pool = pool
             pool.set_drafters([{"address": drafter.address, "heads": {0: "digest0"}}])
@@ -304,13 +272,12 @@ def test_drafts_arrive_in_stream_order_while_the_host_runs_ahead(device: str, ki
 
 
 @pytest.mark.gpu
-@TARGETS
-def test_a_killed_drafter_releases_the_stream(kind: type[StreamTarget]) -> None:
+def test_a_killed_drafter_releases_the_stream() -> None:
     with DrafterProcess(delay_s=30.0) as drafter:
         pool = make_pool(device="cuda", min_deadline_s=25.0, max_deadline_s=25.0)
         pool.set_drafters([{"address": drafter.address, "heads": {0: "digest0"}}])
         eventually(lambda: pool.num_up)
-        drafts_MK, _ = kind(pool).begin(3)
+        drafts_MK, _ = StreamTarget(pool).begin(3)
         begin_s = time.monotonic()
         drafter.kill()
         assert drafts_MK.unique().tolist() == [0]

@@ -30,7 +30,6 @@ def batch(num_sent: list[int] | None = None) -> EngineBatch:
         row_offset_B=ends - np.array(NUM_ROWS, np.int32),
         num_rows_B=np.array(NUM_ROWS, np.int32),
         num_sent_B=np.array(num_sent or NUM_VALID, np.int32),
-        num_target_rows=sum(NUM_ROWS),
         prompt_of=lambda _: np.zeros(0, np.int32),
     )
 
