@@ -302,11 +302,13 @@ class V2Worker(Worker):
         CoupledSampler.install(self.model_runner)
 
     def install_speculator(self) -> None:
-        """Make the finished runner one with a colocated P-EAGLE drafter."""
-        config, runner = self.vllm_config, self.model_runner
+        """Make the finished runner one with a P-EAGLE drafter."""
+        self.model_runner.__class__ = PEagleRunner
+        self.model_runner.speculator = self.make_speculator()
+
+    def make_speculator(self) -> Any:
         assert self.device is not None
-        runner.__class__ = PEagleRunner
-        runner.speculator = PEagleSpeculator(config, self.device)
+        return PEagleSpeculator(self.vllm_config, self.device)
 
     def compile_or_warm_up_model(self) -> "CompilationTimes":
         times = super().compile_or_warm_up_model()

@@ -7,13 +7,17 @@ not have. One small function of sampling, which vLLM compiles at its first use, 
 this is imported: vLLM's CPU worker replaces `torch.Event` in the whole process.
 """
 
+from typing import Any
+
 from vllm.v1.sample import sampler
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 from vllm.v1.worker import cpu_worker
 
 from peagle.vllm import compat
 from peagle.vllm.coupling import CoupledModelRunner
-from peagle.vllm.remote import ChunkedProposer, PassSkipper, RemoteControl, RemoteDrafts
+from peagle.vllm.cpu_drafting import ChunkedProposer, PassSkipper
+from peagle.vllm.remote import RemoteControl
+from peagle.vllm.remote_cpu import RemoteDrafts
 
 
 def run_uncompiled() -> None:
@@ -25,6 +29,9 @@ def run_uncompiled() -> None:
 class DraftingCPURunner(PassSkipper, CoupledModelRunner):
     """The same with a colocated drafter."""
 
+    def set_up_drafter(self) -> None:
+        self.drafter = ChunkedProposer(self)
+
 
 class RemoteCPURunner(RemoteDrafts, CoupledModelRunner):
     """The same with a remote drafter."""
@@ -33,15 +40,18 @@ class RemoteCPURunner(RemoteDrafts, CoupledModelRunner):
 class CPUWorker(cpu_worker.CPUWorker):
     """Drop-in for vLLM's class of the same name."""
 
+    drafting_runner: Any = DraftingCPURunner
+
     def init_device(self) -> None:
         """Build vLLM's model runner, then change how it samples."""
         super().init_device()
         compat.check("cpu runner")
         run_uncompiled()
         is_drafting = self.vllm_config.speculative_config is not None
-        (DraftingCPURunner if is_drafting else CoupledModelRunner).install(self.model_runner)
+        runner: Any = self.model_runner
+        (self.drafting_runner if is_drafting else CoupledModelRunner).install(runner)
         if is_drafting:
-            ChunkedProposer.install(self.model_runner)
+            runner.set_up_drafter()
             # vLLM leaves min_p and logit_bias out beside speculation. Requests with them have K = 0 here.
             self.model_runner.input_batch.logitsprocs = LogitsProcessors(
                 kind(self.vllm_config, self.model_runner.device, False) for kind in BUILTIN_LOGITS_PROCESSORS
@@ -51,6 +61,4 @@ class CPUWorker(cpu_worker.CPUWorker):
 class RemoteCPUWorker(RemoteControl, CPUWorker):
     """`CPUWorker` for a target with a remote drafter."""
 
-    def init_device(self) -> None:
-        super().init_device()
-        RemoteCPURunner.install_remote(self.model_runner)
+    drafting_runner = RemoteCPURunner

@@ -87,7 +87,6 @@ def step(one: Any, requests: list[Request], draw: random.Random) -> list[tuple[R
     )
     num_sampled = torch.tensor([0 if unfinished else 1 for unfinished in is_unfinished], dtype=torch.int32)
     num_rejected, aux = torch.tensor(rejected, dtype=torch.int32), list(torch.cat(taps).chunk(3, dim=-1))
-    one.begin(batch)
     found = one.propose(batch, None, None, aux[0], aux, num_sampled, num_rejected, last, prefill, None, None)
     wanted = [
         0 if no_draft else min(r.max_k, one._num_ahead) for r, no_draft in zip(requests, is_unfinished, strict=True)

@@ -1,4 +1,4 @@
-"""The pass on a GPU: a packed batch read back, graphs against eager launches and against the sessions; padding, areas
+"""The pass on a GPU: a packed batch read back, graphs against eager launches and against the sessions; padding, buffers
 and the way back."""
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import torch
 
 from peagle.drafter import graphs
 from peagle.drafter.drafts import token_ids
-from peagle.drafter.graphs import NUM_AREAS, GraphRunner, GraphSizes, PassLayout
-from peagle.drafter.parallel_pass import PER_REQUEST, ParallelPass
+from peagle.drafter.graphs import NUM_BUFFERS, PER_REQUEST, GraphRunner, GraphSizes, PassLayout
+from peagle.drafter.parallel_pass import ParallelPass
 from tests.support.head_factory import CONFIG, random_drafter
 from tests.support.pass_requests import MAX_DEPTH, STEPS, SWITCHES, Requests, Step
 
@@ -35,9 +35,9 @@ def runner_of(parallel_pass: ParallelPass) -> GraphRunner:
 def test_drafts_equal_the_sessions(name: str, sizes: GraphSizes | None) -> None:
     requests = on_gpu(name)
     parallel_pass = requests.new_pass("cuda", graph_sizes=sizes)
-    for number, steps in enumerate(STEPS):
+    for steps in STEPS:
         expected = [requests.expected(step) for step in steps]
-        assert token_ids(parallel_pass.run(requests.batch(steps, num_pieces=1 + number % 3))).tolist() == expected
+        assert token_ids(parallel_pass.run(requests.batch(steps))).tolist() == expected
     assert (len(runner_of(parallel_pass)._graphs) > 0) == (sizes is not NO_GRAPHS)
 
 
@@ -55,10 +55,10 @@ def test_padded_requests_and_rows_touch_nothing() -> None:
 
 @pytest.mark.gpu
 def test_launches_may_overtake_their_answers() -> None:
-    """More passes under way than there are areas; each answer is the one of its own pass, whenever it is asked for."""
+    """More passes under way than there are buffers; each answer is of its own pass, whenever it is asked for."""
     requests = on_gpu()
     parallel_pass = requests.new_pass("cuda")
-    steps = [Step(0, position, 1, 1 + position % MAX_DEPTH) for position in range(3 * NUM_AREAS)]
+    steps = [Step(0, position, 1, 1 + position % MAX_DEPTH) for position in range(3 * NUM_BUFFERS)]
     pinned = [requests.batch([step], num_rejected=0) for step in steps]
     pending = [parallel_pass.launch(batch) for batch in pinned]
     expected = [[requests.expected(step)] for step in steps]
@@ -75,9 +75,7 @@ def test_after_warm_up_no_batch_compiles_a_kernel(caplog: pytest.LogCaptureFixtu
     batches += [[Step(0, 31, 1, 1), Step(1, 0, length, 5), Step(2, 0, 2, 0)] for length in (1, 9, 16, 40)]
     graphs.warn_of_compilations()
     for steps in batches:
-        batch = requests.batch(steps, num_pieces=1 + len(steps) // 2)
-        pinned = [piece.cpu().pin_memory() for piece in batch.hidden]
-        parallel_pass.run(dataclasses.replace(batch, hidden=pinned))
+        parallel_pass.run(requests.batch(steps))
     assert "was compiled after warm-up" not in caplog.text
 
 
@@ -107,18 +105,17 @@ def test_a_packed_batch_drafts_as_the_batch_does(num_padding: int) -> None:
     # What an earlier batch left must not matter.
     buffer = np.full(layout.num_integers, -12345, np.int32)
     blocks_BN = torch.full((3 + num_padding, parallel_pass.limits.max_blocks), -12345, dtype=torch.int32)
-    for number, steps in enumerate(STEPS):
+    for steps in STEPS:
         expected = [requests.expected(step) for step in steps]
-        batch = requests.batch(steps, num_pieces=1 + number % 2)
-        addresses = [piece[row].data_ptr() for piece in batch.hidden for row in range(len(piece))]
+        batch = requests.batch(steps)
         padded = len(steps) + num_padding
-        blocks = layout.pack(batch, np.array(addresses, np.int64), buffer)
+        blocks = layout.pack(batch, buffer)
         moved = torch.full((layout.num_integers,), -777, dtype=torch.int32)
         moved[: blocks.stop] = torch.from_numpy(buffer[: blocks.stop])
         given, width = batch.block_table_BN.shape
         blocks_BN[:given, :width] = moved[blocks].view(given, width)
         inputs = layout.inputs(moved, padded, blocks_BN)
-        found_BK = parallel_pass._compute(inputs, int(batch.rows_B().sum()) + 5, MAX_DEPTH)
+        found_BK = parallel_pass._compute(inputs, batch.num_rows + 5, MAX_DEPTH)
         assert token_ids(found_BK[: len(steps)].cpu().numpy()).tolist() == expected
         assert (found_BK[len(steps) :] == -1).all(), "a request that pads the batch drafted"
 
@@ -132,4 +129,4 @@ def test_places_begin_at_16_bytes_and_end_within_the_buffer(num_requests: int) -
     for tensor in (*(getattr(inputs, name) for name in PER_REQUEST), inputs.addresses_R):
         assert (tensor.data_ptr() - buffer.data_ptr()) % 16 == 0
     assert inputs.block_table_BN.shape == (num_requests, 5)
-    assert len(inputs.addresses_R) == len(inputs.next_tokens_R) == limits.max_payload_rows
+    assert len(inputs.addresses_R) == len(inputs.next_tokens_R) == limits.max_num_rows
