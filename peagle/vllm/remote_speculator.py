@@ -175,9 +175,12 @@ class RemoteV2Worker(RemoteControl, V2Worker):
 
     def make_speculator(self) -> RemoteSpeculator:
         assert self.device is not None
-        speculator = RemoteSpeculator(self.vllm_config, self.device)
-        self.model_runner.remote = speculator.sender
-        return speculator
+        return RemoteSpeculator(self.vllm_config, self.device)
+
+    def _make_model_runner(self) -> Any:
+        runner = super()._make_model_runner()
+        runner.remote = runner.speculator.sender
+        return runner
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """vLLM's own; its output says which drafts, planned for this step, there were (`StepResult`)."""

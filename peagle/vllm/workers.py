@@ -26,11 +26,12 @@ def run_uncompiled() -> None:
     sampler.batched_count_greater_than = getattr(function, "_torchdynamo_orig_callable", function)
 
 
-class DraftingCPURunner(PassSkipper, CoupledModelRunner):
-    """The same with a colocated drafter."""
+class CPURunner(PassSkipper, CoupledModelRunner):
+    """vLLM's V1 runner with coupled sampling; with a colocated drafter, if the engine has a head."""
 
     def set_up_drafter(self) -> None:
-        self.drafter = ChunkedProposer(self)
+        if self.speculative_config is not None and self.speculative_config.method == "eagle3":
+            self.drafter = ChunkedProposer(self)
 
 
 class RemoteCPURunner(RemoteDrafts, CoupledModelRunner):
@@ -40,25 +41,24 @@ class RemoteCPURunner(RemoteDrafts, CoupledModelRunner):
 class CPUWorker(cpu_worker.CPUWorker):
     """Drop-in for vLLM's class of the same name."""
 
-    drafting_runner: Any = DraftingCPURunner
+    runner_class: type[CPURunner | RemoteCPURunner] = CPURunner
 
     def init_device(self) -> None:
         """Build vLLM's model runner, then change how it samples."""
         super().init_device()
         compat.check("cpu runner")
         run_uncompiled()
-        is_drafting = self.vllm_config.speculative_config is not None
         runner: Any = self.model_runner
-        (self.drafting_runner if is_drafting else CoupledModelRunner).install(runner)
-        if is_drafting:
-            runner.set_up_drafter()
+        self.runner_class.install(runner)
+        runner.set_up_drafter()
+        if self.vllm_config.speculative_config is not None:
             # vLLM leaves min_p and logit_bias out beside speculation. Requests with them have K = 0 here.
-            self.model_runner.input_batch.logitsprocs = LogitsProcessors(
-                kind(self.vllm_config, self.model_runner.device, False) for kind in BUILTIN_LOGITS_PROCESSORS
+            runner.input_batch.logitsprocs = LogitsProcessors(
+                kind(self.vllm_config, runner.device, False) for kind in BUILTIN_LOGITS_PROCESSORS
             )
 
 
 class RemoteCPUWorker(RemoteControl, CPUWorker):
     """`CPUWorker` for a target with a remote drafter."""
 
-    drafting_runner = RemoteCPURunner
+    runner_class = RemoteCPURunner

@@ -120,7 +120,7 @@ def test_a_word_written_meanwhile_ends_the_wait(wait: Wait, which: str) -> None:
         WaitCase(wait, done=1)(1, ENOUGH_NS)  # compiled before the clock runs
     case = WaitCase(wait)
     written = case.done_1 if which == "done" else case.abort_1
-    timer = threading.Timer(0.05, lambda: written.fill(3))
+    timer = threading.Timer(0.5, lambda: written.fill(3))  # the wait has begun by then, on a busy machine too
     timer.start()
     case(3, ENOUGH_NS)
     assert case.outcome_2[0] == (REACHED if which == "done" else ABORTED)

@@ -54,4 +54,4 @@ class AsyncRemoteRunner(RemoteCPURunner):
 
 
 class AsyncRemoteWorker(RemoteCPUWorker):
-    drafting_runner = AsyncRemoteRunner
+    runner_class = AsyncRemoteRunner

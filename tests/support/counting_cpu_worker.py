@@ -3,7 +3,7 @@
 from typing import Any
 
 from peagle.vllm.cpu_drafting import ChunkedProposer
-from peagle.vllm.workers import CPUWorker, DraftingCPURunner
+from peagle.vllm.workers import CPURunner, CPUWorker
 
 
 class CountingProposer(ChunkedProposer):
@@ -18,13 +18,13 @@ class CountingProposer(ChunkedProposer):
         return super().propose(*args, **kwargs)
 
 
-class CountingCPURunner(DraftingCPURunner):
+class CountingCPURunner(CPURunner):
     def set_up_drafter(self) -> None:
         self.drafter = CountingProposer(self)
 
 
 class CountingCPUWorker(CPUWorker):
-    drafting_runner = CountingCPURunner
+    runner_class = CountingCPURunner
 
     def passes(self) -> list[int]:
         """Requests of each pass since the start."""
