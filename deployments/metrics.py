@@ -58,12 +58,6 @@ FAMILIES = {
     "drafter_head": Family("gauge", "replica index head", "1: the head is live on this drafter.", REMOTE),
     "drafter_head_refused": Family("gauge", "replica", "1: the last `user_config` was refused.", REMOTE),
     "drafter_passes": Family("counter", "replica", "Passes of the drafter's network.", REMOTE),
-    "drafter_prepared_passes": Family(
-        "counter", "replica", "Passes that were prepared before the target's step arrived.", REMOTE
-    ),
-    "drafter_armed_passes": Family(
-        "counter", "replica", "Passes already queued on the GPU when the target's step arrived.", REMOTE
-    ),
     "drafter_rows": Family("counter", "replica", "Rows of these passes, mask rows included.", REMOTE),
     "drafter_drafts": Family("counter", "replica", "Draft tokens proposed.", REMOTE),
     "drafter_batches": Family("counter", "replica", "Batches of targets' steps, answered together.", REMOTE),

@@ -154,8 +154,6 @@ def accepted_rows(
     max_query_len: int,
     travel_B1: Tensor | None = None,
     num_travelling: int | None = None,
-    out: Tensor | None = None,
-    sources_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What a remote drafter needs to know of the target's rows: position of each request's first row [B], how many of
     its rows stay [B], and of each row that travels the token after it and which of the target's it is [R]; int32. The
@@ -165,24 +163,20 @@ def accepted_rows(
     Args:
         max_query_len: the largest q, and most places of a request, known to the host.
         travel_B1, num_travelling: int32, first place of each request, and R; None: rows travel as they stand.
-        out: int32, where all but the last are put one after another from its start on.
-        sources_R: int32, of R or more, where the last is put.
     """
     num_requests, device = len(target.place_B), target.input_ids_N.device
     if travel_B1 is None or num_travelling is None:
         travel_B1, num_travelling = target.first_row_B1, len(target.input_ids_N)
     sizes = num_requests, num_requests, num_travelling
-    if out is None:
-        out = torch.empty(sum(sizes), dtype=torch.int32, device=device)
-    if sources_R is None:
-        sources_R = torch.empty(num_travelling, dtype=torch.int32, device=device)
+    out = torch.empty(sum(sizes), dtype=torch.int32, device=device)
+    sources_R = torch.empty(num_travelling, dtype=torch.int32, device=device)
     _accepted_rows_kernel[(num_requests, triton.cdiv(max_query_len, BLOCK_ROWS))](
         target.first_row_B1, target.input_ids_N, target.positions_N, target.place_B,
         target.num_sampled_B, target.num_rejected_B, target.last_sampled_S, target.next_prefill_S,
         travel_B1, out, sources_R, BLOCK=BLOCK_ROWS,
     )  # fmt: skip
-    start_B, num_valid_B, next_tokens_R = out[: sum(sizes)].split(sizes)
-    return start_B, num_valid_B, next_tokens_R, sources_R[:num_travelling]
+    start_B, num_valid_B, next_tokens_R = out.split(sizes)
+    return start_B, num_valid_B, next_tokens_R, sources_R
 
 
 @triton.jit
