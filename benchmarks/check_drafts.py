@@ -145,14 +145,14 @@ class Recorder:
             manager.run_fullgraph = counted
 
     def graph_kinds(self) -> dict[str, Any]:
-        """Captured graphs of target and drafter by mode, how often full ones were replayed, and by which class of model
-        state: with `RenewedState` the target's renewed attention's metadata."""
+        """Captured graphs of target and drafter by mode, how often full ones were replayed, and whether the target's
+        renew their attention's metadata."""
         captured = {
             name: {mode.name: len(descs) for mode, descs in manager._capture_descs.items()}
             for name, manager in self._graphs().items()
         }
-        state = type(self.model_runner.model_state).__name__
-        return {**captured, "model_state": state, "num_replays": dict(sorted(self.num_replays.items()))}
+        renews = getattr(self.model_runner.model_state, "graphs_renew_metadata", False)
+        return {**captured, "target_renews_metadata": renews, "num_replays": dict(sorted(self.num_replays.items()))}
 
 
 def write_target(folder: Path, dtype: torch.dtype) -> Path:

@@ -209,6 +209,7 @@ class CoupledModelRunner(CPUModelRunner):
     @classmethod
     def install(cls, runner: Any) -> None:
         """Make `runner`, whose `__init__` has run, one of this class."""
+        # vLLM's CPU worker makes its runner by name in `init_device`, without `Worker._make_model_runner`.
         runner.__class__ = cls
         runner.sampler.topk_topp_sampler = GumbelDraw(runner.sampler.logprobs_mode)
         if runner.speculative_config is not None:

@@ -8,7 +8,6 @@ takes too much. What has compiled there within its limits is handed to the engin
 
 import asyncio
 import contextlib
-import copy
 import dataclasses
 import gc
 import json
@@ -134,11 +133,10 @@ class GrammarChecker:
         outcome = await asyncio.shield(task)
         if "error" in outcome:
             raise VLLMValidationError(f"structured_outputs: {outcome['error']}", parameter="structured_outputs")
-        checked = copy.copy(structured)
-        checked.__class__ = CheckedGrammar
+        checked = CheckedGrammar(**fields)
         for name, value in outcome.items():
             setattr(checked, name, value)
-        return checked  # type: ignore[return-value]
+        return checked
 
     async def _compile(self, key: Any, fields: dict[str, Any], limits: GrammarLimits) -> dict[str, Any]:
         """What the child says: {"error": text}, or the fields of `StructuredOutputsParams` that validation has set. A

@@ -15,96 +15,112 @@ from contextlib import aclosing
 from typing import Any
 
 import vllm.envs as envs
+from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
+from vllm.renderers import BaseRenderer
 from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.gpu.sample.logit_bias import (
+    MAX_NUM_ALLOWED_TOKEN_IDS,
+    MAX_NUM_LOGIT_BIAS_TOKENS,
+    MAX_NUM_STOP_TOKEN_IDS,
+)
 
 from peagle.vllm import compat
 from peagle.vllm.grammar_bounds import GrammarLimits
 from peagle.vllm.grammar_checker import CheckedGrammar, GrammarChecker
 from peagle.vllm.request_args import undraftable_field
 
-MAX_TOKEN_IDS = 1024
-"""Of allowed_token_ids and of logit_bias: the tables of vLLM's V2 model runner hold so many, and a longer list ends its
-worker."""
 MAX_PATTERN_TOKENS = 1024
-"""Of repetition_detection, pattern times count: what the scheduler may compare in every step, in Python."""
-MAX_STOP_TOKEN_IDS = 120
-"""Of stop_token_ids with min_tokens; there the table has 128 places, some of which are the model's own."""
+"""Largest max_pattern_size times min_count of repetition_detection. The scheduler compares so many tokens in every step,
+in Python."""
+MIN_TOKENS_PER_CHAR = 1 / 16
+"""Hardly any token has more characters."""
 
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:
-    """Raises VLLMValidationError naming the field for what vLLM's own checks let through."""
-    for name, ids in (("allowed_token_ids", params.allowed_token_ids), ("logit_bias", params.logit_bias)):
-        if ids is not None and len(ids) > MAX_TOKEN_IDS:
-            raise _refusal(name, f"holds {len(ids)} token ids, at most {MAX_TOKEN_IDS} are possible")
-    if params.min_tokens and len(params.stop_token_ids or ()) > MAX_STOP_TOKEN_IDS:
-        raise _refusal(
-            "stop_token_ids",
-            f"holds {len(params.stop_token_ids or ())} token ids, at most {MAX_STOP_TOKEN_IDS} go with min_tokens",
-        )
+    """Check a request's parameters as the engine will get them, for what vLLM lets through to its worker.
+
+    The tables of the V2 model runner hold a fixed number of token ids, and its worker ends at a longer list.
+
+    Raises:
+        VLLMValidationError: names the field.
+    """
+    bad_words = params.bad_words_token_ids or ()
+    stop_ids = params.all_stop_token_ids if params.min_tokens else ()
+    for field, num_tokens, most in (
+        ("allowed_token_ids", len(params.allowed_token_ids or ()), MAX_NUM_ALLOWED_TOKEN_IDS),
+        ("logit_bias", len(params.logit_bias or ()), MAX_NUM_LOGIT_BIAS_TOKENS),
+        ("stop_token_ids with min_tokens", len(stop_ids), MAX_NUM_STOP_TOKEN_IDS),
+        ("bad_words", sum(map(len, bad_words)), envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS),
+    ):
+        if num_tokens > most:
+            raise _refusal(field, f"{num_tokens} token ids were given, at most {most} are possible")
+    if any(token >= vocab_size for word in bad_words for token in word):
+        raise _refusal("bad_words", "a word has a token that the model does not have")
     repeated = params.repetition_detection
-    if repeated is not None and (most := repeated.max_pattern_size * repeated.min_count) > MAX_PATTERN_TOKENS:
-        problem = (
-            f"looks {most} tokens back (max_pattern_size times min_count), at most {MAX_PATTERN_TOKENS} are possible"
-        )
+    if repeated is not None and (num := repeated.max_pattern_size * repeated.min_count) > MAX_PATTERN_TOKENS:
+        problem = f"max_pattern_size times min_count is {num} tokens, at most {MAX_PATTERN_TOKENS} are possible"
         raise _refusal("repetition_detection", problem)
-    words = params.bad_words_token_ids or ()
-    if (num_tokens := sum(map(len, words))) > envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS:
-        most = envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
-        raise _refusal("bad_words", f"are {num_tokens} tokens in all, at most {most} are possible")
-    if any(token >= vocab_size for word in words for token in word):
-        raise _refusal("bad_words", "hold a token that the model does not have")
 
 
 def _refusal(field: str, problem: str) -> VLLMValidationError:
-    return VLLMValidationError(f"{field} {problem}.", parameter=field)
+    return VLLMValidationError(f"{field}: {problem}.", parameter=field.split()[0])
 
 
 class CheckedInputProcessor(InputProcessor):
-    """vLLM's, with the checks of this module; a client's own is made one by `guard`."""
+    """vLLM's, with the checks of this module.
 
-    samples_without_drafts: bool
-    """Whether the model runner applies min_p and logit_bias to requests without drafts."""
-    returns_chosen_logprobs: bool
-    """Whether logprob_token_ids of one request leave the others of its batch alone: on vLLM's V2 model runner without
-    drafts."""
+    Attributes:
+        samples_without_drafts: whether the model runner applies min_p and logit_bias to requests without drafts.
+        returns_chosen_logprobs: whether logprob_token_ids of one request leave the others of its batch alone: on vLLM's
+            V2 model runner without drafts.
+    """
+
+    def __init__(self, config: VllmConfig, renderer: BaseRenderer) -> None:
+        super().__init__(config, renderer)
+        is_ours = str(config.parallel_config.worker_cls).startswith("peagle.vllm.workers.")
+        self.samples_without_drafts = config.use_v2_model_runner or is_ours
+        self.returns_chosen_logprobs = config.use_v2_model_runner and config.speculative_config is None
 
     def _validate_params(self, params: Any, supported_tasks: Any) -> Any:
         if not isinstance(params, SamplingParams):
             return super()._validate_params(params, supported_tasks)
-        if params.bad_words and self.tokenizer is not None:
-            # Each is at least one token, and hardly more than 16 characters: so much is not even tokenized.
-            num = max(len(params.bad_words), sum(map(len, params.bad_words)) // 16)
-            if num > envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS:
-                raise _refusal(
-                    "bad_words", f"are about {num} tokens, at most {envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS} are possible"
-                )
-            params.update_from_tokenizer(self.tokenizer)
-        check_sampling(params, self.model_config.get_vocab_size())
+        # vLLM counts the words only after it has tokenized them, on the event loop.
+        if (num := int(sum(map(len, params.bad_words or ())) * MIN_TOKENS_PER_CHAR)) > (
+            most := envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
+        ):
+            raise _refusal("bad_words", f"the words are about {num} tokens, at most {most} are possible")
         if params.logprob_token_ids and not self.returns_chosen_logprobs:
-            problem = "is not possible here: ask for logprobs, the most likely tokens of each position"
+            problem = "not possible here: ask for logprobs, the most likely tokens of each position"
             raise _refusal("logprob_token_ids", problem)
         checker = copy.copy(self)
         if params.structured_outputs is not None:
             if not isinstance(params.structured_outputs, CheckedGrammar):
-                raise _refusal("structured_outputs", "has not been checked: send the request through generate()")
+                raise _refusal("structured_outputs", "not checked: send the request through generate()")
             # vLLM's validation has run in the checker's process.
             checker.structured_outputs_config = None  # type: ignore[assignment]
         if self.samples_without_drafts and undraftable_field(params):
             checker.speculative_config = None
         return InputProcessor._validate_params(checker, params, supported_tasks)
 
+    def process_inputs(self, *args: Any, **kwargs: Any) -> EngineCoreRequest:
+        request: EngineCoreRequest = super().process_inputs(*args, **kwargs)
+        if request.sampling_params is not None:
+            check_sampling(request.sampling_params, self.model_config.get_vocab_size())
+        return request
+
     def _validate_model_input(self, prompt_input: Any, prompt_type: Any) -> None:
         vocab_size = self.model_config.get_vocab_size()
-        # Placeholders of images may lie beyond the vocabulary, so only a prompt of text is checked; before vLLM, whose
-        # refusal names no field.
+        # vLLM lets through what the tokenizer has and the model does not. Placeholders of images may lie beyond the
+        # vocabulary, so only a prompt of text is checked.
         if (
             prompt_input["type"] == "token"
             and (found := max(prompt_input["prompt_token_ids"], default=0)) >= vocab_size
         ):
-            raise _refusal("prompt", f"holds token id {found}, the model's ids are 0 to {vocab_size - 1}")
+            raise _refusal("prompt", f"token id {found} is none of the model's, which are 0 to {vocab_size - 1}")
         super()._validate_model_input(prompt_input, prompt_type)
 
 
@@ -116,12 +132,8 @@ def guard(client: Any, grammar_limits: GrammarLimits | None = None) -> GrammarCh
         UnsupportedVLLMError: this vLLM's client has not what the checks hang on.
     """
     compat.check("client", client)
-    processor, config = client.input_processor, client.vllm_config
-    processor.__class__ = CheckedInputProcessor
-    processor.returns_chosen_logprobs = config.use_v2_model_runner and config.speculative_config is None
-    worker = config.parallel_config.worker_cls
-    processor.samples_without_drafts = config.use_v2_model_runner or str(worker).startswith("peagle.vllm.workers.")
-    grammars = GrammarChecker(config, grammar_limits or GrammarLimits())
+    client.input_processor = CheckedInputProcessor(client.vllm_config, client.renderer)
+    grammars = GrammarChecker(client.vllm_config, grammar_limits or GrammarLimits())
     generate: Callable[..., AsyncGenerator[Any, None]] = client.generate
     shutdown = client.shutdown
 

@@ -221,8 +221,8 @@ class RemoteV2Worker(RemoteControl, V2Worker):
     """`V2Worker` for a target with a remote drafter. Without drafters, which come by `set_drafters`, the target serves
     as without speculation."""
 
-    def install_speculator(self) -> None:
+    drafting_runner = RemoteModelRunner
+
+    def make_speculator(self) -> RemoteSpeculator:
         assert self.device is not None
-        runner: Any = self.model_runner
-        runner.__class__ = RemoteModelRunner
-        runner.speculator = RemoteSpeculator(self.vllm_config, self.device)
+        return RemoteSpeculator(self.vllm_config, self.device)

@@ -105,11 +105,14 @@ class _Renewing(nn.Module):
 
 
 class RenewedState(DefaultModelState):
-    """vLLM's, beside graphs that renew attention's metadata: a step that replays one has none built."""
+    """vLLM's, which builds no attention metadata for a replay of graphs that renew it themselves."""
+
+    graphs_renew_metadata = False
+    """Whether the runner's full graphs do (`StepGraphs.renew`)."""
 
     def prepare_attn(self, input_batch: Any, cudagraph_mode: CUDAGraphMode, *args: Any, **more: Any) -> dict[str, Any]:
-        # Of a replay's metadata only a speculator could read, and ours do not. Dummy steps are vLLM's.
-        if cudagraph_mode == CUDAGraphMode.FULL and not more.get("for_capture"):
+        # Only a speculator could read a replay's metadata, and ours do not. Dummy steps are vLLM's.
+        if self.graphs_renew_metadata and cudagraph_mode == CUDAGraphMode.FULL and not more.get("for_capture"):
             return {}
         return super().prepare_attn(input_batch, cudagraph_mode, *args, **more)
 
@@ -122,6 +125,12 @@ class RaggedModelRunner(GPUModelRunner):
     model_state: Any
     cudagraph_manager: ModelCudaGraphManager
 
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM's. A model of its usual kind gets a `RenewedState`, for which `init_model_state` has no hook."""
+        super().load_model(*args, **kwargs)
+        if type(self.model_state) is DefaultModelState:
+            self.model_state = RenewedState(self.vllm_config, self.model, self.encoder_cache, self.device)
+
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)
         drafter_layers: set[str] = getattr(self.speculator, "draft_attn_layer_names", set())
@@ -129,8 +138,7 @@ class RaggedModelRunner(GPUModelRunner):
         found = get_attn_cg_support(self.attn_groups, self.vllm_config, checked_layer_names=layers - drafter_layers)
         found = found.narrow(*self.model_state.get_additional_cg_support())
         # Other kinds of model plan a replay by the rows that requests have in it.
-        is_default = type(self.model_state) in (DefaultModelState, RenewedState)
-        has_all = is_default and compat.replays_prompts(self.vllm_config)
+        has_all = isinstance(self.model_state, RenewedState) and compat.replays_prompts(self.vllm_config)
         # Other attention has graphs for K_max drafts of every request; what else there is runs piecewise.
         if found.min_cg_support == AttentionCGSupport.ALWAYS:
             self.cudagraph_manager = (StepGraphs if has_all else ModelCudaGraphManager)(
@@ -146,8 +154,9 @@ class RaggedModelRunner(GPUModelRunner):
         renews = isinstance(graphs, StepGraphs) and graphs.renew(
             [group for group in every if not drafter_layers.issuperset(group.layer_names)]
         )
-        if is_default:  # each time: vLLM sets up a small cache before, to measure graphs with
-            self.model_state.__class__ = RenewedState if renews else DefaultModelState
+        if isinstance(self.model_state, RenewedState):
+            # Each time: vLLM sets up a small cache before, to measure graphs with.
+            self.model_state.graphs_renew_metadata = renews
 
     def _dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
         """vLLM's. It asks for one as large as the largest compiled range, which has room for the drafter's passes."""
@@ -203,7 +212,7 @@ class PEagleRunner(RaggedModelRunner):
         layers = {name for group in self.kv_cache_config.kv_cache_groups for name in group.layer_names}
         is_usual = (
             get_query_lens_mismatch_unsupported_backend(self.attn_groups, checked_layer_names=layers) is None
-            and type(self.model_state) in (DefaultModelState, RenewedState)
+            and isinstance(self.model_state, RenewedState)
             and self.cudagraph_manager.varlen_decode
             and self.max_num_reqs * triton.next_power_of_2(self.num_speculative_steps) <= MAX_DRAFTS
         )
@@ -282,31 +291,38 @@ class V2Worker(Worker):
     """Drop-in for vLLM's GPU worker."""
 
     model_runner: Any
+    drafting_runner: type[PEagleRunner] = PEagleRunner
+    """Class of the runner where the head is a P-EAGLE head."""
 
-    def init_device(self) -> None:
-        """vLLM's set-up of the device and its model runner, then P-EAGLE's speculator. No model is loaded yet."""
+    def make_speculator(self) -> Any:
+        """The speculator of `drafting_runner`."""
+        assert self.device is not None
+        return PEagleSpeculator(self.vllm_config, self.device)
+
+    def _make_model_runner(self) -> Any:
+        """vLLM's hook for the model runner. No model is loaded yet."""
         if not self.use_v2_model_runner:
             raise ValueError("vLLM chose its V1 model runner, whose reasons are in its log; this worker runs V2")
-        compat.name_taps(self.vllm_config)
-        super().init_device()
-        speculative = self.vllm_config.speculative_config
-        compat.check("v2 runner", self.model_runner)
-        if speculative is None and compat.replays_prompts(self.vllm_config):
-            self.model_runner.__class__ = RaggedModelRunner
-        elif speculative is not None and speculative.parallel_drafting:
-            self.install_speculator()
+        config, speculative = self.vllm_config, self.vllm_config.speculative_config
+        is_parallel = speculative is not None and speculative.parallel_drafting
+        assert self.device is not None
+        compat.name_taps(config)
+        runner: Any
+        if is_parallel:
+            runner = self.drafting_runner(config, self.device)
+        elif speculative is None and compat.replays_prompts(config):
+            runner = RaggedModelRunner(config, self.device)
+        else:
+            runner = super()._make_model_runner()
+        compat.check("v2 runner", runner)
+        if is_parallel:
+            runner.speculator = self.make_speculator()
+        return runner
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """vLLM's. Sampled requests are then verified by `CoupledSampler`, where it can."""
         super().load_model(*args, **kwargs)
         CoupledSampler.install(self.model_runner)
-
-    def install_speculator(self) -> None:
-        """Make the finished runner one with a colocated P-EAGLE drafter."""
-        config, runner = self.vllm_config, self.model_runner
-        assert self.device is not None
-        runner.__class__ = PEagleRunner
-        runner.speculator = PEagleSpeculator(config, self.device)
 
     def compile_or_warm_up_model(self) -> "CompilationTimes":
         times = super().compile_or_warm_up_model()

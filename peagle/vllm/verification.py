@@ -57,8 +57,8 @@ class CoupledSampler(RejectionSampler):
 
     @classmethod
     def install(cls, runner: Any) -> None:
-        """Make the runner's rejection sampler one, where drafts are greedy and accepted by the target's probability
-        alone: rejection sampling of another method, and a watermark, stay vLLM's."""
+        """Replace the rejection sampler of a runner with a loaded model, where drafts are greedy and accepted by the
+        target's probability alone. Rejection sampling of another method, and a watermark, stay vLLM's."""
         sampler = runner.rejection_sampler
         if (
             type(sampler) is RejectionSampler
@@ -66,7 +66,7 @@ class CoupledSampler(RejectionSampler):
             and runner.speculator.draft_logits is None
             and sampler.watermark_key is None
         ):
-            sampler.__class__ = cls
+            runner.rejection_sampler = cls(sampler.sampler, runner.speculative_config, runner.device)
 
     def _verify(
         self,

@@ -22,8 +22,8 @@ def run_uncompiled() -> None:
     sampler.batched_count_greater_than = getattr(function, "_torchdynamo_orig_callable", function)
 
 
-class DraftingCPURunner(PassSkipper, CoupledModelRunner):
-    """The same with a colocated drafter."""
+class CPURunner(PassSkipper, CoupledModelRunner):
+    """vLLM's V1 runner with coupled sampling; with a colocated drafter, if the engine has a head."""
 
 
 class RemoteCPURunner(RemoteDrafts, CoupledModelRunner):
@@ -33,15 +33,24 @@ class RemoteCPURunner(RemoteDrafts, CoupledModelRunner):
 class CPUWorker(cpu_worker.CPUWorker):
     """Drop-in for vLLM's class of the same name."""
 
+    runner_class: type[CoupledModelRunner] = CPURunner
+
     def init_device(self) -> None:
         """Build vLLM's model runner, then change how it samples."""
         super().init_device()
         compat.check("cpu runner")
         run_uncompiled()
-        is_drafting = self.vllm_config.speculative_config is not None
-        (DraftingCPURunner if is_drafting else CoupledModelRunner).install(self.model_runner)
-        if is_drafting:
+<<<<<<< HEAD
+        speculative = self.vllm_config.speculative_config
+        has_head = speculative is not None and speculative.method == "eagle3"
+        (DraftingCPURunner if has_head else CoupledModelRunner).install(self.model_runner)
+        if has_head:
+=======
+        self.runner_class.install(self.model_runner)
+        if self.vllm_config.speculative_config is not None:
+>>>>>>> engine
             ChunkedProposer.install(self.model_runner)
+        if speculative is not None:
             # vLLM leaves min_p and logit_bias out beside speculation. Requests with them have K = 0 here.
             self.model_runner.input_batch.logitsprocs = LogitsProcessors(
                 kind(self.vllm_config, self.model_runner.device, False) for kind in BUILTIN_LOGITS_PROCESSORS
@@ -50,6 +59,8 @@ class CPUWorker(cpu_worker.CPUWorker):
 
 class RemoteCPUWorker(RemoteControl, CPUWorker):
     """`CPUWorker` for a target with a remote drafter."""
+
+    runner_class = RemoteCPURunner
 
     def init_device(self) -> None:
         super().init_device()

@@ -372,10 +372,10 @@ def refusal(engine: RunningEngine, job: Job) -> str:
 def test_what_would_end_the_engine_is_refused(
     engine: RunningEngine, prompts: Prompts, reference: Reference, tokenizer: Any
 ) -> None:
-    assert "oken id 49152" in refusal(engine, Job([len(tokenizer)], 4))
+    assert "token id 49152 is none of the model's" in refusal(engine, Job([len(tokenizer)], 4))
     refused: list[tuple[str, dict[str, Any]]] = [
-        ("allowed_token_ids holds 2000", {"allowed_token_ids": list(range(2000))}),
-        ("logprob_token_ids is not possible here", {"logprobs": 3, "logprob_token_ids": [1, 2, 3]}),
+        ("allowed_token_ids: 2000 token ids", {"allowed_token_ids": list(range(2000))}),
+        ("logprob_token_ids: not possible here", {"logprobs": 3, "logprob_token_ids": [1, 2, 3]}),
         ("logprobs", {"logprobs": -1}),
         ("prompt_logprobs", {"prompt_logprobs": -1}),
         ("prompt_logprob_token_ids", {"prompt_logprobs": 1, "prompt_logprob_token_ids": [[4]] * len(prompts[4])}),

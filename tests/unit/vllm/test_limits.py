@@ -16,7 +16,7 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from peagle.vllm.engine import engine_kwargs
-from peagle.vllm.limits import MAX_TOKEN_IDS, guard, use_own_backends
+from peagle.vllm.limits import guard, use_own_backends
 from peagle.vllm.request_args import DEPTH_KEY, drafts_wanted
 
 VOCAB_SIZE = 49152
@@ -33,7 +33,7 @@ def config(target_dir: Path, head_dir: Path, environment: None) -> Any:
 def processor(config: Any) -> InputProcessor:
     """vLLM's own, as a guarded client has it."""
     client = SimpleNamespace(
-        input_processor=InputProcessor(config),
+        input_processor=None,
         vllm_config=config,
         model_config=config.model_config,
         output_processor=None,
@@ -52,7 +52,7 @@ def send(processor: InputProcessor, prompt: list[int], **sampling: Any) -> Any:
 
 @pytest.mark.parametrize("prompt", [[VOCAB_SIZE], [1, VOCAB_SIZE, 2], [10**9]])
 def test_a_token_id_beyond_the_vocabulary_is_refused(processor: InputProcessor, prompt: list[int]) -> None:
-    with pytest.raises(VLLMValidationError, match=r"prompt holds token id \d+, the model's ids are 0 to 49151|vocab"):
+    with pytest.raises(VLLMValidationError, match=r"prompt: token id \d+ is none of the model's, which are 0 to 49151"):
         send(processor, prompt)
     send(processor, [VOCAB_SIZE - 1])
 
@@ -60,20 +60,23 @@ def test_a_token_id_beyond_the_vocabulary_is_refused(processor: InputProcessor, 
 @pytest.mark.parametrize(
     ("sampling", "message"),
     [
-        ({"allowed_token_ids": list(range(MAX_TOKEN_IDS + 1))}, "allowed_token_ids holds 1025 token ids, at most 1024"),
-        ({"logit_bias": dict.fromkeys(range(MAX_TOKEN_IDS + 1), 1.0)}, "logit_bias holds 1025"),
-        ({"min_tokens": 2, "stop_token_ids": list(range(121))}, "stop_token_ids holds 121"),
-        ({"bad_words": ["many words " * 60] * 1 + [f"{n} and more words " * 30 for n in range(20)]}, "bad_words are"),
-        ({"bad_words": [f"w{n}" for n in range(1025)]}, "bad_words are about 1025 tokens, at most 1024"),
-        ({"bad_words": ["a" * 10**7]}, "bad_words are about 625000 tokens"),
+        ({"allowed_token_ids": list(range(1025))}, "allowed_token_ids: 1025 token ids were given, at most 1024"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias: 1025 token ids"),
+        (
+            {"min_tokens": 2, "stop_token_ids": list(range(200, 329))},
+            "stop_token_ids with min_tokens: 1",
+        ),
+        ({"bad_words": [f"{n} and more words " * 30 for n in range(20)]}, r"bad_words: \d+ token ids"),
+        ({"bad_words": [f"w{n}" for n in range(200)]}, "Too many bad words after tokenization"),
+        ({"bad_words": ["a" * 10**7]}, "bad_words: the words are about 625000 tokens"),
         (
             {"repetition_detection": RepetitionDetectionParams(max_pattern_size=1000, min_pattern_size=1, min_count=2)},
-            "repetition_detection looks 2000 tokens back .*at most 1024",
+            "repetition_detection: .* is 2000 tokens, at most 1024",
         ),
         ({"allowed_token_ids": [VOCAB_SIZE]}, "allowed_token_ids"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"logit_bias": {VOCAB_SIZE: 1.0}}, "logit_bias"),
-        ({"logprobs": 3, "logprob_token_ids": [1, 2, 3]}, "logprob_token_ids is not possible here"),
+        ({"logprobs": 3, "logprob_token_ids": [1, 2, 3]}, "logprob_token_ids: not possible here"),
     ],
 )
 def test_a_list_that_ends_a_worker_is_refused(
@@ -86,8 +89,13 @@ def test_a_list_that_ends_a_worker_is_refused(
 def test_a_grammar_that_was_not_checked_reaches_neither_vllms_validation_nor_the_engine(
     processor: InputProcessor,
 ) -> None:
-    with pytest.raises(VLLMValidationError, match="structured_outputs has not been checked"):
+    with pytest.raises(VLLMValidationError, match="structured_outputs: not checked"):
         send(processor, [1], structured_outputs=StructuredOutputsParams(regex="a"))
+
+
+def test_lists_as_long_as_the_workers_tables_are_served(processor: InputProcessor) -> None:
+    send(processor, [1], allowed_token_ids=list(range(1024)), logit_bias=dict.fromkeys(range(1024), 1.0))
+    send(processor, [1], min_tokens=2, stop_token_ids=list(range(200, 320)), bad_words=["w"] * 3)
 
 
 @pytest.mark.parametrize("sampling", [{"min_p": 0.1}, {"logit_bias": {5: 2.0}}])
