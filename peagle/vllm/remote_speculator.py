@@ -74,7 +74,7 @@ class RemoteSpeculator(BaseSpeculator):
     def capture(self) -> None:
         """No pass, no graphs."""
 
-    def tap_views(self) -> list[Tensor]:
+    def aux_views(self) -> list[Tensor]:
         """Places where a graph of the target may leave the hidden states of each tapped layer, so that no copy is."""
         replayer = self.sender.replayer if self.sender is not None else None
         return [] if replayer is None else list(replayer.tap_views)
@@ -113,7 +113,7 @@ class RemoteSpeculator(BaseSpeculator):
     ) -> Tensor:
         """Drafts of every request of the batch, [B, K] int64; 0 where nobody proposes any."""
         num_requests, k_max = input_batch.num_reqs, self._k_max
-        target = TargetRows.of(input_batch, num_sampled, num_rejected, last_sampled, next_prefill_tokens)
+        target = TargetRows.from_batch(input_batch, num_sampled, num_rejected, last_sampled, next_prefill_tokens)
         max_query_len = int(input_batch.num_scheduled_tokens.max())
         replayer = self.sender.replayer if self.sender is not None else None
         if dummy_run:

@@ -98,7 +98,7 @@ def step(one: Any, requests: list[Request], draw: random.Random) -> list[tuple[R
     )
     num_sampled = torch.tensor([0 if unfinished else 1 for unfinished in is_unfinished], dtype=torch.int32)
     num_rejected, aux = torch.tensor(rejected, dtype=torch.int32), list(torch.cat(taps).chunk(3, dim=-1))
-    if (views := one.tap_views()) and len(aux[0]) <= len(views[0]) and draw.random() < 0.5:
+    if (views := one.aux_views()) and len(aux[0]) <= len(views[0]) and draw.random() < 0.5:
         # As full graphs of the target leave them.
         aux = [view[: len(given)].copy_(given) for view, given in zip(views, aux, strict=True)]
     one.begin(batch)
