@@ -7,7 +7,6 @@ is.
 """
 
 import contextlib
-import functools
 import json
 import logging
 import random
@@ -69,29 +68,23 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 @dataclass
 class Admitted:
-    """A request as the engine gets it. May travel from an ingress replica to a target replica.
+    """A request as the engine gets it.
 
-    `fields`: vLLM's fields of the body, with what the front end decided in `vllm_xargs`. `num_sequences`: its weight.
-    `trace`: headers by which the engine's span becomes part of its client's trace. `caller`: name of who asked."""
+    `fields`: vLLM's fields as the client sent them. `body`: vLLM's record of them, with what the front end decided in
+    `vllm_xargs`. `num_sequences`: its weight. `trace`: headers by which the engine's span becomes part of its client's
+    trace. `caller`: name of who asked."""
 
     call: Call
     fields: dict[str, Any]
+    body: Body
     drafting: Drafting
     num_sequences: int = 1
     trace: Mapping[str, str] = field(default_factory=dict)
     caller: str = ""
 
-    @functools.cached_property
-    def body(self) -> Body:
-        """vLLM's record, made anew where the request has travelled: its message parts cannot be pickled."""
-        return parse_body(self.call, self.fields)
-
     @property
     def streams(self) -> bool:
         return bool(self.body.stream)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "body"}
 
 
 class Usage(NamedTuple):
@@ -255,17 +248,15 @@ class FrontEnd:
             decided[GROUP_KEY] = secrets.token_hex(8)
         if self._settings.learns_from(caller, base_workload(drafting.workload)):
             decided[LEARN_KEY] = caller.name
-        fields["vllm_xargs"] = body.vllm_xargs = {**own, **decided}
+        body.vllm_xargs = {**own, **decided}
         if "request_id" in fields and not _REQUEST_ID.fullmatch(body.request_id):
             rule = "1 to 128 letters, digits or . _ : -"  # every chunk of a stream carries it
             raise ApiError(400, f"request_id must be {rule}, not {body.request_id!r:.80}", param="request_id")
         request_id = (headers or {}).get("x-request-id", "")
         if "request_id" not in fields and _REQUEST_ID.fullmatch(request_id):
-            fields["request_id"] = body.request_id = request_id
+            body.request_id = request_id
         trace = {name: headers[name] for name in TRACE_HEADERS if name in headers} if headers else {}
-        admitted = Admitted(call, fields, drafting, num_sequences, trace, caller.name)
-        admitted.__dict__["body"] = body
-        return admitted
+        return Admitted(call, fields, body, drafting, num_sequences, trace, caller.name)
 
     def _decide(
         self, asked: Any, model: str, body: Body, caller: Caller, headers: Mapping[str, str] | None

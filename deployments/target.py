@@ -107,7 +107,7 @@ class TargetServer(LLMServer):
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._answers, self._weights = None, ""
         if settings.learning is not None:
-            self._answers = AnswerQueue(int(settings.learning.queue_mib * 2**20))
+            self._answers = AnswerQueue(MAX_QUEUED_ANSWER_BYTES)
             self._weights = await asyncio.to_thread(target_digest, target_dir)
         self._recorder = DraftingRecorder(
             max_workloads=MAX_NUM_WORKLOADS + len(settings.named_workloads()),
@@ -390,6 +390,9 @@ class TargetServer(LLMServer):
 
 
 HttpTarget = serve.ingress(None)(TargetServer)
+
+MAX_QUEUED_ANSWER_BYTES = 16 * 2**20
+"""Answers kept until the learner fetches them; the oldest go first."""
 
 RESPONSE_ID = re.compile(r'"id":"([^"]+)"')
 ODD_VALUE_ERRORS = (KeyError, IndexError, AttributeError, RecursionError, UnicodeError)
