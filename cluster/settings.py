@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from cluster.request import Caller, Callers, DepthPolicy, TagRight, digest_of, is_workload_tag
+from cluster.request import Caller, Callers, DepthPolicy, TagRight, hash_key, is_workload_tag
 from peagle.schema import Problems, Section, SettingsError, listed, nearest, problem_lines, type_problems
 
 SPECULATIVE_CONFIG_ENV = "SM_VLLM_SPECULATIVE_CONFIG"
@@ -603,13 +603,13 @@ class CallerSettings(Section):
         if digest is None:
             if variable is None:
                 raise ValueError(f" has no key: {_KEY_RULE}")
-            digest = digest_of(_key_in(variable, {} if info.context is None else info.context.env))
+            digest = hash_key(_key_in(variable, {} if info.context is None else info.context.env))
         elif not isinstance(digest, str) or not re.fullmatch(r"[0-9a-fA-F]{64}", digest):
             raise ValueError(
                 ".key_sha256 must be the 64 hexadecimal digits of `printf %s KEY | sha256sum`, in quotes; it is not "
                 "the key itself"
             )
-        if digest.lower() == digest_of(""):
+        if digest.lower() == hash_key(""):
             raise ValueError(".key_sha256 is the SHA-256 of an empty key")
         return {**raw, "key_sha256": digest.lower(), "key_env": None}
 

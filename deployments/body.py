@@ -97,7 +97,7 @@ def _too_many_values(limits: LimitSettings) -> ApiError:
     return ApiError(413, f"{text}, this service's limit (limits.max_body_values).", code="too_large")
 
 
-def call_of(document: Any) -> Call:
+def detect_call(document: Any) -> Call:
     """Chat or completion, as vLLM tells requests to SageMaker's /invocations apart. Raises ApiError for neither."""
     if not isinstance(document, dict):
         check_document(document)

@@ -33,7 +33,7 @@ from cluster.request import (
     ForbiddenTagError,
     UnknownCallerError,
     Workloads,
-    network_of,
+    client_network,
     resolve,
     system_prompt,
 )
@@ -162,9 +162,9 @@ class FrontEnd:
         self.heads: tuple[str, ...] = ()
         """Digests of the heads that draft: those of `drafter.heads`, then those that only the router names."""
         self.routing = HeadRouting()
-        self.use(settings, k_policy)
+        self.apply_settings(settings, k_policy)
 
-    def use(self, settings: ClusterSettings, k_policy: KPolicy | None) -> None:
+    def apply_settings(self, settings: ClusterSettings, k_policy: KPolicy | None) -> None:
         """Go on with other limits, callers, depths and aliases; requests that run keep theirs."""
         self.k_policy = k_policy
         names, aliases = settings.named_workloads(), settings.model.aliases
@@ -206,11 +206,11 @@ class FrontEnd:
     def needs_key(self) -> bool:
         return self._callers is not None
 
-    def caller_of(self, authorization: str | None, address: str = "") -> Caller:
+    def identify_caller(self, authorization: str | None, address: str = "") -> Caller:
         """Who sends a request with this Authorization header from this address ("": not known). Raises ApiError
         (401)."""
         if self._callers is None:
-            return replace(ANYONE, address=network_of(address))
+            return replace(ANYONE, address=client_network(address))
         try:
             return self._callers.identify(authorization)
         except UnknownCallerError as error:
@@ -263,7 +263,9 @@ class FrontEnd:
     ) -> Drafting:
         prompt = system_prompt(body.messages) if isinstance(body, ChatCompletionRequest) else ""
         try:
-            drafting = resolve(self._policy, asked, headers, caller, lambda tag: self._workloads.of(tag, model, prompt))
+            drafting = resolve(
+                self._policy, asked, headers, caller, lambda tag: self._workloads.resolve(tag, model, prompt)
+            )
         except ForbiddenTagError as error:
             raise ApiError(403, error.message, param=error.field, code="tag_not_allowed") from error
         except DraftingError as error:
@@ -297,7 +299,7 @@ class FrontEnd:
         named = () if self._settings.drafter is None else self._settings.drafter.heads_by_workload
         return {name: self.head_of(name) for name in (*workloads, *named) if self._head_index(name)}
 
-    def know(self, workload: str) -> None:
+    def remember_workload(self, workload: str) -> None:
         """Tell `workload`, which another front end has found, apart from now on."""
         self._workloads.remember(base_workload(workload))
 
@@ -320,7 +322,7 @@ class FrontEnd:
             admitted = self.admit(call, document, caller, headers)
             workload = base_workload(admitted.drafting.workload)
             async with (
-                self.admission.place(caller, admitted.num_sequences),
+                self.admission.hold_places(caller, admitted.num_sequences),
                 contextlib.aclosing(generate(admitted)) as items,
             ):
                 async for item in items:

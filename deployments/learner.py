@@ -80,7 +80,7 @@ class Learner:
         while True:
             await asyncio.sleep(COLLECT_INTERVAL_S)
             try:
-                for answers in await ask_each(self._target, "take_answers", POLL_TIMEOUT_S):
+                for answers in await ask_each(self._target, "fetch_answers", POLL_TIMEOUT_S):
                     if isinstance(answers, list):  # else what a replica raised
                         self._buffer.add(answers, time.monotonic())
             except (*REPLICA_LOST, TimeoutError):

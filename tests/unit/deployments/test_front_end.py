@@ -460,11 +460,11 @@ def test_every_parameter_of_openais_client_is_taken_or_refused_by_name(call: Any
     least = {"messages": HELLO} if call == "chat" else {"prompt": "One,"}
     for name, values in decided.items():
         for value in values:
-            admitted = EDGE.admit(call, {**least, name: value})
+            admitted = FRONT_END.admit(call, {**least, name: value})
             assert name not in UNUSED_FIELDS or name not in admitted.fields
         if not values:
             with pytest.raises(ApiError) as raised:
-                EDGE.admit(call, {**least, name: {"a": "b"}})
+                FRONT_END.admit(call, {**least, name: {"a": "b"}})
             assert (raised.value.status, raised.value.param) == (400, name)
 
 
@@ -484,7 +484,7 @@ def test_every_parameter_of_openais_client_is_taken_or_refused_by_name(call: Any
 def test_a_value_that_would_change_the_answer_is_refused(call: Any, fields: dict[str, Any], param: str) -> None:
     least = {"messages": HELLO} if call == "chat" else {"prompt": "One,"}
     with pytest.raises(ApiError) as raised:
-        EDGE.admit(call, {**least, **fields})
+        FRONT_END.admit(call, {**least, **fields})
     assert (raised.value.status, raised.value.param) == (400, param)
     assert "unknown field" not in raised.value.message
 
@@ -590,7 +590,7 @@ def test_no_value_of_any_field_is_the_servers_fault(call: Any, field: str, value
     document = {"messages": HELLO} if call == "chat" else {"prompt": "Hi"}
     refusal = None
     try:
-        admitted = EDGE.admit(call, {**document, field: value})
+        admitted = FRONT_END.admit(call, {**document, field: value})
     except ApiError as error:
         refusal = error
     if refusal is None:
@@ -600,7 +600,7 @@ def test_no_value_of_any_field_is_the_servers_fault(call: Any, field: str, value
     json.dumps(refusal.body()).encode()
 
 
-EDGE = FrontEnd(cluster())
+FRONT_END = FrontEnd(cluster())
 
 
 @settings(max_examples=100, deadline=None)
@@ -651,7 +651,7 @@ def test_sequences_of_one_request_share_a_group_that_no_client_names() -> None:
         assert complete(backend, prompt=["a", "b"]).status_code == 200
     first, second = (admitted.body.vllm_xargs[GROUP_KEY] for admitted in backend.admitted)
     assert first != second
-    assert GROUP_KEY not in EDGE.admit("completions", {"prompt": "a"}).body.vllm_xargs
+    assert GROUP_KEY not in FRONT_END.admit("completions", {"prompt": "a"}).body.vllm_xargs
     assert complete(backend, vllm_xargs={GROUP_KEY: "a"}).json()["error"]["param"] == f"vllm_xargs.{GROUP_KEY}"
 
 
@@ -847,9 +847,9 @@ def test_bad_headers() -> None:
 
 def test_the_clients_own_name_of_a_request_is_kept_where_it_is_one() -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
-    admitted = EDGE.admit("chat", {"messages": parts, "n": 2}, headers={"x-request-id": "abc-1"})
+    admitted = FRONT_END.admit("chat", {"messages": parts, "n": 2}, headers={"x-request-id": "abc-1"})
     assert (admitted.body.n, admitted.body.request_id) == (2, "abc-1")
-    odd = EDGE.admit("chat", {"messages": HELLO}, headers={"x-request-id": "a b\n"})
+    odd = FRONT_END.admit("chat", {"messages": HELLO}, headers={"x-request-id": "a b\n"})
     assert odd.body.request_id != "a b\n"
 
 
@@ -1334,7 +1334,7 @@ def test_limits_callers_depths_and_aliases_change_while_the_edge_serves() -> Non
     live = json.loads(json.dumps(live_config(after)))
     changed = with_live(before, live)
     assert live_config(changed) == live_config(after)
-    backend.front_end.use(changed, None)
+    backend.front_end.apply_settings(changed, None)
     assert chat(backend).status_code == 401
     assert chat(backend, headers=bearer(SECRET), n=2).status_code == 400
     assert chat(backend, headers=bearer(SECRET), model="tiny-coder").status_code == 404
@@ -1349,7 +1349,7 @@ def test_an_alias_of_a_workload_that_has_a_name_already_changes_live() -> None:
     named = before.model_copy(update={"depth": depth})
     backend = Echo(named)
     model = before.model.model_copy(update={"aliases": {"other": "code"}})
-    backend.front_end.use(named.model_copy(update={"model": model}), None)
+    backend.front_end.apply_settings(named.model_copy(update={"model": model}), None)
     assert chat(backend, model="other").json()["drafting"]["workload"] == "code"
 
 
@@ -1389,7 +1389,7 @@ def test_a_share_of_the_requests_tries_the_candidate_and_clients_do_not_notice()
     assert set(heads_of(front_end, "code")["code"]) == {(1, "code"), (2, "code/trial")}
     assert set(heads_of(front_end, "chat")["chat"]) == {(0, "chat")}
     assert front_end.own_heads(["chat", "code/trial"]) == {"code": "B", "code/trial": "C"}
-    front_end.know("chat/trial")
+    front_end.remember_workload("chat/trial")
     assert "chat/trial" not in front_end._workloads.names()
 
 
