@@ -222,6 +222,10 @@ class GraphRunner:
             buffer.event.record(self._stream)
         return buffer.enqueued(batch.num_requests, depth, self._limits.max_depth)
 
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
     def warm_up(self) -> int:
         """Captures the graphs of full batches that do not exist yet; returns how many graphs there are.
 

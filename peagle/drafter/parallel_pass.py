@@ -273,7 +273,7 @@ class ParallelPass:
                 max_context=num_positions,
                 num_sms=torch.cuda.get_device_properties(self.device).multi_processor_count,
             )
-            self._runner = GraphRunner(self._compute, self.limits, graph_sizes, self.device, batches)
+            self._runner = GraphRunner(self.compute, self.limits, graph_sizes, self.device, batches)
 
     def run(self, batch: PassBatch[Any]) -> Int32Array:
         """Drafts [B, K] as they travel, in host memory; waits for them."""
@@ -290,9 +290,13 @@ class ParallelPass:
             return self._runner.launch(batch)
         values = (getattr(batch, field.name) for field in dataclasses.fields(batch))
         inputs = PassBatch(*(torch.from_numpy(np.ascontiguousarray(value)) for value in values))
-        drafts_BK = self._compute(inputs, batch.num_rows, batch.depth)
+        drafts_BK = self.compute(inputs, batch.num_rows, batch.depth)
         found_BK = widened(drafts_BK.numpy(), self.limits.max_depth)
         return lambda: found_BK
+
+    @property
+    def num_graphs(self) -> int:
+        return 0 if self._runner is None else self._runner.num_graphs
 
     def warm_up(self) -> int:
         """Captures the CUDA graphs of full batches, so that serving does not begin with them; returns how many there
@@ -300,7 +304,7 @@ class ParallelPass:
         return 0 if self._runner is None else self._runner.warm_up()
 
     @torch.no_grad()
-    def _compute(self, inputs: PassBatch[Tensor], num_rows: int, depth: int) -> Tensor:
+    def compute(self, inputs: PassBatch[Tensor], num_rows: int, depth: int) -> Tensor:
         """Drafts [B, depth] as they travel, -1 where none is wanted; waits for nothing.
 
         num_rows may be more than the batch has.

@@ -89,7 +89,7 @@ class RequestSlots:
 class EngineStep:
     """A step of the engine after sampling. Tensors may be known to the device only.
 
-    requests: all that the engine has, by id. wanted_B: whether the drafter needs the request's rows. prompt_of: token
+    requests: all that the engine has, by id. wanted_B: whether the drafter needs the request's rows. read_prompt: token
     ids of the positions 0 .. start of a request of the batch that starts or comes back, empty if not known.
     start_B, num_valid_B: int32, position of each request's first row, and how many of its rows stay, its first ones.
     next_tokens_R: int32, the token after each row. The rows of request b begin at row_offset_B[b]; the first
@@ -105,7 +105,7 @@ class EngineStep:
     wanted_B: npt.NDArray[np.bool_]
     row_offset_B: Int32Array
     num_sent_B: Int32Array
-    prompt_of: Callable[[int], Int32Array]
+    read_prompt: Callable[[int], Int32Array]
     start_B: Tensor
     num_valid_B: Tensor
     next_tokens_R: Tensor
@@ -144,7 +144,7 @@ class StepSender:
         sent = []
         for link, places in groups:
             members_M = wanted[places]
-            prompts = {int(change.slots_B[i]): step.prompt_of(i) for i in change.new if i in members_M}
+            prompts = {int(change.slots_B[i]): step.read_prompt(i) for i in change.new if i in members_M}
             place = None if len(members_M) == len(step.request_ids) else _upload(members_M, self.device)
             one = SentStep(link, members_M, place, change.slots_B[members_M])
             if self._send(one, step, prompts) and step.depth_B[members_M].any():

@@ -133,14 +133,14 @@ class RemoteDrafts(Runner):
             wanted_B=(k_B > 0) | is_prompt_B,
             row_offset_B=self.query_start_loc.np[:num_requests].astype(np.int32),
             num_sent_B=num_valid_B.numpy(),
-            prompt_of=self._prompt_of,
+            read_prompt=self._read_prompt,
             start_B=self.num_computed_tokens[:num_requests],
             num_valid_B=num_valid_B,
             next_tokens_R=next_tokens_R,
             aux=aux,
         )
 
-    def _prompt_of(self, index: int) -> Int32Array:
+    def _read_prompt(self, index: int) -> Int32Array:
         """Token ids of the positions 0 .. start of a request that starts or comes back in this step."""
         num_tokens = int(self.input_batch.num_computed_tokens_cpu[index]) + 1
         token_ids: Int32Array = self.input_batch.token_ids_cpu[index, :num_tokens].astype(np.int32)

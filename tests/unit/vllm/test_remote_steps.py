@@ -50,7 +50,7 @@ def send(members: list[int], num_sent: list[int], sources_R: Tensor | None = Non
         wanted_B=np.ones(4, bool),
         row_offset_B=ends - np.array(NUM_ROWS, np.int32),
         num_sent_B=np.array(num_sent, np.int32),
-        prompt_of=lambda _: np.zeros(0, np.int32),
+        read_prompt=lambda _: np.zeros(0, np.int32),
         start_B=torch.arange(4, dtype=torch.int32),
         num_valid_B=torch.tensor(NUM_VALID, dtype=torch.int32),
         next_tokens_R=torch.arange(10, dtype=torch.int32),
