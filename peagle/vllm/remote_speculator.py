@@ -68,7 +68,7 @@ class RemoteSpeculator(BaseSpeculator):
     def capture(self) -> None:
         """No pass, no graphs."""
 
-    def tap_views(self) -> list[Tensor]:
+    def aux_views(self) -> list[Tensor]:
         """None: the target's graphs leave hidden states where vLLM wants them."""
         return []
 
@@ -106,7 +106,7 @@ class RemoteSpeculator(BaseSpeculator):
     ) -> Tensor:
         """Drafts of every request of the batch, [B, K] int64; 0 where nobody proposes any."""
         num_requests, k_max = input_batch.num_reqs, self._k_max
-        target = TargetRows.of(input_batch, num_sampled, num_rejected, last_sampled, next_prefill_tokens)
+        target = TargetRows.from_batch(input_batch, num_sampled, num_rejected, last_sampled, next_prefill_tokens)
         if dummy_run:
             accepted_rows(target, int(input_batch.num_scheduled_tokens.max()))  # compiled before requests come
             return torch.zeros(num_requests, k_max, dtype=torch.int64, device=self._device)

@@ -1,10 +1,10 @@
 """vLLM's CPU workers with what this package changes, given to vLLM as import strings (`peagle.vllm.engine`).
 
-`CPUWorker` samples by `peagle.vllm.coupling`, with and without drafts. vLLM's own sampling on a CPU has two faults that
-do not arise there: with drafts it spreads each request's temperature, top-k and top-p by a kernel whose result is
-dropped unless it is int64, and it turns back a seeded request's random generator by an offset, which CPU generators do
-not have. One small function of sampling, which vLLM compiles at its first use, runs as it is written. On a GPU none of
-this is imported: vLLM's CPU worker replaces `torch.Event` in the whole process.
+`CPUWorker` samples by `peagle.vllm.coupling`, with and without drafts. vLLM's own sampling on a CPU has two faults.
+With drafts it expands temperature, top-k and top-p of requests to rows by a kernel whose result is dropped unless it is
+int64 (`utils.cpu_triton_utils._expand_kernel_impl`). And it rewinds a seeded request's random generator by an offset,
+which CPU generators do not have. On a GPU this module is not imported: vLLM's CPU worker replaces `torch.Event` in the
+whole process.
 """
 
 from typing import Any
@@ -21,7 +21,8 @@ from peagle.vllm.remote_cpu import RemoteDrafts
 
 
 def run_uncompiled() -> None:
-    """Let sampling on this CPU run without TorchInductor, in this process."""
+    """Let sampling run without TorchInductor in this process: vLLM compiles one small function at its first use, while
+    requests wait."""
     function = sampler.batched_count_greater_than
     sampler.batched_count_greater_than = getattr(function, "_torchdynamo_orig_callable", function)
 
@@ -52,7 +53,7 @@ class CPUWorker(cpu_worker.CPUWorker):
         self.runner_class.install(runner)
         runner.set_up_drafter()
         if self.vllm_config.speculative_config is not None:
-            # vLLM leaves min_p and logit_bias out beside speculation. Requests with them have K = 0 here.
+            # vLLM leaves out min_p and logit_bias beside speculation. Requests with them have K = 0 here.
             runner.input_batch.logitsprocs = LogitsProcessors(
                 kind(self.vllm_config, runner.device, False) for kind in BUILTIN_LOGITS_PROCESSORS
             )

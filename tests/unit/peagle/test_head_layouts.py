@@ -243,7 +243,7 @@ def test_a_head_is_the_same_drafter_here_and_in_vllm(tmp_path: Path, targets: di
     torch.testing.assert_close(found, ours, rtol=TOLERANCE, atol=TOLERANCE)
     assert float(ours.max(1).values.std()) > 100 * TOLERANCE  # rows differ, so they could be wrong
 
-    compat.name_taps(vllm_config)
+    compat.name_aux_layers(vllm_config)
     speculative = vllm_config.speculative_config
     assert speculative is not None
     taps = get_eagle3_aux_layers_from_config(speculative)  # of vLLM's V2 runner
@@ -282,7 +282,7 @@ def test_the_published_targets_hand_a_head_their_taps_and_tables(tmp_path: Path,
 
 def test_stock_vllm_cannot_read_what_is_written_anew(tmp_path: Path, targets: dict[int, Path]) -> None:
     """Otherwise the copy in the cache would be for nothing."""
-    for name in ("llama by speculators' name", "automodel"):
+    for name in ("llama by speculators' name", "automodel", "ours, shipped with a reduced vocabulary"):
         folder = LAYOUTS[name](tmp_path / name)
         with pytest.raises(ValueError, match="architecture"):
             config_of(targets[100], folder, True)
