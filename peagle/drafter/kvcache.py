@@ -220,14 +220,19 @@ class RequestTable:
             self._adopt(row, prompt)
         return row
 
-    def place(self, rows_B: Int64Array, start_B: Int64Array, num_valid_B: Int64Array, depth_B: Int64Array) -> BoolArray:
+    def place(
+        self, rows_B: Int64Array, start_B: Int64Array, num_valid_B: Int64Array, num_drafts_B: Int64Array
+    ) -> BoolArray:
         """Truncate each request to its start and give it blocks up to its last mask row. False where that fails: the
         request then loses its rows."""
         jumps = np.flatnonzero(self.num_rows_C[rows_B] != start_B).tolist()
-        if not jumps and (start_B + num_valid_B + depth_B <= self.end_block_C[rows_B] * self.pool.block_size).all():
+        if (
+            not jumps
+            and (start_B + num_valid_B + num_drafts_B <= self.end_block_C[rows_B] * self.pool.block_size).all()
+        ):
             return np.ones(len(rows_B), np.bool_)  # as most of the time while drafting: there is room
         cold = [i for i in jumps if self._move(int(rows_B[i]), int(start_B[i]))]
-        end_B = start_B + num_valid_B + np.where(num_valid_B > 0, np.maximum(depth_B - 1, 0), 0)
+        end_B = start_B + num_valid_B + np.where(num_valid_B > 0, np.maximum(num_drafts_B - 1, 0), 0)
         need_B = self._needed(rows_B, end_B)
         granted_B = end_B <= self.max_num_positions
         total = int(need_B.sum()) if granted_B.all() else int(need_B[granted_B].sum())

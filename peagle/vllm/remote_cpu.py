@@ -122,13 +122,13 @@ class RemoteDrafts(Runner):
         ]
         k_max = self.num_spec_tokens
         k_B = np.array([drafts_wanted(request.sampling_params, k_max) for request in requests], dtype=np.int32)
-        depth_B = k_B if read_plan(scheduled).limit_drafts_ahead(k_max) else np.zeros_like(k_B)
+        num_drafts_B = k_B if read_plan(scheduled).limit_drafts_ahead(k_max) else np.zeros_like(k_B)
         is_prompt_B = batch.num_computed_tokens_cpu[:num_requests] < batch.num_prompt_tokens[:num_requests]
         return EngineStep(
             request_ids=batch.req_ids,
             requests=self.requests,
             heads_B=np.array(heads, dtype=np.int32),
-            depth_B=np.where(self.discard_request_mask.np[:num_requests], 0, depth_B).astype(np.int32),
+            num_drafts_B=np.where(self.discard_request_mask.np[:num_requests], 0, num_drafts_B).astype(np.int32),
             # A request with K = 0 never drafts; its prompt may serve another one from the drafter's cache.
             wanted_B=(k_B > 0) | is_prompt_B,
             row_offset_B=self.query_start_loc.np[:num_requests].astype(np.int32),

@@ -119,7 +119,7 @@ class RemoteSpeculator(BaseSpeculator):
             drafts_BK, chance_BK = self.sender.enqueue_wait(sent, num_requests)
             if self._is_choice:
                 self.chances.record(chance_BK, input_batch.idx_mapping, self._num_ahead)
-            asked = zip(step.request_ids, step.depth_B, self.sender.num_drafts(sent, num_requests), strict=True)
+            asked = zip(step.request_ids, step.num_drafts_B, self.sender.num_drafts(sent, num_requests), strict=True)
             self.num_drafts = {request_id: count for request_id, depth, count in asked if depth}
         if get_tp_group().world_size > 1:
             drafts_BK = get_tp_group().broadcast(drafts_BK, src=0)
@@ -148,7 +148,7 @@ class RemoteSpeculator(BaseSpeculator):
             request_ids=batch.req_ids,
             requests=self._known,
             heads_B=np.array([request.head for request in known], dtype=np.int32),
-            depth_B=(np.minimum(k_B, self._num_ahead) * (ends_B >= batch.prefill_len_np)).astype(np.int32),
+            num_drafts_B=(np.minimum(k_B, self._num_ahead) * (ends_B >= batch.prefill_len_np)).astype(np.int32),
             # A request with K = 0 never drafts; its prompt may serve another one from the drafter's cache.
             wanted_B=(k_B > 0) | batch.is_prefilling_np,
             row_offset_B=(np.cumsum(lengths_B) - lengths_B).astype(np.int32),

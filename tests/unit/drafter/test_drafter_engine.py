@@ -151,7 +151,7 @@ def test_a_pass_that_fails_leaves_no_rows_behind(monkeypatch: pytest.MonkeyPatch
 
 
 def test_engines_that_cannot_work_are_refused() -> None:
-    with pytest.raises(ValueError, match="max_num_rows = 3 holds no request that wants max_depth = 4 drafts"):
+    with pytest.raises(ValueError, match="max_num_rows = 3 holds no request that wants max_draft_tokens = 4 drafts"):
         DraftEngine({0: head_runtime(0, max_num_rows=3)})
 
 
