@@ -9,9 +9,9 @@ from peagle.vllm.scheduler import PerRequestDepthAsyncScheduler
 class ChoosingScheduler(PerRequestDepthAsyncScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        assert self._trimmer is not None
-        assert self._trimmer.chooses, "this engine cannot choose"
-        trimmer: Any = self._trimmer
+        assert self._draft_budget is not None
+        assert self._draft_budget.chooses, "this engine cannot choose"
+        trimmer: Any = self._draft_budget
         draw = random.Random(5)
 
         def depths(requests: list[Any], max_ks: list[int], prompt_tokens: int = 0) -> list[int]:

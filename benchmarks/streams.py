@@ -141,7 +141,7 @@ class EngineProcess:
             outputs.append(EngineCoreOutput(request_id=request_id, new_token_ids=tokens, finish_reason=reason))
         ended = [output.request_id for output in outputs if output.finished]
         if self._coalescer is not None:
-            outputs = self._coalescer.due(outputs, self._requests, time.monotonic())
+            outputs = self._coalescer.coalesce(outputs, self._requests, time.monotonic())
         self._end(ended)
         if self._is_drafted:
             for output in outputs:
@@ -155,7 +155,7 @@ class EngineProcess:
             self._left.pop(request_id, None)
             self._requests.pop(request_id, None)
         if self._coalescer is not None:
-            self._coalescer.forget(request_ids)
+            self._coalescer.drop(request_ids)
 
 
 def leave_out_the_engine_core() -> None:
@@ -199,7 +199,7 @@ def application(options: argparse.Namespace) -> serve.Application:
 def server(arm: str, options: argparse.Namespace) -> Iterator[str]:
     """URL of an arm that is ready."""
     if arm != "vllm":
-        os.environ.update(ray_environment(False, print), RAY_SERVE_ENABLE_HA_PROXY="1")
+        os.environ.update(ray_environment(print), RAY_SERVE_ENABLE_HA_PROXY="1")
         with running_applications(lambda: {"streams": application(options)}, "/health") as url:
             yield url
         return

@@ -6,7 +6,7 @@ per second, by step times that it measured at its start. Its own speculators rea
 inside their graphs; a P-EAGLE pass has it already, with the draft token.
 
 The scheduler gets back how many drafts of each request were verified. It has one step in
-`peagle.vllm.scheduler.VERIFY_ALL_INTERVAL_STEPS` verify all: confident drafts say nothing of the others' acceptance.
+`peagle.vllm.scheduler.VERIFY_ALL_INTERVAL_STEPS` verify all: confident drafts are no sample of the others' acceptance.
 
 B requests, S slots of requests in the runner, K drafts at most.
 """
@@ -27,10 +27,10 @@ from vllm.v1.worker.gpu.spec_decode.acceptance_estimator import _MAX_LOG_ODDS, O
 def predict_acceptance(
     estimator: OnlineAcceptanceEstimator, probability_BK: Tensor, slot_B: Tensor, num_drafts: int
 ) -> None:
-    """What `OnlineAcceptanceEstimator.predict` writes, from probabilities in place of logits: the feature and the
-    predicted acceptance of the first `num_drafts` drafts of the requests in these slots.
+    """Do `OnlineAcceptanceEstimator.predict` from probabilities in place of logits: write the feature and the predicted
+    acceptance of the first `num_drafts` drafts of the requests in these slots.
 
-    probability_BK: float32, of each draft token under the drafter's distribution; what is no number counts as 0.
+    probability_BK: float32, of each draft token under the drafter's distribution; NaN counts as 0.
     """
     _predict_kernel[(len(slot_B),)](
         probability_BK, slot_B, estimator.features, estimator.predictions, estimator.slope, estimator.intercepts,
@@ -59,7 +59,7 @@ def _predict_kernel(
 
 @contextlib.contextmanager
 def paused(runner: Any) -> Iterator[None]:
-    """Steps in this context verify all their drafts, and vLLM learns nothing of them."""
+    """Steps in this context verify all their drafts, and vLLM's estimator does not learn from them."""
     owners = [(runner, "adaptive_verification"), (runner.speculator, "acceptance_estimator")]
     kept = [(owner, name, getattr(owner, name)) for owner, name in owners if hasattr(owner, name)]
     for owner, name, _ in kept:

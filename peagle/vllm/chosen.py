@@ -1,12 +1,12 @@
-"""Which of a step's drafts are verified, by the drafter's own chances.
+"""Verifies the drafts of a batch that are most likely accepted, by the drafter's own probabilities.
 
-The scheduler says how many drafts a step verifies, B, and how many each request may have at most; which, only the GPU
-can tell: the drafts are made there while the host plans the step. A draft is worth the chance that it and all before it
-are accepted, by the drafter's own distribution, and the B best drafts of the batch are verified. The chance is a
-property of the distribution and not of a drawn token, so the output keeps the target's distribution.
+The scheduler decides how many drafts a step verifies, B, and the most of each request. The GPU decides which: the
+drafts are made there while the host plans the step. A draft's chance is its probability under the drafter's
+distribution. Its worth is the chance that it and all drafts before it are accepted. The B drafts of most worth are
+verified. The chance is a property of the distribution and not of a drawn token, so the output keeps the target's
+distribution.
 
-`ChosenDrafts` takes the place of vLLM's `AdaptiveVerificationManager` in the runner, for the steps that the scheduler
-says.
+`ChosenDrafts` replaces vLLM's `AdaptiveVerificationManager` in the runner, in steps with a draft budget.
 
 B requests, S places of requests in the runner, K drafts at most.
 """
@@ -25,11 +25,11 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from cluster.step_allocation import WORTH_LEVELS
 
 MAX_DRAFTS = 4096
-"""Of a step, all that requests may have: one program looks at them."""
+"""Most drafts of a step: one program reads all of them."""
 
 
 class Chances:
-    """Of the newest drafts of an engine's requests."""
+    """Chances of the newest drafts of an engine's requests."""
 
     def __init__(self, max_requests: int, k_max: int, device: torch.device) -> None:
         self.chance_SK = torch.zeros(max_requests, k_max, dtype=torch.float32, device=device)
@@ -37,11 +37,11 @@ class Chances:
         self._levels_L = torch.tensor(WORTH_LEVELS, dtype=torch.float32, device=device)
         self._counts_L = torch.zeros(len(WORTH_LEVELS), dtype=torch.int32, device=device)
         self.counts: tuple[Tensor, int] | None = None
-        """How many drafts of the batch that was recorded last are worth each of `WORTH_LEVELS` or more, on their way
-        to the host, and its number of requests."""
+        """Of the batch that was recorded last: the number of drafts of at least each of `WORTH_LEVELS`, on their way to
+        the host, and its number of requests."""
 
     def record(self, chance_BK: Tensor, place_B: Tensor, depth: int) -> None:
-        """The first `depth` chances of a batch's requests."""
+        """Record the first `depth` chances of a batch's requests."""
         num_requests, k_max = len(place_B), chance_BK.shape[1]
         _record_kernel[(len(WORTH_LEVELS),)](
             chance_BK, place_B, self.chance_SK, self._levels_L, self._counts_L, num_requests, depth,
@@ -51,13 +51,12 @@ class Chances:
 
 
 class ChosenDrafts:
-    """Stands where vLLM's runner has its `AdaptiveVerificationManager`, in the steps whose drafts are chosen, and has
-    those of its methods that one step calls: `add_request`, then `get_num_tokens`, `compact_batch` and
-    `reallocate_drafts`."""
+    """Replaces vLLM's `AdaptiveVerificationManager` in steps whose drafts are chosen. It has the methods that the
+    runner calls in a step: `add_request`, then `get_num_tokens`, `compact_batch` and `reallocate_drafts`."""
 
     def __init__(self, chances: Chances, query_start_loc: Tensor, max_logits: int) -> None:
         """query_start_loc: the runner's buffer [max_requests + 1], int32. max_logits: rows of logits that vLLM verifies
-        at once; more it would split by what the host knows of them."""
+        in one part; it would split more rows by the host's view of the requests."""
         max_requests, device = len(chances.chance_SK), query_start_loc.device
         self.chances, self._max_logits = chances, max_logits
         self.num_drafts = 0
@@ -94,7 +93,7 @@ class ChosenDrafts:
         num_scheduled_tokens: np.ndarray[Any, Any],
         cu_num_logits_np: np.ndarray[Any, Any],
     ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Rows of each request as the host may think of them: they add up, and no request has more than was planned."""
+        """Rows of each request for the host's view: their sum is right, and no request has more than was planned."""
         self._limit_B = num_draft_tokens_per_req
         self._rest_B = num_scheduled_tokens - num_draft_tokens_per_req
         # As many of each depth as there may be, one depth after another.
@@ -139,12 +138,10 @@ def choose_drafts(
     up_to_B1: Tensor,
     first_row_B1: Tensor,
 ) -> None:
-    """The `num_drafts` best drafts of a batch, of each request the first ones; one program.
-
-    At equal worth the request that comes first has its drafts.
+    """Choose the `num_drafts` best drafts of a batch; one program. At equal worth, those of earlier requests.
 
     Args:
-        chance_SK: of each draft of the requests at these places, given the ones before it; what is no number is 0.
+        chance_SK: of each draft of the requests at these places, given the ones before it; NaN counts as 0.
         limit_B, rest_B: int32, drafts that a request may have, and its rows that are no drafts.
         num_drafts: at most the sum of limit_B.
         num_rows: of the step, `num_drafts` and the sum of rest_B.
@@ -184,7 +181,7 @@ def _choose_kernel(
     num_requests, num_places, num_drafts, num_rows,
     K: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The worth of the last draft that is verified is found bit by bit: floats from 0 on are ordered as their bits."""
+    """Finds the worth of the last verified draft bit by bit: floats from 0 on have the order of their bits."""
     request, depth = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     is_request = request < num_requests
     place = tl.load(place_B + request, mask=is_request, other=0)
@@ -198,7 +195,7 @@ def _choose_kernel(
         higher = least | (1 << (30 - index))
         least = tl.where(tl.sum((bits >= higher).to(tl.int32)) >= num_drafts, higher, least)
     num_better = tl.sum((bits > least).to(tl.int32))
-    # Of those that are worth as much the first ones; a request's own are in a row, and behind its better ones.
+    # Of equal drafts the first are chosen. Those of one request are adjacent, and after its better ones.
     equal = tl.reshape((bits == least).to(tl.int32), [ROWS * COLUMNS])
     is_chosen = tl.reshape((tl.cumsum(equal, axis=0) <= num_drafts - num_better) & (equal > 0), [ROWS, COLUMNS])
     admitted = tl.sum(((bits > least) | is_chosen).to(tl.int32), axis=1)

@@ -1,7 +1,7 @@
-"""Everything that depends on vLLM's version: which is supported, and which private names of vLLM this package uses.
+"""Everything that depends on vLLM's version: the tested version, and vLLM's private names that this package uses.
 
-Each group of names is checked when an engine starts. A vLLM that moved one fails there, in one line that says what it
-lacks, rather than serving with a K that nothing obeys. Another version than the tested one is refused.
+Each group of names is checked when an engine starts. If vLLM has moved one, the start fails with one line that names
+what is missing. Another version than the tested one is refused.
 """
 
 import importlib
@@ -29,14 +29,14 @@ _V2_METHOD = "_get_v2_model_runner_unsupported_features"
 _V2_REFUSAL = "parallel drafting for EAGLE speculative decoding"
 
 PROMPT_GRAPHS_KEY = "peagle_prompt_graphs"
-"""Key of vLLM's `additional_config`: bool, run steps with prompts in them as one full CUDA graph where that can be
+"""Key of vLLM's `additional_config`: bool, run steps with prompts as one full CUDA graph where possible
 (`replays_prompts`). Absent: true."""
 
 Methods = Mapping[str, Sequence[str]]
-"""Method -> parameters that it must have; "" is the named object itself. A parameter "-> n" means that it is annotated
-to return a tuple of n."""
+"""Method -> parameters that it must have; "" is the named object itself. A parameter "-> n" means an annotated return
+type of n values."""
 
-SEAMS: Mapping[str, Mapping[str, Methods]] = {
+PATCH_POINTS: Mapping[str, Mapping[str, Methods]] = {
     "scheduler": {
         "vllm.v1.core.sched.scheduler:Scheduler": {
             "schedule": (),
@@ -72,6 +72,8 @@ SEAMS: Mapping[str, Mapping[str, Methods]] = {
         },
         "vllm.v1.structured_output:StructuredOutputManager": {"grammar_init": ("request",)},
         "vllm.v1.engine.input_processor:InputProcessor": {
+            "__init__": ("vllm_config", "renderer"),
+            "process_inputs": (),
             "_validate_params": ("params", "supported_tasks"),
             "_validate_model_input": ("prompt_input", "prompt_type"),
         },
@@ -111,7 +113,7 @@ SEAMS: Mapping[str, Mapping[str, Methods]] = {
     "v2 runner": {
         "vllm.config:VllmConfig": {"_get_v2_model_runner_unsupported_features": ()},
         "vllm.v1.worker.gpu_worker:Worker": {
-            "init_device": (),
+            "_make_model_runner": (),
             "load_model": (),
             "compile_or_warm_up_model": (),
         },
@@ -188,7 +190,8 @@ SEAMS: Mapping[str, Mapping[str, Methods]] = {
             "__init__": ("cg_mode", "num_tokens", "num_reqs", "uniform_token_count", "max_query_len")
         },
         "vllm.v1.worker.gpu.model_states.default:DefaultModelState": {
-            "prepare_attn": ("input_batch", "cudagraph_mode", "for_capture")
+            "__init__": ("vllm_config", "model", "encoder_cache", "device"),
+            "prepare_attn": ("input_batch", "cudagraph_mode", "for_capture"),
         },
         "vllm.v1.worker.utils:AttentionGroup": {
             "__init__": ("kernel_block_size",),
@@ -234,6 +237,7 @@ SEAMS: Mapping[str, Mapping[str, Methods]] = {
             ),
         },
         "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler": {
+            "__init__": ("sampler", "spec_config", "device"),
             "_verify": (
                 "logits",
                 "draft_logits",
@@ -247,7 +251,7 @@ SEAMS: Mapping[str, Mapping[str, Methods]] = {
                 "seq_lens_upper_bound_np",
                 "verify_draft_sampled",
                 "-> 3",
-            )
+            ),
         },
         "vllm.v1.worker.gpu.spec_decode.rejection_sampler:gather_draft_sampled": {
             "": (
@@ -298,7 +302,7 @@ SEAMS: Mapping[str, Mapping[str, Methods]] = {
         "vllm.v1.sample.sampler:batched_count_greater_than": {},
     },
 }
-"""By who uses them: what is overridden, wrapped or called of vLLM, as "module:name"."""
+"""Names of vLLM that are overridden, wrapped or called, as "module:name", by the group that uses them."""
 
 ATTRIBUTES: Mapping[str, Sequence[str]] = {
     "scheduler": (
@@ -345,7 +349,7 @@ ATTRIBUTES: Mapping[str, Sequence[str]] = {
         "requests",
     ),
 }
-"""By who uses them: what is read of an object of vLLM's."""
+"""Attributes that are read from an object of vLLM, by the group that uses them."""
 
 
 class UnsupportedVLLMError(RuntimeError):
@@ -353,13 +357,13 @@ class UnsupportedVLLMError(RuntimeError):
 
 
 def check(group: str, instance: object = None) -> None:
-    """Make sure that this vLLM has what the group of `SEAMS` names, and `instance` what the one of `ATTRIBUTES` does.
+    """Check that this vLLM has the names of a group of `PATCH_POINTS`, and `instance` those of `ATTRIBUTES`.
 
     Raises:
-        UnsupportedVLLMError: in one line, another version, or everything that is missing.
+        UnsupportedVLLMError: another version, or missing names; one line with all of them.
     """
     check_version(vllm_version)
-    missing = [line for path, methods in SEAMS.get(group, {}).items() for line in missing_methods(path, methods)]
+    missing = [line for path, methods in PATCH_POINTS.get(group, {}).items() for line in missing_methods(path, methods)]
     if instance is not None:
         names = [name for name in ATTRIBUTES.get(group, ()) if not hasattr(instance, name)]
         missing += [f"{type(instance).__name__}.{name}" for name in names]
@@ -384,13 +388,12 @@ def check_version(version: str) -> None:
 
 
 def is_tested(version: str = vllm_version) -> bool:
-    """Whether a vLLM is of the tested release: what copies the order of its calls, rather than a name, is for it
-    only."""
+    """Whether a vLLM is of the tested release. Code that repeats the order of vLLM's calls runs with that one only."""
     return Version(version).release[:2] == Version(TESTED_VERSION).release[:2]
 
 
 def missing_methods(path: str, methods: Methods) -> list[str]:
-    """What of `methods` is missing at "module:name"."""
+    """The entries of `methods` that "module:name" lacks, as text."""
     module, _, name = path.partition(":")
     try:
         owner = getattr(importlib.import_module(module), name)
@@ -414,14 +417,14 @@ def missing_methods(path: str, methods: Methods) -> list[str]:
 
 
 def allow_v2() -> None:
-    """Let vLLM's configuration choose its V2 model runner for P-EAGLE, where our worker brings the speculator for it.
+    """Let vLLM's configuration choose its V2 model runner for P-EAGLE, if our worker brings the speculator.
 
-    vLLM asks its configuration in every process anew which runner to use, and knows no P-EAGLE on V2. So this is called
-    where this package meets vLLM: by the modules of the scheduler and of the worker, and by whoever makes the
-    configuration. It changes nothing for engines with another worker; the second call does nothing.
+    vLLM's configuration refuses P-EAGLE on V2, and each process asks it anew. So the modules of the scheduler and the
+    worker call this, and whatever makes the configuration. Engines with another worker are unchanged; a second call
+    does nothing.
     """
     original = getattr(VllmConfig, _V2_METHOD, None)
-    if original is None or getattr(original, "allows_peagle", False):  # what is missing, `check` says
+    if original is None or getattr(original, "allows_peagle", False):  # `check` names what is missing
         return
 
     def unsupported(self: VllmConfig) -> list[str]:
@@ -443,7 +446,7 @@ def chat_part_kinds() -> frozenset[str]:
 
 
 def _is_wanted(config: VllmConfig, key: str) -> bool:
-    """A bool of `additional_config`, true where it is absent. Raises ValueError where it is none."""
+    """A bool of `additional_config`, true if absent. Raises ValueError for a value that is no bool."""
     extra = config.additional_config
     wanted = extra.get(key, True) if isinstance(extra, Mapping) else True
     if not isinstance(wanted, bool):
@@ -452,9 +455,12 @@ def _is_wanted(config: VllmConfig, key: str) -> bool:
 
 
 def chooses(config: VllmConfig) -> bool:
-    """Whether the best drafts of a batch are to be verified: `additional_config` does not refuse it (`CHOICE_KEY`),
-    drafts are accepted by the target, on one GPU, and without adapters (LoRA), which vLLM assigns to rows on the host.
-    Raises ValueError where the key is no bool."""
+    """Whether the worker may choose the best drafts of a batch (`peagle.vllm.chosen`).
+
+    Not if `additional_config` refuses it (`CHOICE_KEY`), if vLLM's adaptive verification does it, or if acceptance is
+    synthetic. Not on several GPUs: ranks could choose differently. Not with LoRA: vLLM assigns adapters to rows on the
+    host. Raises ValueError if the key is no bool.
+    """
     speculative = config.speculative_config
     return (
         _is_wanted(config, CHOICE_KEY)
@@ -468,10 +474,12 @@ def chooses(config: VllmConfig) -> bool:
 
 
 def replays_prompts(config: VllmConfig) -> bool:
-    """Whether steps with prompts in them are to run as one full CUDA graph: `additional_config` does not refuse it
-    (`PROMPT_GRAPHS_KEY`), and nothing happens on the host between the layers of such a step, nor is its attention
-    planned there by what is a prompt: no parts of the KV cache to load or save, no image features, no MLA, no ranks
-    that share sequences or agree on graphs. Raises ValueError where the key is no bool."""
+    """Whether steps with prompts may run as one full CUDA graph.
+
+    Not if `additional_config` refuses it (`PROMPT_GRAPHS_KEY`), nor where the host acts between the layers or plans
+    attention by the prompts of a step: KV transfer, image features, MLA, ranks that share sequences or agree on graphs.
+    Raises ValueError if the key is no bool.
+    """
     parallel, model = config.parallel_config, config.model_config
     return (
         _is_wanted(config, PROMPT_GRAPHS_KEY)
@@ -486,11 +494,26 @@ def replays_prompts(config: VllmConfig) -> bool:
     )
 
 
-def name_taps(config: VllmConfig) -> None:
-    """Put the layers that a head taps where the V2 runner looks for them.
+def captures_verification(config: VllmConfig) -> bool:
+    """Whether verification may run as one full CUDA graph (`peagle.vllm.verification`).
 
-    Many heads name them in `eagle_config` alone, as vLLM's V1 runner reads them. V2 would tap its default layers
-    instead, and draft from others than the head was trained on without a word.
+    Not on several GPUs, which gather logits or exchange sampled tokens. Not with LoRA, whose adapters vLLM assigns to
+    rows of logits on the host.
+    """
+    parallel = config.parallel_config
+    return (
+        is_tested()
+        and parallel.tensor_parallel_size == 1
+        and parallel.pipeline_parallel_size == 1
+        and config.lora_config is None
+    )
+
+
+def name_aux_layers(config: VllmConfig) -> None:
+    """Write the layers of a head's auxiliary hidden states to where the V2 runner reads them.
+
+    Many heads name them in `eagle_config` alone, as vLLM's V1 runner reads them. V2 would silently use its default
+    layers, which the head was not trained on.
     """
     speculative = config.speculative_config
     if speculative is None or speculative.draft_model_config is None:
@@ -502,13 +525,12 @@ def name_taps(config: VllmConfig) -> None:
 
 
 def drop_admission_padding(scheduled: SchedulerOutput) -> None:
-    """Take back the placeholder drafts that vLLM gives a decode in the step that admits it.
+    """Remove the placeholder drafts that vLLM adds to a decoding request in the step that admits it.
 
-    A request admitted with one token left to compute is widened by vLLM to 1 + K_max rows, so that the step keeps the
-    shape of a full CUDA graph. Nothing was drafted for those rows: they cannot be accepted, they exceed the request's
-    K, and they would count as rejected drafts. Only requests new or resumed in this step can carry them, and only with
-    exactly one true token, so one token is what remains. Blocks reserved for the rows stay with the request as
-    look-ahead. Must run before `num_computed_tokens` moves on.
+    vLLM widens a request that is admitted with one token left to compute to 1 + K_max rows, to keep the shape of a full
+    CUDA graph. Nothing was drafted for these rows: they cannot be accepted, they exceed the request's K, and they would
+    count as rejected. Only requests that are new or resumed in this step have them, beside exactly one token. The
+    request keeps the blocks reserved for the rows as look-ahead. Call this before `num_computed_tokens` is advanced.
     """
     admitted = [request.req_id for request in scheduled.scheduled_new_reqs]
     admitted.extend(scheduled.scheduled_cached_reqs.resumed_req_ids)

@@ -4,12 +4,12 @@ The target draws each token as the argmax of its processed logits plus Gumbel no
 seed, the token's position and the token's id alone. A draft is accepted if it is the token that the target draws at its
 position. So an answer is the same with and without drafts, whatever K, load and neighbours, but for rounding of logits.
 
-Every row of a step's logits is processed as a sequence of its own, by vLLM's plain sampler: a draft row as the request
-would be after the drafts before it. So penalties, bans, top-k and top-p are those of a step without drafts.
+vLLM's plain sampler processes each row of a step's logits as a sequence of its own: the request with the drafts before
+that row as output. So penalties, bans, top-k and top-p are those of a step without drafts.
 
-Every request needs a seed: `peagle.vllm.scheduler` gives one to those that come without.
+Every request needs a seed: `peagle.vllm.scheduler` gives one to a request without.
 
-Dimensions: B requests, R rows of logits, one for each draft and one more for each request, S = 1 + most drafts of a
+Dimensions: B requests, R rows of logits (one for each draft and one more for each request), S = 1 + most drafts of a
 request, V vocabulary.
 """
 
@@ -32,7 +32,7 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 NO_TOKEN = -1
-"""vLLM's mark of a place behind a request's last token."""
+"""vLLM's mark of a place after a request's last token."""
 
 UInt64Array = npt.NDArray[np.uint64]
 
@@ -42,8 +42,8 @@ def noise_seeds(seeds_B: Sequence[int], ends_B: Tensor, num_rows_B: Sequence[int
 
     Args:
         seeds_B: of the requests; only the lowest 64 bits count.
-        ends_B: position of the token that each request's last row gives.
-        num_rows_B: rows of each request, one position after another.
+        ends_B: position of the token that is drawn from each request's last row.
+        num_rows_B: rows of each request, at successive positions.
 
     Returns: int64 [R]
     """
@@ -55,7 +55,7 @@ def noise_seeds(seeds_B: Sequence[int], ends_B: Tensor, num_rows_B: Sequence[int
 
 
 def _mix(values: UInt64Array) -> UInt64Array:
-    """SplitMix64: neighbouring numbers become unlike ones."""
+    """SplitMix64: neighbouring numbers become unrelated ones."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -63,18 +63,19 @@ def _mix(values: UInt64Array) -> UInt64Array:
 
 
 class GumbelDraw(nn.Module):
-    """In place of vLLM's `TopKTopPSampler`, which draws from random generators that have a state."""
+    """Replaces vLLM's `TopKTopPSampler`, whose random generators have a state."""
 
     def __init__(self, logprobs_mode: str) -> None:
         super().__init__()
         self._logprobs_mode = logprobs_mode
         self.seeds_R: Tensor | None = None
-        """`noise_seeds` of the next call's rows; None, before the first step: all 0."""
+        """`noise_seeds` of the next call's rows; None, before the first step, means 0 for each."""
 
     def forward(
         self, logits_RV: Tensor, generators: Any, k_R: Tensor | None, p_R: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Tokens [R], and what the engine's `logprobs_mode` returns of processed logits [R, V]."""
+        """Tokens [R], and processed logits or log probabilities [R, V] where the engine's `logprobs_mode` asks for
+        them."""
         logits_RV = apply_top_k_top_p(logits_RV, k_R, p_R)
         seeds_R = torch.zeros(len(logits_RV), dtype=torch.int64) if self.seeds_R is None else self.seeds_R
         tokens_R = torch.ops._C.fused_gumbel_argmax(logits_RV.float().contiguous(), seeds_R)
@@ -84,7 +85,7 @@ class GumbelDraw(nn.Module):
 
 
 class CoupledVerifier(nn.Module):
-    """In place of vLLM's `RejectionSampler`, with the same call."""
+    """Replaces vLLM's `RejectionSampler`; it is called in the same way."""
 
     def __init__(self, sampler: Sampler) -> None:
         super().__init__()
@@ -93,13 +94,14 @@ class CoupledVerifier(nn.Module):
     def forward(
         self, metadata: SpecDecodeMetadata, draft_probs: Tensor | None, logits: Tensor, sampling_metadata: Any
     ) -> SamplerOutput:
-        """Draw a token for each row and keep each request's up to its first draft that is another one.
+        """Draw a token for each row and keep each request's tokens up to the first that differs from its draft.
 
         Args:
-            draft_probs: not read: what a draft is worth is no matter here.
+            draft_probs: not read.
             logits: [R, V]
 
-        Returns: tokens [B, S], `NO_TOKEN` behind the last one; log probabilities, where asked for, [B * S, ...].
+        Returns:
+            Tokens [B, S], `NO_TOKEN` after the last one; log probabilities [B * S, ...] if a request asks for them.
         """
         drafts = metadata.draft_token_ids
         num_rows_B = torch.tensor(metadata.num_draft_tokens) + 1
@@ -126,7 +128,7 @@ class CoupledVerifier(nn.Module):
 def rows_as_requests(
     metadata: SamplingMetadata, num_rows_B: Tensor, last_row_B: Tensor, drafts: Sequence[int]
 ) -> SamplingMetadata:
-    """`metadata` of B requests as that of their R rows, each of which has the drafts before it as output.
+    """The metadata of B requests, expanded to their R rows. A row has the drafts before it as output.
 
     drafts: of all requests, one after another, R - B in all.
     """
@@ -143,7 +145,7 @@ def rows_as_requests(
         return None if values_B is None else values_B[request_R]
 
     holder: Any = metadata.thinking_budget_state_holder
-    processors: list[Any] = [_OfRows(one, num_rows, last_row_B) for one in metadata.logitsprocs.all]
+    processors: list[Any] = [_RowProcessor(one, num_rows, last_row_B) for one in metadata.logitsprocs.all]
     banned = metadata.bad_words_token_ids
     thinking: Any = None if holder is None else _ThinkingOfLastRows(holder, metadata.output_token_ids, last_row_B)
     return replace(
@@ -164,11 +166,11 @@ def rows_as_requests(
     )
 
 
-class _OfRows:
+class _RowProcessor:
     """A logits processor of B requests, applied to R rows.
 
-    Only min_tokens goes with drafts. Requests that ask for another processor have K = 0 (`undraftable_field`), so their
-    last row is their only one.
+    Only min_tokens works with drafts. Requests with another processor have K = 0 (`undraftable_field`), so they have
+    one row.
     """
 
     def __init__(self, processor: Any, num_rows_B: list[int], last_row_B: Tensor) -> None:
@@ -208,7 +210,7 @@ class CoupledModelRunner(CPUModelRunner):
 
     @classmethod
     def install(cls, runner: Any) -> None:
-        """Make `runner`, whose `__init__` has run, one of this class."""
+        """Turn `runner`, whose `__init__` has run, into one of this class."""
         # vLLM's CPU worker makes its runner by name in `init_device`, without `Worker._make_model_runner`.
         runner.__class__ = cls
         runner.sampler.topk_topp_sampler = GumbelDraw(runner.sampler.logprobs_mode)
@@ -217,7 +219,7 @@ class CoupledModelRunner(CPUModelRunner):
 
     def _update_states(self, scheduler_output: Any) -> Any:
         found = super()._update_states(scheduler_output)
-        # Nobody draws from them, and vLLM turns them back after each chunk of a prompt, which a CPU's cannot.
+        # They are not used, and vLLM rewinds them after each chunk of a prompt, which CPU generators cannot do.
         self.input_batch.generators.clear()
         return found
 

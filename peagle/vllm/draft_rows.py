@@ -1,23 +1,25 @@
-"""The rows of P-EAGLE's one pass over a batch of vLLM's V2 model runner, laid out by one kernel on the GPU; for a pass
-in another process, what is sent there of the target's rows (`accepted_rows`).
+"""Rows of P-EAGLE's one pass over a batch of vLLM's V2 model runner, laid out by one kernel on the GPU. For a remote
+drafter: the part of the target's rows that is sent (`accepted_rows`).
 
-Enters: what the runner knows after sampling, all of it on the GPU: the target's rows, how many tokens of each request
-were sampled and rejected. Leaves: tokens, positions, cache slots, sources of hidden states, sampled rows.
+Enters: the runner's state after sampling, on the GPU: the target's rows, numbers of sampled and rejected tokens.
+Leaves: tokens, positions, cache slots, sources of hidden states, and the rows that propose drafts.
 
     q target rows at positions c .. c + q - 1, r of them rejected, n = q - r, D drafts; Q rows of the pass:
     Q - n - D + 1 unused rows | n rows at c .. c + n - 1: the next tokens | D - 1 mask rows at c + n .. c + n + D - 2
 
-When the host lays out a pass it does not know yet what was rejected. There are three layouts:
+When the host plans a pass, it does not know yet what was rejected. There are three layouts:
 
-    uniform    Q is the same for all (`stride`): full CUDA graphs of any attention.
-    ragged     Q = q + D - 1, which the host knows: attention that is planned on the host.
-    packed     Q = n + D - 1: where only the GPU has to know at which row a request starts. The host sets the number of
-               rows by what it expects; where they do not suffice, all requests lose their last mask rows, the first
-               ones of the batch one more. Rows of the target are never left out.
+| layout | Q | used for |
+| --- | --- | --- |
+| uniform | the same for all (`stride`) | uniform full CUDA graphs, with any attention |
+| ragged | q + D - 1, which the host knows | passes whose attention the host plans |
+| packed | n + D - 1, which only the GPU knows | packed full CUDA graphs |
 
-Unused rows come first: FlashAttention aligns the last row with the last key, so row i of the used ones sees keys up to
-c + i and the number of keys, c + n + D - 1, is exact. Where that exceeds the longest sequence, the last mask rows are
-unused.
+In the packed layout the host sets the number of rows by a forecast of rejections. If they do not suffice, all requests
+lose their last mask rows, the first requests of the batch one more. Rows of the target are never left out.
+
+Unused rows come first: FlashAttention aligns the last row with the last key, so used row i attends to keys up to c + i,
+and the number of keys, c + n + D - 1, is exact. If that exceeds the longest sequence, the last mask rows are unused.
 
 B requests, N target rows, R rows of the pass, S places of requests in the runner, C columns of the block table.
 """
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
 BLOCK_ROWS = 64
-"""Rows of a program, whatever the batch: another size is another kernel, compiled while requests wait."""
+"""Rows of a program, the same for each batch: another size would be another kernel, compiled while requests wait."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +48,8 @@ class DraftRows:
     token_ids_R: int32. positions_R: int64; 0 in unused rows.
     slots_GR: int64, place in the flat KV cache of each cache group; -1: not to be written.
     sources_R: int64, 1 + target row whose hidden state enters; 0: the shared hidden state of the mask rows.
-    sample_rows_BD: int64, flat: row that proposes draft d of request b at b * D + d. Drafts whose row was left out, as
-        beyond the longest sequence, come from the request's last row.
+    sample_rows_BD: int64, flat: row that proposes draft d of request b at b * D + d. If that row was left out, the
+        request's last row.
     first_row_B1: int32. context_B: int32, keys of a request; 0 beyond the batch.
     """
 
@@ -63,7 +65,7 @@ class DraftRows:
     def empty(
         cls, max_requests: int, max_rows: int, num_drafts: int, num_groups: int, device: torch.device
     ) -> DraftRows:
-        """Buffers of zeros for at most so many requests and rows; slots are -1."""
+        """Buffers of zeros; slots are -1."""
 
         def zeros(*sizes: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(*sizes, dtype=dtype, device=device)
@@ -81,7 +83,7 @@ class DraftRows:
 
 @dataclasses.dataclass(frozen=True)
 class TargetRows:
-    """What the runner knows after sampling.
+    """The runner's state after sampling.
 
     first_row_B1: int32. input_ids_N: int32. positions_N: int64. place_B: int, a request's index in the S-tensors.
     num_sampled_B, num_rejected_B: int32, both 0 where a prompt is not finished.
@@ -98,8 +100,10 @@ class TargetRows:
     next_prefill_S: Tensor
 
     @classmethod
-    def of(cls, batch: InputBatch, sampled: Tensor, rejected: Tensor, last: Tensor, next_prefill: Tensor) -> TargetRows:
-        """As the runner hands them to a speculator."""
+    def from_batch(
+        cls, batch: InputBatch, sampled: Tensor, rejected: Tensor, last: Tensor, next_prefill: Tensor
+    ) -> TargetRows:
+        """From the arguments of vLLM's `propose`."""
         return cls(
             first_row_B1=batch.query_start_loc,
             input_ids_N=batch.input_ids[: batch.num_tokens],
@@ -127,7 +131,7 @@ def write_rows(
     mask_token_id: int,
     max_model_len: int,
 ) -> None:
-    """Lays out the rows of one pass, for one cache group.
+    """Lay out the rows of one pass, for one cache group.
 
     Args:
         block_table_BC: cache block of positions [j * block_size, (j + 1) * block_size) in column j; block 0 is never
@@ -135,7 +139,7 @@ def write_rows(
         stride: rows of each request, at least q + D - 1, in the uniform layout; else 0.
         is_packed: the packed layout.
         max_query_len: the largest q, known to the host.
-        num_rows: rows that run, those of the batch and padding after them; at least the target's.
+        num_rows: rows that run, padding included; at least the target's.
     """
     num_requests = len(target.place_B)
     most_rows = stride or max_query_len + num_drafts - 1
@@ -154,35 +158,32 @@ def accepted_rows(
     max_query_len: int,
     travel_B1: Tensor | None = None,
     num_travelling: int | None = None,
-    out: Tensor | None = None,
-    sources_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What a remote drafter needs to know of the target's rows: position of each request's first row [B], how many of
-    its rows stay [B], and of each row that travels the token after it and which of the target's it is [R]; int32. The
-    token after a rejected row means nothing. A request may have more places among the rows that travel than rows: the
-    last ones of its places are empty then, with token 0 and row -1.
+    """The part of the target's rows that is sent to a remote drafter.
 
     Args:
-        max_query_len: the largest q, and most places of a request, known to the host.
-        travel_B1, num_travelling: int32, first place of each request, and R; None: rows travel as they stand.
-        out: int32, where all but the last are put one after another from its start on.
-        sources_R: int32, of R or more, where the last is put.
+        max_query_len: the largest q, and most places of a request among the sent rows, known to the host.
+        travel_B1, num_travelling: int32, first place of each request among the sent rows, and their number R; None:
+            all rows are sent, in their order. A request may have more places than rows; the last places are then empty.
+
+    Returns:
+        int32: position of each request's first row [B]; number of its rows that are accepted [B]; of each sent row the
+        token after it [R], undefined after a rejected row; the target row that it is [R]. Empty places have token 0 and
+        row -1.
     """
     num_requests, device = len(target.place_B), target.input_ids_N.device
     if travel_B1 is None or num_travelling is None:
         travel_B1, num_travelling = target.first_row_B1, len(target.input_ids_N)
     sizes = num_requests, num_requests, num_travelling
-    if out is None:
-        out = torch.empty(sum(sizes), dtype=torch.int32, device=device)
-    if sources_R is None:
-        sources_R = torch.empty(num_travelling, dtype=torch.int32, device=device)
+    out = torch.empty(sum(sizes), dtype=torch.int32, device=device)
+    sources_R = torch.empty(num_travelling, dtype=torch.int32, device=device)
     _accepted_rows_kernel[(num_requests, triton.cdiv(max_query_len, BLOCK_ROWS))](
         target.first_row_B1, target.input_ids_N, target.positions_N, target.place_B,
         target.num_sampled_B, target.num_rejected_B, target.last_sampled_S, target.next_prefill_S,
         travel_B1, out, sources_R, BLOCK=BLOCK_ROWS,
     )  # fmt: skip
-    start_B, num_valid_B, next_tokens_R = out[: sum(sizes)].split(sizes)
-    return start_B, num_valid_B, next_tokens_R, sources_R[:num_travelling]
+    start_B, num_valid_B, next_tokens_R = out.split(sizes)
+    return start_B, num_valid_B, next_tokens_R, sources_R
 
 
 @triton.jit

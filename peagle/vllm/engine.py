@@ -1,4 +1,4 @@
-"""The settings with which vLLM serves a target together with a P-EAGLE head, or an EAGLE-3 head to compare with.
+"""Engine settings with which vLLM serves a target with a P-EAGLE head, an EAGLE-3 head, or none.
 
 Enters: directories and numbers. Leaves: keyword arguments for `LLM`, `AsyncEngineArgs`, or `engine_kwargs` of
 `ray.serve.llm`, and the LD_PRELOAD of an engine on a CPU. Reads the head's config.json; imports no vLLM and starts
@@ -22,22 +22,22 @@ REMOTE_CPU_WORKER = "peagle.vllm.workers.RemoteCPUWorker"
 REMOTE_GPU_WORKER = "peagle.vllm.remote_speculator.RemoteV2Worker"
 
 REMOTE_KEY = "peagle_remote"
-"""Key of vLLM's `additional_config` under which the remote workers find sizes, layers and settings. It is part of the
-key of vLLM's compile cache, so no address of a drafter is in it."""
+"""Key of vLLM's `additional_config` with sizes, layers and settings for the remote workers. It is part of the key of
+vLLM's compile cache, so it holds no address of a drafter."""
 
 CAPTURE_KEYS = frozenset({"max_cudagraph_capture_size", "cudagraph_capture_sizes"})
 MAX_GRAPH_TOKENS = 4096  # of the largest graph; 40 sizes take about 20 s at the start of a 30B target's engine
 
 DECIDED_KEYS = ("model", "dtype", "speculative_config", "scheduler_cls", "async_scheduling", "worker_cls")
-"""Engine settings that follow from the other arguments of `engine_kwargs`."""
+"""Engine settings that `engine_kwargs` decides."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RemoteSettings:
     """How long an engine waits for drafts of another process. Addresses come later, by `set_drafters` of its worker.
 
-    A step is given up after three times what a pass takes on average, but not before `min_deadline_s` and no later
-    than `max_deadline_s`; it then goes on without drafts. `cluster.settings.LinkSettings` checks an operator's numbers.
+    A step waits three times the mean time of a pass, within `min_deadline_s` and `max_deadline_s`; then it goes on
+    without drafts. `cluster.settings.LinkSettings` checks an operator's numbers.
     """
 
     min_deadline_s: float = 0.05
@@ -63,19 +63,18 @@ def engine_kwargs(
         head_dir: prepared head in vLLM's format; None means no speculation.
         method: as vLLM names it. All but "eagle3" (P-EAGLE and EAGLE-3 heads) are vLLM's own: head_dir
             goes to vLLM unread, None where the method has no files of its own.
-        max_draft_tokens: K_max, from 1 to what the head was trained for (its `num_depths`, where known), which None
-            takes.
-        parallel_drafting: all drafts in one pass (P-EAGLE) or one after another (EAGLE-3); None takes what the head was
-            trained for, one pass if it has a mask token.
+        max_draft_tokens: K_max, from 1 to the head's `num_depths`, if known. None: `num_depths`.
+        parallel_drafting: all drafts in one pass (P-EAGLE) or one after another (EAGLE-3). None: one pass if the head
+            has a mask token.
         dtype: of target and drafter. On a CPU without bf16 arithmetic: "float32".
-        on_cpu: whether the engine runs on a CPU, with our worker, which repairs sampling there also without a head; and
-            without asynchronous scheduling, which vLLM has on GPUs only.
+        on_cpu: the engine runs on a CPU, with our worker also without a head, which repairs sampling there. vLLM has
+            asynchronous scheduling on GPUs only.
         remote: the drafter runs in another process: of head_dir only config.json is read. None: in the engine.
         extra: further engine settings, passed on unchanged.
 
     Raises:
-        ValueError: names the setting and what to do: a key in `extra` that is decided here, a head or K_max that does
-            not go with the others.
+        ValueError: a key in `extra` that is decided here, or a head or K_max that does not fit. The message names the
+            setting and what to do.
     """
     extra = dict(extra or {})
     if taken := [key for key in DECIDED_KEYS if key in extra]:
@@ -122,11 +121,11 @@ def _add_capture_sizes(kwargs: dict[str, Any], extra: Mapping[str, Any]) -> None
 
 
 def capture_sizes(num_tokens: int) -> list[int]:
-    """Sizes of CUDA graphs, in tokens, for decoding batches of up to `num_tokens`, and half as much for prompts beside,
-    or as much as vLLM's own list has.
+    """Sizes of CUDA graphs, in tokens: up to one and a half times a decoding batch of `num_tokens`, for prompts beside
+    it, and at least vLLM's own 512.
 
-    A batch is padded by at most an eighth. vLLM's list stops at 512 tokens on Hopper, 64 requests at K = 7; beyond it
-    every step would be launched kernel by kernel.
+    From 64 on a batch is padded by at most an eighth. vLLM's own list ends at 512 tokens on Hopper, 64 requests at
+    K = 7; larger steps would be launched kernel by kernel.
     """
     most = min(max(num_tokens + num_tokens // 2, 512), MAX_GRAPH_TOKENS)
     sizes = [1, 2, 4, *range(8, 64, 8)]
@@ -171,14 +170,14 @@ def _remote_engine(
     return {"worker_cls": REMOTE_CPU_WORKER if on_cpu else REMOTE_GPU_WORKER, "additional_config": additional_config}
 
 
-# ---- Intel's OpenMP runtime, without which speculation on a CPU is slow; read while an engine's libraries load
+# ---- Intel's OpenMP runtime: speculation on a CPU is slow without it
 
 
 def openmp_preload(preload: str) -> str:
-    """The value of LD_PRELOAD with Intel's OpenMP runtime first, where it is installed, and no other beside it.
+    """The value of LD_PRELOAD with Intel's OpenMP runtime first, if it is installed, and without GNU's.
 
-    vLLM ends its start when GNU's is there too, and itself adds that one to the environment of a process that makes an
-    engine's configuration without Intel's.
+    vLLM does not start with both. It adds GNU's itself to a process that makes an engine's configuration without
+    Intel's.
     """
     library = intel_openmp()
     if library is None:
@@ -188,7 +187,7 @@ def openmp_preload(preload: str) -> str:
 
 
 def intel_openmp() -> Path | None:
-    """Its library, where the package `intel-openmp` is installed."""
+    """Path of its library; None without the package `intel-openmp`."""
     try:
         files = importlib.metadata.files("intel-openmp") or []
     except importlib.metadata.PackageNotFoundError:

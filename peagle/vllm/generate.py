@@ -3,9 +3,9 @@
     peagle generate RECIPE                                   # training prompts and answers
     peagle generate RECIPE --prompts FILE.jsonl --out DIR    # answers to given prompts, for `evaluate`
 
-`generate.num_workers` engines are dealt out to the visible GPUs in turn; several may share one, for a small model's
-steps are bound by the host. Each worker writes a part after each round, so a run that is cut short keeps what is done;
-started again with the same recipe it makes only the parts that are missing.
+`generate.num_workers` engines are distributed to the visible GPUs in turn. Several may share a GPU, because the host
+bounds the steps of a small model. Each worker writes a part after each round. An interrupted run keeps its parts.
+Started again with the same recipe, it makes only the missing ones.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from peagle.train.recipe import GenerateRecipe, Recipe
 logger = logging.getLogger(__name__)
 
 MIN_ANSWER_TOKENS = 16
-"""A prompt is used when at least so many tokens of an answer fit behind it."""
+"""Least tokens of an answer that must fit after a prompt."""
 MIN_USER_TOKENS = 5
 NUM_KEY_TOKENS = 24
-"""Two user turns that begin with the same so many tokens are duplicates."""
+"""Two user turns with the same first tokens, this many, are duplicates."""
 MIN_DISTINCT_SHARE = 0.6
-"""Of a user turn's four-token windows; a turn with less repeats itself."""
+"""Least share of distinct four-token windows of a user turn; a turn with less repeats itself."""
 
 
 class Writer:

@@ -1,7 +1,7 @@
-"""Bounds of a grammar that are read off its text: size, nesting, and every number that repeats something.
+"""Bounds of a grammar that are read from its text: size, nesting, and every number of repetitions.
 
-Nothing here compiles a grammar or imports vLLM: one pass over the text, in time linear in it. What a grammar within
-these bounds costs to compile is limited by `peagle.vllm.grammar_checker`.
+One pass over the text, in linear time. Imports no vLLM and compiles nothing: `peagle.vllm.grammar_checker` limits the
+cost of compiling a grammar within these bounds.
 """
 
 import dataclasses
@@ -17,11 +17,10 @@ _COUNTS = frozenset(
     {"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties", "minContains", "maxContains"}
 )
 _DATA = frozenset({"const", "default", "enum", "examples"})
-"""Keywords of a schema whose values are data: a number there repeats nothing."""
+"""Keywords of a schema whose values are data: their numbers are no repetitions."""
 _REGEXES = frozenset({"pattern", "regex", "whitespace_pattern"})
 
-# Every token matches without backtracking, an unfinished string or class to the end of the text: linear time whatever
-# the text is.
+# No pattern backtracks, and an unfinished string or class matches up to the end of the text: linear time for any text.
 _BRACES = r"(?P<repeat>\{\s*+\d*+\s*+(?:,\s*+\d*+\s*+)?+\})"
 _CLASS = r"\[(?:[^\]\\]|\\.)*+\]?"
 _GROUPS = r"(?P<open>\()|(?P<close>\))"
@@ -44,9 +43,14 @@ _LARK_RULE = re.compile(r"^[ \t]*+[?!]?([A-Za-z_]\w*+)(?:\.-?\d++)?+[^\n:\"/]*+:
 class GrammarLimits:
     """Limits of one grammar (a schema, regular expression, EBNF, structural tag or list of choices).
 
-    Of its text: `max_chars`; `max_choices`; `max_depth`, lists and objects of a schema in one another, also through
-    `$ref`; `max_repeats`, the largest number that repeats something (items, lengths, properties, `{m,n}`);
-    `max_product`, of such numbers that stand in one another. Of its compilation: `max_cpu_s`, `max_memory_bytes`."""
+    Attributes:
+        max_chars: characters of its text.
+        max_choices: entries of a list of choices.
+        max_depth: nesting of lists and objects of a schema, also through `$ref`.
+        max_repeats: largest number of repetitions: items, lengths, properties, `{m,n}`.
+        max_product: product of nested numbers of repetitions.
+        max_cpu_s, max_memory_bytes: of its compilation.
+    """
 
     max_chars: int = 64 * 1024
     max_choices: int = 1000
@@ -58,8 +62,12 @@ class GrammarLimits:
 
 
 class GrammarError(Exception):
-    """`field`: path of what is refused, such as `json.properties.a.maxItems`. `problem`: continues a sentence about
-    it."""
+    """A grammar that exceeds a bound.
+
+    Attributes:
+        field: path of the refused value, such as `json.properties.a.maxItems`.
+        problem: the predicate of a sentence about it.
+    """
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field} {problem}")
@@ -67,7 +75,11 @@ class GrammarError(Exception):
 
 
 def check_grammar(field: str, value: Any, limits: GrammarLimits, kind: str = "json") -> None:
-    """Check one grammar. `field`: its name in errors. `kind`: one of `CONSTRAINTS`, which says how to read `value`.
+    """Check one grammar.
+
+    Args:
+        field: its name in errors.
+        kind: one of `CONSTRAINTS`: how `value` is read.
 
     Raises:
         GrammarError: for the first bound that it exceeds.
@@ -127,15 +139,15 @@ def _is_text(key: object) -> bool:
 
 
 class _Walk:
-    """One pass over a schema. Numbers that stand in one another are multiplied, also through `$ref`; a schema or rule
-    that refers to itself repeats without a bound of its own, and counts once."""
+    """One pass over a schema. Nested numbers of repetitions are multiplied, also through `$ref`. A schema or rule that
+    refers to itself names no number for that, and counts once."""
 
     def __init__(self, field: str, root: Any, limits: GrammarLimits) -> None:
         self._field, self._root, self._limits = field, root, limits
         self._products: dict[int, int] = {}  # by the id of a part of `root`
 
     def measure(self, part: Any, path: tuple[str, ...], depth: int) -> int:
-        """The largest product of numbers that stand in one another in `part`."""
+        """The largest product of nested numbers of repetitions in `part`."""
         if not isinstance(part, dict | list):
             return 1
         if (found := self._products.get(id(part))) is not None:
@@ -183,17 +195,17 @@ class _Walk:
             if isinstance(part, dict) and name in part:
                 part = part[name]
             elif name:
-                return None  # the compiler says what is wrong with it
+                return None  # the compiler names the error
         return part
 
     def check_regex(self, field: str, pattern: Any) -> int:
-        """The largest product of repetitions in one another of a regular expression."""
+        """The largest product of nested repetitions of a regular expression."""
         if not isinstance(pattern, str):
             return 1
         return self._scan(field, _REGEX_TOKEN.finditer(pattern), lambda name: 1)
 
     def check_rules(self, field: str, text: Any) -> int:
-        """The same of a grammar in EBNF or Lark, where a rule's name stands for what the rule repeats."""
+        """The largest product of nested repetitions of a grammar in EBNF or Lark, through the names of its rules."""
         if not isinstance(text, str):
             return 1
         rule, token = (_EBNF_RULE, _EBNF_TOKEN) if "::=" in text else (_LARK_RULE, _LARK_TOKEN)
@@ -258,7 +270,7 @@ class _Walk:
     def _check_product(self, product: int, field: str) -> int:
         if product > self._limits.max_product:
             most = self._limits.max_product
-            raise GrammarError(field, f"repeats in one another {product} times in all, at most {most} are possible")
+            raise GrammarError(field, f"has nested repetitions of {product} in all, at most {most} are possible")
         return product
 
     def _at(self, path: tuple[str, ...]) -> str:

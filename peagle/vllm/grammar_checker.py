@@ -1,9 +1,9 @@
-"""Grammars are checked and compiled once in a process of their own, with limits of CPU time and memory.
+"""Checks and compiles grammars in a process of their own, within limits of CPU time and memory.
 
-vLLM validates a grammar on the event loop of the engine's client, and compiles it in threads of the engine that nobody
-can stop. `GrammarChecker`, in the client's process, has both done first by a process that it starts (this module run
-as a program). That process has one thread, so it can fork: each grammar gets a child, which the kernel ends when it
-takes too much. What has compiled there within its limits is handed to the engine.
+vLLM validates a grammar on the event loop of the engine's client, and compiles it in threads of the engine that cannot
+be stopped. `GrammarChecker`, in the client's process, first has both done by a process that it starts: this module run
+as a program. That process has one thread, so it can fork. Each grammar gets a child, which the kernel ends if it
+exceeds a limit. The engine gets only grammars that compiled there.
 """
 
 import asyncio
@@ -37,9 +37,9 @@ logger = logging.getLogger(__name__)
 NUM_CHILDREN = 2
 """Grammars that are compiled at the same time."""
 WALL_FACTOR = 6
-"""On a busy machine a grammar gets so many times its CPU time by the clock."""
+"""Limit of wall-clock time, as a multiple of the limit of CPU time: the machine may be busy."""
 ADDRESS_SPACE_BYTES = 512 * 2**20
-"""Of a child, beyond the memory that a grammar may take: stacks and arenas of the compiler's threads, mostly unused."""
+"""Address space of a child beyond the memory limit: stacks and arenas of the compiler's threads, mostly unused."""
 MAX_OUTCOMES = 1024
 """Grammars whose outcome is remembered."""
 
@@ -51,8 +51,8 @@ _ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "VLLM_REGEX_COMPILATION_TIMEOUT_S": "0",
 }
-"""No library may start a thread in the process that forks. vLLM's own timeout of regular expressions goes by the
-clock."""
+"""Environment of the process that forks. No library may start a thread there. vLLM's timeout of regular expressions is
+off, because it counts wall-clock time."""
 
 
 class CheckedGrammar(StructuredOutputsParams):
@@ -81,7 +81,7 @@ class GrammarChecker:
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def start(self) -> None:
-        """Start the process, if it does not run. It imports compilers for some seconds, and jobs wait for it."""
+        """Start the process if it does not run. It imports compilers for some seconds; grammars wait for it."""
         if self.pid is not None:
             return
         self.stop()
@@ -129,7 +129,7 @@ class GrammarChecker:
             while len(self._outcomes) > MAX_OUTCOMES:
                 self._outcomes.popitem(last=False)
         self._outcomes.move_to_end(key)
-        # A client that leaves does not end the work: its place is free when the child has ended.
+        # The work goes on when the client leaves: the place is free when the child has ended.
         outcome = await asyncio.shield(task)
         if "error" in outcome:
             raise VLLMValidationError(f"structured_outputs: {outcome['error']}", parameter="structured_outputs")
@@ -139,8 +139,8 @@ class GrammarChecker:
         return checked
 
     async def _compile(self, key: Any, fields: dict[str, Any], limits: GrammarLimits) -> dict[str, Any]:
-        """What the child says: {"error": text}, or the fields of `StructuredOutputsParams` that validation has set. A
-        failure that says nothing about the grammar, or may be the machine's, is forgotten."""
+        """The child's answer: {"error": text}, or the fields of `StructuredOutputsParams` that validation has set. A
+        failure that may be the machine's and not the grammar's is not remembered."""
         job = json.dumps({"fields": fields, "limits": dataclasses.asdict(limits)}).encode()
         outcome = None
         try:
@@ -163,7 +163,7 @@ class GrammarChecker:
                 self._outcomes.pop(key, None)
 
     async def _ask(self, job: bytes) -> bytes:
-        """The bytes that the child sends: a space when it begins, its answer when it is done."""
+        """Bytes from the child: a space when it begins, its answer when it is done. Empty: the process has ended."""
         self.start()
         assert self._control is not None
         ours, theirs = socket.socketpair()
@@ -202,7 +202,7 @@ class _Compilers:
             self._find_backend("guidance")
 
     def _find_backend(self, name: str) -> Any:
-        """Made as the engine's manager makes it."""
+        """The backend, made by the code of the engine's manager."""
         if name not in self._backends:
             manager: Any = SimpleNamespace(
                 backend=None,
@@ -243,7 +243,7 @@ class _Compilers:
 
 
 def _answer(connection: socket.socket, compilers: _Compilers) -> None:
-    """The child's life."""
+    """Check one grammar, in a child."""
     connection.sendall(b" ")
     with connection.makefile("rb") as job_file:
         job = json.load(job_file)
@@ -263,7 +263,7 @@ def _answer(connection: socket.socket, compilers: _Compilers) -> None:
 
 
 def _limit_this_process(limits: GrammarLimits) -> int:
-    """Returns the resident memory of now, in bytes."""
+    """Set the limits of this child. Returns its resident memory before, in bytes."""
     gc.disable()
     num_pages, num_resident = map(int, Path("/proc/self/statm").read_text().split()[:2])
     space = num_pages * resource.getpagesize() + limits.max_memory_bytes + ADDRESS_SPACE_BYTES
@@ -275,7 +275,7 @@ def _limit_this_process(limits: GrammarLimits) -> int:
         resource.setrlimit(limit, (most, most))
     signal.alarm(max(1, round(WALL_FACTOR * limits.max_cpu_s)))
     with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")  # where memory is short, this one goes first
+        Path("/proc/self/oom_score_adj").write_text("1000")  # when memory is short, the kernel ends this process first
     return num_resident * resource.getpagesize()
 
 
@@ -285,7 +285,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
     compilers = _Compilers(*pickle.load(sys.stdin.buffer))
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no child waits to be looked after
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps children
     gc.collect()
     gc.freeze()
     while fds := socket.recv_fds(control, 16, 1)[1]:

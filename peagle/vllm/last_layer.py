@@ -1,8 +1,8 @@
-"""A drafter's last layer behind its attention, for the rows that propose drafts only.
+"""A drafter's last layer after its attention, only for the rows that propose drafts.
 
-Enters: vLLM's network of a head, as it was loaded. It is changed to stop behind the attention of its last layer.
-Leaves: what was left out, as one function. Output projection, MLP and final norm of the last layer move no other row,
-and of a prompt's rows one proposes drafts, of a decoding request's about two thirds.
+Enters: vLLM's loaded network of a head. It is changed to stop after the attention of its last layer. Leaves: the rest
+of the layer as one function. Output projection, MLP and final norm change each row alone. One row of a prompt proposes
+drafts, and about two thirds of a decoding request's rows.
 
 S rows, A numbers of the attention's heads, H hidden size.
 """
@@ -15,21 +15,21 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from peagle.drafter.rows import add_norm, silu_mul
 
 COMPILED_KEY = "peagle_last_layer"
-"""Key in vLLM's `additional_config` that sets networks that stop there apart in vLLM's cache of compiled ones."""
+"""Key in vLLM's `additional_config` that separates these networks from whole ones in vLLM's compile cache."""
 
 
 class _Passed(nn.Module):
-    """Stands where a module was, and returns what it is given."""
+    """Replaces a module and returns its input."""
 
     def forward(self, hidden: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         return hidden, residual
 
 
 class LastLayer:
-    """What `network` no longer does. It then returns what the attention of its last layer puts out, [N, A], and the
-    residual stream before it, [N, H].
+    """The rest of a network's last layer. Making it changes the network: that then returns the output of its last
+    attention [N, A] and the residual stream before it [N, H].
 
-    To be made before the network is compiled. Raises ValueError for a network that is not built like a Llama.
+    Make it before the network is compiled. Raises ValueError for a network that is not built like a Llama.
     """
 
     def __init__(self, network: Any) -> None:

@@ -1,11 +1,11 @@
-"""What vLLM lets through and its engine does not survive is refused: token ids, lists that are too long, grammars.
+"""Refuses requests that vLLM lets through and that would end its engine or fill its memory.
 
-`guard` hangs on the engine's client, which every request passes, over HTTP or by a handle: a bad one gets a
-`VLLMValidationError` (400) that names the field. A grammar is checked by `peagle.vllm.grammar_checker` before vLLM's
-input processor or the engine sees it. In the engine's process `use_own_backends` compiles it as it was checked.
+`guard` changes the engine's client, through which every request goes, over HTTP or by a handle. A bad request gets a
+`VLLMValidationError` (400) that names the field. `peagle.vllm.grammar_checker` checks a grammar before vLLM's input
+processor and the engine get it. In the engine's process `use_own_backends` compiles it with the checked backend.
 
-min_p and logit_bias, which vLLM refuses beside speculation, work without drafts: such requests have K = 0.
-logprob_token_ids are refused: vLLM returns them for a whole batch in one table, beside drafts in one of another size.
+Requests with min_p or logit_bias, which vLLM refuses beside speculation, run with K = 0. logprob_token_ids are refused
+beside drafts: vLLM returns them in one table for the whole batch, and drafts' log probabilities in one of another size.
 """
 
 import copy
@@ -34,10 +34,10 @@ from peagle.vllm.grammar_checker import CheckedGrammar, GrammarChecker
 from peagle.vllm.request_args import undraftable_field
 
 MAX_PATTERN_TOKENS = 1024
-"""Largest max_pattern_size times min_count of repetition_detection. The scheduler compares so many tokens in every step,
-in Python."""
-MIN_TOKENS_PER_CHAR = 1 / 16
-"""Hardly any token has more characters."""
+"""Largest max_pattern_size times min_count of repetition_detection: tokens that the scheduler compares in each step, in
+Python."""
+MAX_CHARS_PER_TOKEN = 16
+"""Characters of a token; few tokens have more."""
 
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:
@@ -75,7 +75,7 @@ class CheckedInputProcessor(InputProcessor):
 
     Attributes:
         samples_without_drafts: whether the model runner applies min_p and logit_bias to requests without drafts.
-        returns_chosen_logprobs: whether logprob_token_ids of one request leave the others of its batch alone: on vLLM's
+        returns_chosen_logprobs: whether logprob_token_ids of a request change no other request of its batch: on vLLM's
             V2 model runner without drafts.
     """
 
@@ -89,9 +89,8 @@ class CheckedInputProcessor(InputProcessor):
         if not isinstance(params, SamplingParams):
             return super()._validate_params(params, supported_tasks)
         # vLLM counts the words only after it has tokenized them, on the event loop.
-        if (num := int(sum(map(len, params.bad_words or ())) * MIN_TOKENS_PER_CHAR)) > (
-            most := envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
-        ):
+        num, most = sum(map(len, params.bad_words or ())) // MAX_CHARS_PER_TOKEN, envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
+        if num > most:
             raise _refusal("bad_words", f"the words are about {num} tokens, at most {most} are possible")
         if params.logprob_token_ids and not self.returns_chosen_logprobs:
             problem = "not possible here: ask for logprobs, the most likely tokens of each position"
@@ -125,11 +124,13 @@ class CheckedInputProcessor(InputProcessor):
 
 
 def guard(client: Any, grammar_limits: GrammarLimits | None = None) -> GrammarChecker:
-    """Let `client`, an `AsyncLLM`, check its requests; before its first request. Returns what checks its grammars,
-    whose process starts with the first grammar, or when it is told to, and ends with the client.
+    """Let `client`, an `AsyncLLM` before its first request, check its requests.
+
+    Returns:
+        The checker of its grammars. Its process starts with the first grammar, or by `start`, and ends with the client.
 
     Raises:
-        UnsupportedVLLMError: this vLLM's client has not what the checks hang on.
+        UnsupportedVLLMError: this vLLM's client lacks a name that the checks need.
     """
     compat.check("client", client)
     client.input_processor = CheckedInputProcessor(client.vllm_config, client.renderer)
@@ -160,11 +161,11 @@ def guard(client: Any, grammar_limits: GrammarLimits | None = None) -> GrammarCh
 
 
 def use_own_backends(manager: Any) -> None:
-    """Let vLLM's `StructuredOutputManager` compile each grammar with the backend that its check has chosen. vLLM itself
-    compiles all with the backend of the first."""
+    """Let vLLM's `StructuredOutputManager` compile each grammar with the backend that its check has chosen. vLLM
+    compiles every grammar with the backend of the first one."""
     init_grammar = manager.grammar_init
     backends: dict[str, Any] = {}
-    lock = threading.RLock()  # compiling begins, in a thread, before the backend that vLLM makes for it can be kept
+    lock = threading.RLock()  # vLLM makes a backend and starts to compile in a thread before it can be kept
 
     def init_with_backend(request: Any) -> None:
         if request.structured_output_request is None:
@@ -179,7 +180,7 @@ def use_own_backends(manager: Any) -> None:
         one = copy.copy(manager)
         with lock:
             backend = backends.get(request.sampling_params.structured_outputs._backend, manager.backend)
-        one.backend = copy.copy(backend)  # guidance's keeps the grammar at hand in itself, and several threads compile
+        one.backend = copy.copy(backend)  # guidance keeps the current grammar in its backend, and threads share that
         return StructuredOutputManager._create_grammar(one, request)
 
     manager.grammar_init, manager._create_grammar = init_with_backend, compile_with_backend

@@ -11,23 +11,23 @@ from peagle.vllm.request_args import DEPTH_KEY, LEARN_KEY, WORKLOAD_KEY, undraft
 from peagle.vllm.step_notes import STEP_COSTS_HEADER, STEPS_HEADER, counts_of_steps
 
 WHOLE_ANSWERS = ("None", "stop", "length")
-"""vLLM's finish reasons, as text, of an answer of which every token may be learned from."""
+"""vLLM's finish reasons, as text, of an answer whose tokens may all be used for training."""
 
 
 @dataclass(slots=True)
 class RequestDrafting:
-    """How a request was drafted; the sequences of one with n > 1, or several prompts, summed.
+    """Drafting of a request, summed over its sequences (n > 1, or several prompts).
 
     Attributes:
         request_id: the id that its caller gave to the engine.
-        workload: under which it is counted.
-        max_k: `extra_args["peagle_k"]` as sent, None where it was not.
-        counts: its verified steps, from its end on.
-        num_output_tokens, num_prompt_tokens: tokens of its answer, up to the one that completes a stop string, and
-            those of its prompt.
+        workload: the workload under which it is counted.
+        max_k: `extra_args["peagle_k"]` as sent; None if absent.
+        counts: its verified steps; set when it ends.
+        num_output_tokens: tokens of its answer, up to the one that completes a stop string.
+        num_prompt_tokens: tokens of its prompt.
         is_aborted: the caller left, or cancelled it, before it was complete.
-        learned_from: what is kept of it to train heads on, where its caller lets that be.
-        undraftable: the field of its sampling that goes without drafts (`undraftable_field`), "" where there is none.
+        learned_from: tokens to train heads on, if its caller allows it.
+        undraftable: the sampling field because of which it has no drafts (`undraftable_field`), or "".
     """
 
     request_id: str
@@ -52,19 +52,19 @@ class LearnedFrom:
 
 
 class DraftingRecorder:
-    """Counts what one engine does, by request and by workload. Make one for each engine client, in the client's
-    process, and `attach` it.
+    """Counts verified drafts of one engine, by request and by workload. Make one for each engine client, in the
+    client's process, and `attach` it.
 
-    It hangs on three methods of the client's output processor, so it sees every sequence in every mode: streamed or
-    not, n > 1, ended by a stop string (which only this process notices), cancelled. Not thread-safe: it works, and is
-    to be read, on the event loop (or thread) that runs the client.
+    It wraps three methods of the client's output processor, so it counts every sequence: streamed or not, n > 1, ended
+    by a stop string (which only this process notices), cancelled. Not thread-safe: use it on the event loop (or thread)
+    that runs the client.
 
     Args:
-        max_records: finished requests kept for `pop`; the oldest go first.
-        max_workloads: names counted apart, `default` not included. A further name takes the place, and ends the counts,
-            of the one without a new sequence for longest; while all have live sequences it is counted under `default`.
-        on_answer: gets workload, caller, prompt and answer of each complete answer that may be learned from: one that
-            ended by itself, at a stop string, or at its greatest length, up to which it is the target's own.
+        max_records: finished requests kept for `pop`; the oldest are dropped first.
+        max_workloads: workloads that are counted separately, besides `default`. A further one replaces the least
+            recently used one without live sequences. If all have live sequences, it is counted under `default`.
+        on_answer: is called with workload, caller, prompt and answer of each complete answer that may be used for
+            training: one that ended by itself, at a stop string, or at its greatest length.
     """
 
     def __init__(
@@ -81,16 +81,16 @@ class DraftingRecorder:
         self._workloads: OrderedDict[str, WorkloadCounts] = OrderedDict()  # least recently used first
         self._finished: OrderedDict[str, list[RequestDrafting]] = OrderedDict()
         self.num_output_tokens = 0
-        """Of all sequences since `attach`."""
+        """Output tokens of all sequences since `attach`."""
         self.step_costs = ""
-        """The newest of what the scheduler learned of step times, as it travelled; "" before the first."""
+        """The newest step latency model of the scheduler, as text (`STEP_COSTS_HEADER`); "" before the first."""
 
     def attach(self, engine: Any) -> None:
         """Start recording `engine`: an `AsyncLLM`, an `LLMEngine` or an `LLM`, before its first request.
 
         Raises:
-            TypeError: `engine` has no output processor with the methods needed (another vLLM, or no vLLM engine).
-            ValueError: a recorder hangs on this engine already.
+            TypeError: `engine` has no output processor with the needed methods (another vLLM, or no vLLM engine).
+            ValueError: this engine has a recorder already.
         """
         processor: Any = getattr(getattr(engine, "llm_engine", engine), "output_processor", None)
         for name in ("add_request", "process_outputs", "abort_requests", "request_states"):
@@ -109,7 +109,7 @@ class DraftingRecorder:
 
         def process_and_record(engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
             result = process_outputs(engine_core_outputs, *args, **kwargs)
-            self._record(engine_core_outputs)  # afterwards, for tokens behind a stop string are gone then
+            self._record(engine_core_outputs)  # afterwards: vLLM has removed tokens after a stop string
             self._close((output.request_id for output in engine_core_outputs), processor.request_states, False)
             return result
 
@@ -123,14 +123,14 @@ class DraftingRecorder:
         processor.abort_requests = abort_and_close
 
     def pop(self, response_id: str) -> RequestDrafting | None:
-        """The record of a finished request, once; its sequences (n > 1, several prompts) summed.
+        """Remove and return the record of a finished request, summed over its sequences.
 
         Args:
             response_id: the `id` of the OpenAI response (`chatcmpl-...`, `cmpl-...`), or the id given to
-                `AsyncLLM.generate`. The record is there when the last output of the request is.
+                `AsyncLLM.generate`. The record exists from the last output of the request on.
 
         Returns:
-            None for an unknown id: not finished, popped before, or older than `max_records` records.
+            None for an unknown id: not finished, popped before, or dropped (`max_records`).
         """
         records = self._finished.pop(response_id, [])
         # The completions API numbers its prompts: the engine knows response "cmpl-x" as "cmpl-x-0", "cmpl-x-1", ...
@@ -152,10 +152,10 @@ class DraftingRecorder:
         )
 
     def workloads(self) -> dict[str, WorkloadCounts]:
-        """Counts of each workload since `attach`, whatever became of its requests; of steps those that tell survival.
+        """Counts of each workload since `attach`, of finished, aborted and running requests. Steps whose drafts the
+        worker chose are left out: they are no sample of the acceptance rate by position.
 
-        Not in it: of a request that was aborted, a step still running in the engine, and those whose tokens were held
-        back there.
+        Of an aborted request, the step that runs in the engine and steps with buffered tokens are not counted.
         """
         found = {workload: counts.copy() for workload, counts in self._workloads.items()}
         running: dict[str, Counter[str]] = {}
@@ -166,7 +166,7 @@ class DraftingRecorder:
         return found
 
     def context_tokens(self) -> float:
-        """Mean context of the sequences in the engine, waiting ones included; 0.0 without any."""
+        """Mean tokens of context of the sequences in the engine, waiting ones included; 0.0 without any."""
         num_tokens = sum(live.num_prompt_tokens + live.num_output_tokens for live in self._live.values())
         return num_tokens / len(self._live) if self._live else 0.0
 
@@ -190,7 +190,7 @@ class DraftingRecorder:
         )
 
     def _make_room(self) -> bool:
-        """Whether there is room for one more workload, after the least recently used without sequences has made it."""
+        """Drop the least recently used workload without live sequences, if needed. Whether one more has room."""
         if len(self._workloads.keys() - {DEFAULT_WORKLOAD}) < self._max_workloads:
             return True
         for name, counts in self._workloads.items():
@@ -202,10 +202,10 @@ class DraftingRecorder:
     def _record(self, engine_core_outputs: Iterable[Any]) -> None:
         for output in engine_core_outputs:
             headers = output.trace_headers or {}
-            # Corrections are the engine's: whose output carries them does not matter, nor whether that is followed.
+            # The model is the engine's, so it does not matter which output carries it.
             self.step_costs = headers.get(STEP_COSTS_HEADER, self.step_costs)
             live = self._live.get(output.request_id)
-            if live is None:  # its answer has ended here, and not yet in the engine
+            if live is None:  # it has ended here, and not yet in the engine
                 continue
             self.num_output_tokens += len(output.new_token_ids)
             live.num_output_tokens += len(output.new_token_ids)
@@ -237,7 +237,7 @@ class DraftingRecorder:
 
 
 def _learned_from(request: Any, caller: Any) -> LearnedFrom | None:
-    """None for a request that nobody may learn from, or whose prompt is more than tokens of the target."""
+    """None without the caller's permission, and for a prompt that is more than tokens of the target."""
     has_more = request.mm_features or request.prompt_embeds is not None or request.lora_request is not None
     if not isinstance(caller, str) or not request.prompt_token_ids or has_more or request.resumable:
         return None

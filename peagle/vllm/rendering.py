@@ -1,8 +1,8 @@
-"""Short prompts become tokens at once on the event loop of the engine's client, and not in a thread.
+"""Renders short prompts at once on the event loop of the engine's client, and not in a thread.
 
-vLLM gives the chat template and the tokenizer of every request to a thread, and awaits its steps as tasks of their own.
-Templates are Python, which runs no faster there; and each step waits, on its way back, for everything that is ready on
-the event loop: with 256 streams two fifths of the time to the first token (`benchmarks.streams`).
+vLLM runs the chat template and the tokenizer of every request in a thread and awaits each as a task. A template is
+Python, which runs no faster there. Each result then waits for all that is ready on the event loop: with 256 streams two
+fifths of the time to the first token (`benchmarks.streams`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,18 +11,18 @@ from typing import Any
 from peagle.vllm import compat
 
 MAX_CHARS = 4096
-"""Of a request's prompts that are rendered at once: some two milliseconds of a slow core, nearly all of it the
-tokenizer's."""
+"""Characters of a request's prompts that are rendered at once: about two milliseconds of a slow core, nearly all in the
+tokenizer."""
 
 MAX_MESSAGES = 64
-"""Of a chat, likewise: half a millisecond of its template."""
+"""Messages of a chat that is rendered at once: about half a millisecond in its template."""
 
 
 def render_at_once(client: Any) -> None:
-    """Let `client`, an `AsyncLLM`, render what is short by vLLM's own functions for callers that do not await.
+    """Let `client`, an `AsyncLLM`, render short prompts by vLLM's own synchronous functions.
 
     Raises:
-        UnsupportedVLLMError: this vLLM's renderer has not what is called.
+        UnsupportedVLLMError: this vLLM's renderer lacks a name that is used.
     """
     compat.check("client", client)
     renderer = client.renderer
@@ -44,8 +44,8 @@ def render_at_once(client: Any) -> None:
 
 
 def _num_chars(parts: Iterable[Any], settings: Iterable[Any] = ()) -> float:
-    """Of messages or prompts, with the values that a template gets beside them; infinite where there is more in them
-    than text and flags: images, tools, documents, token ids."""
+    """Characters of messages or prompts and of the template's settings; infinite if they hold more than text and
+    flags: images, tools, documents, token ids."""
     values = [value for part in parts for value in (part.values() if isinstance(part, Mapping) else (part,))]
     num_chars = 0
     for value in (*values, *settings):

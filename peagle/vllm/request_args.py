@@ -1,4 +1,4 @@
-"""What a request says to the engine: keys of `SamplingParams.extra_args` (HTTP: `vllm_xargs`), and how they are read.
+"""Arguments of a request for the engine: keys of `SamplingParams.extra_args` (HTTP: `vllm_xargs`), and their readers.
 
 Imports no vLLM.
 """
@@ -16,22 +16,22 @@ MAX_HEAD_INDEX = 2**31 - 1
 MIN_P_EPSILON = 1e-5  # vLLM's own
 
 SURVIVAL_KEY = "peagle_survival"
-"""`extra_args` key: list of S_1, S_2, ..., at least K long: chances by which the scheduler may trim the request further
-under load. Absent: K is obeyed as it is."""
+"""`extra_args` key: list of cumulative acceptance rates S_1, S_2, ..., at least K long, by which the scheduler may
+verify fewer drafts under load. Absent: K is obeyed."""
 
 WORKLOAD_KEY = "peagle_workload"
 """`extra_args` key: str, the workload under which this request is counted. Absent: `DEFAULT_WORKLOAD`."""
 
 LEARN_KEY = "peagle_learn"
-"""`extra_args` key: str, name of the caller whose answers may be kept to train heads on. Absent: none of it is kept."""
+"""`extra_args` key: str, name of the caller, whose answers may be kept to train heads. Absent: nothing is kept."""
 
 GROUP_KEY = "peagle_group"
 """`extra_args` key: str, the same for all sequences of one request of several. Absent: it has one sequence."""
 
 
 def drafts_wanted(params: Any, k_max: int) -> int:
-    """K of a request with vLLM's `SamplingParams` (None: it generates nothing): an integer under `DEPTH_KEY` is brought
-    into 0..k_max, anything else counts as absent; 0 where its sampling goes with no drafts."""
+    """K of a request with vLLM's `SamplingParams` (None: it generates nothing). An integer under `DEPTH_KEY` is clamped
+    to 0..k_max; anything else counts as absent, k_max. 0 if its sampling works without drafts only."""
     if params is not None and undraftable_field(params):
         return 0
     wanted = ((params.extra_args if params is not None else None) or {}).get(DEPTH_KEY)
@@ -39,7 +39,7 @@ def drafts_wanted(params: Any, k_max: int) -> int:
 
 
 def undraftable_field(params: Any) -> str:
-    """The first field of these `SamplingParams` that goes without drafts, "" where there is none.
+    """The first field of these `SamplingParams` that works without drafts only; "" without one.
 
     vLLM processes logits for these fields by request, and not by row.
     """
@@ -52,7 +52,7 @@ def undraftable_field(params: Any) -> str:
 
 
 def head_of(extra_args: Mapping[str, object] | None) -> int:
-    """Index of a request's head, an int32; what is no integer counts as absent. Whatever is further out becomes -1 or
+    """Index of a request's head, an int32; anything but an integer counts as absent. Integers outside become -1 or
     `MAX_HEAD_INDEX`, which no drafter has."""
     head = (extra_args or {}).get(HEAD_KEY)
     return min(max(head, -1), MAX_HEAD_INDEX) if type(head) is int else 0

@@ -3,13 +3,13 @@
 Enters: a request whose `SamplingParams.extra_args["peagle_k"]` says its K. Leaves: `SchedulerOutput`s in which that
 request has at most K drafts, and outputs that carry what was verified and accepted (`peagle.vllm.step_notes`).
 The drafter always proposes K_max tokens in its one pass (P-EAGLE, arXiv 2602.01469, section 3); K limits verification
-only, so trimming costs no draft quality and keeps the distribution of the output.
+only. So fewer verified drafts cost no draft quality and keep the distribution of the output.
 
 Given to vLLM as an import string, `scheduler_cls=SYNC_SCHEDULER` or `ASYNC_SCHEDULER` of `peagle.vllm.engine`, for its
-V1 and its V2 model runner. Where requests carry survivals and the engine knows its step times, drafts beyond what pays
-in the step at hand are trimmed too (`peagle.vllm.trimming`); never deepened. Where the worker can choose which drafts
-are verified (`peagle.vllm.chosen`), somewhat more are planned than pay, and the step says how many it verifies.
-Knows nothing of workloads or of how K is chosen.
+V1 and its V2 model runner. Where requests bring cumulative acceptance rates and the engine knows its step times, a
+draft budget also leaves out the drafts that do not pay in the next step (`peagle.vllm.trimming`). Where the worker can
+choose which drafts are verified (`peagle.vllm.chosen`), somewhat more drafts are planned than pay, and the plan says
+how many the step verifies. The scheduler knows nothing of how K is decided.
 """
 
 import copy
@@ -28,7 +28,7 @@ from vllm.v1.request import RequestStatus
 from peagle.vllm import compat
 from peagle.vllm.limits import use_own_backends
 from peagle.vllm.outputs import OutputCoalescer
-from peagle.vllm.rejections import Rejections
+from peagle.vllm.rejections import RejectionForecast
 from peagle.vllm.request_args import DEPTH_KEY, drafts_wanted
 from peagle.vllm.step_notes import (
     STEP_COSTS_HEADER,
@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 WARNING_INTERVAL_S = 60.0
 
 VERIFY_ALL_INTERVAL_STEPS = 50
-"""Steps from one that verifies all drafts to the next, where vLLM chooses among them: acceptance stays known."""
+"""Where vLLM chooses among the drafts, one step in so many verifies all of them, so that acceptance stays known."""
 
 ADMITTED_WEIGHT = 0.1
 """Weight of the newest step in the mean number of drafts that vLLM's adaptive verification admits of a request."""
@@ -69,20 +69,20 @@ ADMITTED_WEIGHT = 0.1
 class _PerRequestDepth(_Base):
     """What both schedulers share: reading K, admission padding, reports of verified steps.
 
-    A K that reaches this point unchecked is not obeyed and stops nobody: an integer outside 0..K_max is clamped to it,
-    anything else counts as absent (K_max). Either is logged, at most once a minute for an engine. Validation with an
-    answer to the client belongs to the front end.
+    An integer K outside 0..K_max is clamped, anything else counts as absent (K_max). Either is logged, at most once a
+    minute for an engine. The front end has validated K already.
     """
 
     _is_adaptive = False
-    """vLLM's adaptive verification chooses among the drafts that are planned (`peagle.vllm.adaptive`)."""
+    """vLLM's adaptive verification chooses among the planned drafts (`peagle.vllm.adaptive`)."""
     _verifies_all = False
-    """The next step verifies all its drafts nevertheless."""
+    """The next step verifies all its drafts, although vLLM could choose among them."""
     _is_choice = False
-    """The worker chooses among the drafts of the next step, `_chosen_share` a request."""
+    """The worker chooses among the drafts of the next step."""
     _chosen_share = 0.0
+    """Drafts that it then chooses, per request of the step."""
     _chosen_step: list[VerifiedStep] | None = None
-    """The requests of a step whose drafts were chosen, while its output is taken in."""
+    """The requests' steps of a step whose drafts were chosen, while its output is processed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -93,23 +93,23 @@ class _PerRequestDepth(_Base):
                 "hands drafts to the wrong request when the batch lowers its number of drafts; set each request's "
                 f"{DEPTH_KEY} instead"
             )
-        self._trimmer = make_trimmer(self.vllm_config, self.num_spec_tokens)
+        self._draft_budget = make_trimmer(self.vllm_config, self.num_spec_tokens)
         speculative = self.vllm_config.speculative_config
         self._is_adaptive = speculative is not None and speculative.enable_adaptive_verification
         self._mean_admitted = float(self.num_spec_tokens)
         self._num_planned = 0
         use_own_backends(self.structured_output_manager)
-        # Requests whose remote drafter had no drafts for them in the last step that it was asked in.
+        # Requests for which the remote drafter had no drafts when it was last asked.
         self._without_drafts: set[str] = set()
-        # Prompts that wait for room in the KV cache run in no step, and must not trim all of them.
+        # Prompts that wait for room in the KV cache run in no step, so they must not lower the budget of each.
         self._is_stuck = False
         self._steps: dict[str, list[VerifiedStep]] = {}
-        self._rejections = Rejections(self.num_spec_tokens)
+        self._rejections = RejectionForecast(self.num_spec_tokens)
         self._coalescer = OutputCoalescer(self.scheduler_config.stream_interval)
         self._last_warning_s = float("-inf")
 
-    def depth_of(self, request: Any) -> int:
-        """K of a `Request`: drafts to verify per step, 0..`num_spec_tokens`. Read once and kept on it."""
+    def read_max_k(self, request: Any) -> int:
+        """K of a `Request`: drafts to verify per step, 0..`num_spec_tokens`. It is kept on the request."""
         if (kept := getattr(request, "peagle_max_k", None)) is not None:
             return int(kept)
         params = request.sampling_params
@@ -124,8 +124,8 @@ class _PerRequestDepth(_Base):
         return depth
 
     def add_request(self, request: "Request") -> None:
-        """vLLM's own, after a request without a seed got one: all that is drawn for it depends on its seed and on token
-        positions alone, in this process's workers and after preemption."""
+        """vLLM's own. A request without a seed gets one first: its tokens are drawn from its seed and their positions
+        alone, in every worker and after preemption."""
         params = request.sampling_params
         if params is not None and params.seed is None:
             request.sampling_params = copy.copy(params)  # sequences of one request may share theirs
@@ -133,17 +133,17 @@ class _PerRequestDepth(_Base):
         super().add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> "SchedulerOutput":
-        """vLLM's own, after the drafts were trimmed once more where prompts are about to run in the same step, and with
-        those that wait for their first step in turns."""
+        """vLLM's own. If prompts run in the same step, the draft budget is computed again first. Waiting sequences are
+        admitted in turns (`peagle.vllm.turns`)."""
         waiting = self.waiting
         takes_turns = isinstance(waiting, FCFSRequestQueue) and any(map(group_of, waiting))
         if isinstance(waiting, FCFSRequestQueue) and takes_turns:
             ordered = order_by_turns(waiting, self.running)
             waiting.clear()
             waiting.extend(ordered)
-        prompt_tokens = 0 if self._trimmer is None else self._prompt_tokens_ahead()
+        prompt_tokens = 0 if self._draft_budget is None else self._prompt_tokens_ahead()
         if prompt_tokens and not self._is_stuck and not self._is_adaptive:
-            self._trim([request for request in self.running if request.spec_token_ids], prompt_tokens)
+            self._limit_drafts([request for request in self.running if request.spec_token_ids], prompt_tokens)
         output: SchedulerOutput = super().schedule(*args, **kwargs)
         self._is_stuck = prompt_tokens > 0 and not _prompt_tokens(output)
         if takes_turns:
@@ -151,27 +151,31 @@ class _PerRequestDepth(_Base):
         return output
 
     def _prompt_tokens_ahead(self) -> int:
-        """Tokens of prompts that the next step can take in, as far as places and tokens a step allow."""
+        """Tokens of prompts that the next step can compute, within the engine's requests and tokens per step."""
         left = [request.num_prompt_tokens - request.num_computed_tokens for request in self.running]
         num_places = max(0, self.max_num_running_reqs - len(self.running))
         left += [request.num_tokens - request.num_computed_tokens for request in islice(self.waiting, num_places)]
         return min(sum(tokens for tokens in left if tokens > 0), self.max_num_scheduled_tokens)
 
-    def _depths(self, requests: "list[Request]") -> list[int]:
-        """K of each request, 0 where its drafter had none."""
-        return [0 if request.request_id in self._without_drafts else self.depth_of(request) for request in requests]
+    def _max_ks(self, requests: "list[Request]") -> list[int]:
+        """K of each request, 0 where its remote drafter had no drafts."""
+        return [0 if request.request_id in self._without_drafts else self.read_max_k(request) for request in requests]
 
-    def _trim(self, requests: list[Any], prompt_tokens: int = 0) -> int:
-        """Keep of each request's drafts the first K, and under load the ones that pay in this step, or, where the
-        worker is to choose as many, somewhat more. The greatest K."""
-        max_ks = depths = self._depths(requests)
+    def _limit_drafts(self, requests: list[Any], prompt_tokens: int = 0) -> int:
+        """Keep the first drafts of each request: at most K, and within the draft budget of the step. If the worker
+        chooses which drafts are verified, somewhat more are kept.
+
+        Returns:
+            The greatest K.
+        """
+        max_ks = depths = self._max_ks(requests)
         if self._is_adaptive:
             for request, depth in zip(requests, self._plan_adaptive(max_ks), strict=True):
                 request.spec_token_ids = request.spec_token_ids[:depth]
             return max(max_ks, default=0)
-        if self._trimmer is not None:
-            depths = self._trimmer.depths(requests, max_ks, prompt_tokens)
-        num_chosen = self._trimmer.num_chosen if self._trimmer is not None and self._is_choice else None
+        if self._draft_budget is not None:
+            depths = self._draft_budget.depths(requests, max_ks, prompt_tokens)
+        num_chosen = self._draft_budget.num_chosen if self._draft_budget is not None and self._is_choice else None
         self._is_choice = num_chosen is not None
         if num_chosen is not None:
             self._chosen_share = num_chosen / len(requests)
@@ -183,15 +187,19 @@ class _PerRequestDepth(_Base):
         return max(max_ks, default=0)
 
     def _plan_adaptive(self, max_ks: list[int]) -> list[int]:
-        """Drafts of each request that the next step may verify: somewhat more than the mean of what was admitted
-        lately, so that the drafter's pass is no deeper than it pays; in one step of many all."""
+        """Drafts of each request that the next step may verify: `MORE_TO_CHOOSE` beyond the recent mean of admitted
+        drafts, so that the drafter's pass stays short; all in one step of `VERIFY_ALL_INTERVAL_STEPS`."""
         self._num_planned += bool(max_ks)
         self._verifies_all = self._num_planned % VERIFY_ALL_INTERVAL_STEPS == 0
         most = math.ceil(self._mean_admitted) + MORE_TO_CHOOSE
         return max_ks if self._verifies_all else [min(most, max_k) for max_k in max_ks]
 
     def _record_admitted(self, num_admitted: list[int], scheduled: "SchedulerOutput") -> bool:
-        """Take in what vLLM's adaptive verification admitted in a step. Whether that is less than was planned."""
+        """Record the drafts of each request that vLLM's adaptive verification admitted in a step.
+
+        Returns:
+            Whether fewer were admitted than planned.
+        """
         drafts = scheduled.scheduled_spec_decode_tokens
         update_plan(scheduled, draft_budget=sum(num_admitted))
         mean = sum(num_admitted) / max(1, len(drafts))
@@ -203,15 +211,19 @@ class _PerRequestDepth(_Base):
         super()._update_after_schedule(scheduler_output)
 
     def _plan_pass(self, scheduled: "SchedulerOutput", num_ahead: int, is_choice: bool = False) -> None:
-        """Say how deep the drafter's pass of this step is to be, how many of the step's drafts it will not see, and
-        whether what it drafts is to be valued."""
+        """Plan the drafter's pass of this step.
+
+        Args:
+            num_ahead: most drafts of a request that the next step verifies.
+            is_choice: the pass is to rank its drafts (`SchedulerPlan.ranks_drafts`).
+        """
         drafts, num_chosen = scheduled.scheduled_spec_decode_tokens.values(), read_plan(scheduled).draft_budget
         if self._is_adaptive and not read_plan(scheduled).verifies_all:
             num_chosen = round(min(self._mean_admitted * len(drafts), sum(map(len, drafts))))
         if num_chosen is None:
-            num_rejected = self._rejections.expected(map(len, drafts))
+            num_rejected = self._rejections.forecast(map(len, drafts))
         else:
-            num_rejected = self._rejections.expected_of_chosen(num_chosen)
+            num_rejected = self._rejections.forecast_chosen(num_chosen)
         update_plan(scheduled, num_drafts_ahead=num_ahead, num_rejected=num_rejected, ranks_drafts=is_choice)
 
     def make_spec_decoding_stats(
@@ -222,11 +234,11 @@ class _PerRequestDepth(_Base):
         num_invalid_spec_tokens: dict[str, int] | None,
         request_id: str,
     ) -> "SpecDecodingStats | None":
-        """Note one request's verified step; vLLM calls this for each request with drafts, whatever its log settings.
+        """Record one request's verified step. vLLM calls this for each request with drafts, whatever its log settings.
 
         Drafts that a grammar ruled out before verification, or that were never there (`num_invalid_spec_tokens`), do
-        not count as verified. The V2 runner verifies its own drafts, also those behind a grammar's end, which the
-        grammar rules out here and lets pass there: what of them was accepted does not count either.
+        not count as verified. The V2 runner also verifies drafts behind a grammar's end and may accept them. They are
+        invalid here, so they do not count as accepted either.
         """
         num_verified = num_draft_tokens - (num_invalid_spec_tokens or {}).get(request_id, 0)
         if num_verified > 0:
@@ -236,7 +248,7 @@ class _PerRequestDepth(_Base):
             if self._chosen_step is not None:
                 self._chosen_step.append(step)
             else:
-                self._rejections.add(num_verified, num_accepted)
+                self._rejections.record_step(num_verified, num_accepted)
         return super().make_spec_decoding_stats(
             spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id
         )
@@ -244,32 +256,31 @@ class _PerRequestDepth(_Base):
     def update_from_output(
         self, scheduler_output: "SchedulerOutput", model_runner_output: "ModelRunnerOutput"
     ) -> "dict[int, EngineCoreOutputs]":
-        """vLLM's own update, less the outputs that nobody gets to see yet (`peagle.vllm.outputs`); then each request's
-        unreported steps onto its output, and about twice a second what was learned of step times onto the first output
-        of each client."""
+        """vLLM's own update; then outputs are coalesced (`peagle.vllm.outputs`). Each output carries its request's
+        unreported steps. About twice a second the first output of each client carries the step latency model."""
         result = read_result(model_runner_output)
         num_admitted = result.list_admitted()
         if self._is_adaptive and num_admitted and not self._record_admitted(num_admitted, scheduler_output):
             num_admitted = None
-        if self._trimmer is not None:
-            self._trimmer.arrived(time.perf_counter(), scheduler_output)
+        if self._draft_budget is not None:
+            self._draft_budget.arrived(time.perf_counter(), scheduler_output)
         if result.num_ready is not None:
             num_ready = dict(zip(model_runner_output.req_ids, result.num_ready, strict=True))
-            self._leave_out_missing(num_ready, scheduler_output)
-        if self._trimmer is not None and (worth := result.list_worth()) is not None:
-            self._trimmer.hear_worth(*worth)
+            self._mark_missing(num_ready, scheduler_output)
+        if self._draft_budget is not None and (counts := result.list_acceptance_counts()) is not None:
+            self._draft_budget.hear_worth(*counts)
         if num_admitted is not None:
-            self._leave_out(dict(zip(model_runner_output.req_ids, num_admitted, strict=True)), scheduler_output)
+            self._mark_unverified(dict(zip(model_runner_output.req_ids, num_admitted, strict=True)), scheduler_output)
             self._chosen_step = []
-        outputs_by_client = self._due(super().update_from_output(scheduler_output, model_runner_output))
+        outputs_by_client = self._coalesce(super().update_from_output(scheduler_output, model_runner_output))
         if self._chosen_step is not None:
             num_verified = sum(step.num_verified for step in self._chosen_step)
-            self._rejections.add_chosen(num_verified, sum(step.num_accepted for step in self._chosen_step))
+            self._rejections.record_chosen_step(num_verified, sum(step.num_accepted for step in self._chosen_step))
             self._chosen_step = None
-        if self._trimmer is not None:
-            self._report_costs(self._trimmer, outputs_by_client)
+        if self._draft_budget is not None:
+            self._report_costs(self._draft_budget, outputs_by_client)
             if not self.has_requests():
-                self._trimmer.pause()
+                self._draft_budget.pause()
         if not self._steps:
             return outputs_by_client
         for core_outputs in outputs_by_client.values():
@@ -280,45 +291,50 @@ class _PerRequestDepth(_Base):
         self._steps = {request_id: steps for request_id, steps in self._steps.items() if request_id in self.requests}
         return outputs_by_client
 
-    def _due(self, outputs_by_client: "dict[int, EngineCoreOutputs]") -> "dict[int, EngineCoreOutputs]":
-        """What of a step's outputs goes out now, without messages that say nothing."""
+    def _coalesce(self, outputs_by_client: "dict[int, EngineCoreOutputs]") -> "dict[int, EngineCoreOutputs]":
+        """The outputs of a step that go out now, without empty messages."""
         due, now_s = {}, time.monotonic()
         for client, core_outputs in outputs_by_client.items():
-            core_outputs.outputs = self._coalescer.due(core_outputs.outputs, self.requests, now_s)
+            core_outputs.outputs = self._coalescer.coalesce(core_outputs.outputs, self.requests, now_s)
             if core_outputs.outputs or core_outputs.finished_requests or core_outputs.scheduler_stats is not None:
                 due[client] = core_outputs
         return due
 
     def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> "list[Request]":
-        """vLLM's own. Who aborts a request has no use for what is held of it; of one that failed it goes out with its
-        last output."""
+        """vLLM's own. Buffered tokens of an aborted request are dropped. Those of a failed one go out with its last
+        output."""
         finished: list[Request] = super().finish_requests(request_ids, finished_status)
         if finished_status == RequestStatus.FINISHED_ABORTED:
-            self._coalescer.forget(request.request_id for request in finished)
+            self._coalescer.drop(request.request_id for request in finished)
         return finished
 
     @staticmethod
     def _report_costs(trimmer: Trimmer, outputs_by_client: "dict[int, EngineCoreOutputs]") -> None:
-        """A step without an output leaves them for the next one."""
+        """Put the step latency model onto the first output of each client; a step without outputs leaves it to the
+        next one."""
         firsts = [client.outputs[0] for client in outputs_by_client.values() if client.outputs]
         if firsts and (costs := trimmer.report(time.perf_counter())) is not None:
             for first in firsts:
                 first.trace_headers = {**(first.trace_headers or {}), STEP_COSTS_HEADER: costs}
 
-    def _leave_out_missing(self, num_drafts: dict[str, int], scheduled: "SchedulerOutput") -> None:
-        """`num_drafts`: what the remote drafter had for each request, -1 where it was not asked."""
+    def _mark_missing(self, num_drafts: dict[str, int], scheduled: "SchedulerOutput") -> None:
+        """Mark the planned drafts that the remote drafter did not have.
+
+        Args:
+            num_drafts: drafts that it had for each request; -1 where it was not asked.
+        """
         for request_id, num_ready in num_drafts.items():
             if num_ready > 0:
                 self._without_drafts.discard(request_id)
             elif num_ready == 0 and request_id in self.requests:
                 self._without_drafts.add(request_id)
-        self._leave_out({request_id: ready for request_id, ready in num_drafts.items() if ready >= 0}, scheduled)
+        self._mark_unverified({request_id: ready for request_id, ready in num_drafts.items() if ready >= 0}, scheduled)
         if self._without_drafts:
             self._without_drafts &= self.requests.keys()
 
     @staticmethod
-    def _leave_out(num_verified: dict[str, int], scheduled: "SchedulerOutput") -> None:
-        """Tell vLLM of planned drafts that were not verified as it tells itself of those that a grammar ruled out."""
+    def _mark_unverified(num_verified: dict[str, int], scheduled: "SchedulerOutput") -> None:
+        """Count planned drafts beyond `num_verified` as vLLM counts those that a grammar ruled out."""
         invalid = dict(scheduled.num_invalid_spec_tokens or {})
         for request_id, num in num_verified.items():
             num_planned = len(scheduled.scheduled_spec_decode_tokens.get(request_id, ()))
@@ -334,8 +350,8 @@ def _prompt_tokens(output: "SchedulerOutput") -> int:
 
 
 class PerRequestDepthScheduler(_PerRequestDepth, Scheduler):
-    """Synchronous scheduling: drafts come back from the worker between two steps and are trimmed there. The drafter's
-    pass is left out of steps that are better without (`Trimmer.makes_drafts`)."""
+    """Synchronous scheduling: drafts come back from the worker between two steps and are limited there. A step that is
+    faster without the drafter's pass leaves it out (`Trimmer.makes_drafts`)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -347,19 +363,19 @@ class PerRequestDepthScheduler(_PerRequestDepth, Scheduler):
         super()._update_after_schedule(scheduler_output)
         found = [self.requests[request_id] for request_id in scheduler_output.num_scheduled_tokens]
         prompt_tokens = _prompt_tokens(scheduler_output)
-        self._is_drafted = self._trimmer is not None and self._trimmer.makes_drafts(
-            found, self._depths(found), prompt_tokens
+        self._is_drafted = self._draft_budget is not None and self._draft_budget.makes_drafts(
+            found, self._max_ks(found), prompt_tokens
         )
         self._plan_pass(scheduler_output, self.num_spec_tokens if self._is_drafted else 0)
 
     def update_draft_token_ids(self, draft_token_ids: "DraftTokenIds") -> None:
-        """Keep the first K of the drafts that vLLM takes over (after a grammar's check, where there is one); none of a
-        step whose pass was left out."""
+        """vLLM's own, which checks drafts by the grammar; then at most K of them stay, and none of a step whose pass
+        was left out."""
         super().update_draft_token_ids(draft_token_ids)
         found = [self.requests.get(request_id) for request_id in draft_token_ids.req_ids]
         drafting = [request for request in found if request is not None and request.spec_token_ids]
         if self._is_drafted:
-            self._trim(drafting)
+            self._limit_drafts(drafting)
         else:
             for request in drafting:
                 request.spec_token_ids = []
@@ -382,33 +398,32 @@ class PerRequestDepthAsyncScheduler(_PerRequestDepth, AsyncScheduler):
         found: list[Any] = [self.requests[request_id] for request_id in scheduler_output.num_scheduled_tokens]
         if self._verifies_all:
             update_plan(scheduler_output, verifies_all=True)
-        may_choose = (
-            self._trimmer is not None and self._trimmer.chooses and len(found) > 1 and all(map(self._is_plain, found))
-        )
-        # A request that is new in this step is not among those that the last one planned for.
+        budget = self._draft_budget
+        may_choose = budget is not None and budget.chooses and len(found) > 1 and all(map(self._is_plain, found))
+        # A request that is new in this step was not in the plan of the step before.
         if self._is_choice and may_choose:
             self._choose(scheduler_output)
         super()._update_after_schedule(scheduler_output)
         self._is_choice = may_choose
         drafting = [request for request in found if not request.is_prefill_chunk and request.spec_token_ids]
-        max_k = self._trim(drafting)
-        is_valued = self._is_choice or (may_choose and self._trimmer is not None and self._trimmer.wants_worth)
-        # This step's pass makes the drafts of the next one; where all are trimmed away it fills the drafter's cache.
+        max_k = self._limit_drafts(drafting)
+        ranks_drafts = self._is_choice or (may_choose and budget is not None and budget.wants_worth)
+        # This step's pass makes the drafts of the next one; if none are verified there, it fills the drafter's cache.
         deepest = max((len(request.spec_token_ids) for request in drafting), default=0)
-        self._plan_pass(scheduler_output, max(deepest, min(max_k, 1)), is_valued)
+        self._plan_pass(scheduler_output, max(deepest, min(max_k, 1)), ranks_drafts)
 
     def _choose(self, scheduled: "SchedulerOutput") -> None:
-        """Say how many of the step's drafts are verified, where that is fewer than are planned."""
+        """Plan how many of the step's drafts are verified, if that is fewer than are planned."""
         drafts = scheduled.scheduled_spec_decode_tokens
         num_chosen = round(self._chosen_share * len(drafts))
         if num_chosen < sum(map(len, drafts.values())):
             update_plan(scheduled, draft_budget=num_chosen)
 
     def _is_plain(self, request: Any) -> bool:
-        """Whether it may be in a step whose drafts the worker chooses: not where it has none, nor where vLLM finds its
-        rows of logits by what the host knows of the step."""
+        """Whether the worker may choose drafts of a step with this request. Not if it has K = 0, a grammar or log
+        probabilities: vLLM then finds rows of logits by the host's view of the step."""
         if (kept := getattr(request, "peagle_is_plain", None)) is None:
             params = request.sampling_params
             kept = not request.use_structured_output and params is not None and params.logprobs is None
             request.peagle_is_plain = kept
-        return bool(kept) and self.depth_of(request) > 0
+        return bool(kept) and self.read_max_k(request) > 0

@@ -1,26 +1,29 @@
 """P-EAGLE as a speculator of vLLM's V2 model runner: one pass of mask rows, replayed as one full CUDA graph.
 
-Enters: the target's three tapped hidden states, and what was sampled and rejected, all on the GPU. Leaves: K_max draft
-tokens a request, in the target's vocabulary; equal to `peagle.draft`. The rows of the pass are those of
-`peagle.vllm.draft_rows`.
+Enters: the target's auxiliary hidden states, and what was sampled and rejected, all on the GPU. Leaves: K_max draft
+tokens a request, in the target's vocabulary; equal to `peagle.draft`. `peagle.vllm.draft_rows` lays out the rows.
 
-A pass drafts to a depth D, as deep as the scheduler verifies in the next step or deeper. It has D - 1 mask rows a
-request; draft d does not depend on the mask rows after it. Requests with K = 0 take part with their prompts only, which
-a later request may find in the prefix cache.
+A pass makes D drafts of a request, at least as many as the next step verifies. It has D - 1 mask rows a request, and
+draft d does not depend on later mask rows. Requests with K = 0 take part with their prompts only, which a later
+request may find in the prefix cache.
 
-Full graphs are of two kinds. Those for a number of requests that decode give every request 2 D rows, whatever was
-rejected or trimmed, and hold everything from `fc` to the choice of draft tokens. Those for a number of rows serve any
-batch to any depth, and need no rows for rejected drafts; what comes behind the last layer's attention, up to the choice
-of draft tokens, is a graph of its own there, by the number of drafts. On them run batches of `MIN_PACKED_REQUESTS` and
-more, and, where `compat.replays_prompts`, those with prompts; smaller ones run on the first kind to K_max. Attention
-that has full graphs only for equal numbers of rows has the first kind for all numbers of requests and depths. What has
-no full graph runs on vLLM's piecewise graphs where their size has one. Where attention can renew its metadata from
-numbers on the GPU (vLLM does so between EAGLE's drafts), full graphs hold that too: the host lays out rows and replays.
+Full graphs are of two kinds:
 
-Greedy drafts only: vLLM's rejection sampling keeps the output's distribution with them.
+| | uniform | packed |
+| --- | --- | --- |
+| captured for | a number of requests | a number of rows |
+| rows of a request | 2 D | as many as it needs; rejected drafts need none |
+| holds | all, from `fc` to the choice of draft tokens | up to the last layer's attention; the rest is a second graph |
+| serves | batches below `MIN_PACKED_REQUESTS` | other batches; prompts, where `compat.replays_prompts` |
 
-R requests, N target rows, M rows of the pass, S drafts, H drafter's hidden size, X = 3 times the target's, A numbers of
-its heads of attention.
+If the drafter's attention has full graphs only for equal numbers of rows, all are uniform, for each D. A pass without a
+full graph runs on vLLM's piecewise graphs, if their sizes reach. If attention can renew its metadata from numbers on
+the GPU, as vLLM does between EAGLE's drafts, full graphs do so: the host lays out rows and replays.
+
+Drafts are greedy: vLLM's rejection sampling keeps the output's distribution with them.
+
+R requests, N target rows, M rows of the pass, S drafts, H drafter's hidden size, X concatenated size of the auxiliary
+hidden states, A size of the attention's output.
 """
 
 from __future__ import annotations
@@ -67,18 +70,18 @@ logger = logging.getLogger(__name__)
 MAX_NUM_SPLITS, MAX_SPLIT_REQUESTS = 32, 32
 
 MIN_PACKED_REQUESTS = 32
-"""Smaller batches draft to K_max in the full graphs for their number."""
+"""Smaller batches make K_max drafts in uniform graphs."""
 
 RENEWABLE = (FlashAttentionMetadataBuilder, TritonAttentionMetadataBuilder)
 
 
 def can_renew(groups: Iterable[AttentionGroup]) -> bool:
-    """Whether a full graph can renew what is built of these for it (`update_draft_decode_metadata`), so that the host
-    builds nothing for a replay."""
-    # For a replay these builders write to the GPU FlashAttention's plan alone, from lengths in the runner's buffers;
-    # layers read those buffers themselves. Builders derived from them inherit the flag and do more: the one for static
-    # sinks changes the lengths in place. A group with smaller blocks than the cache's has a block table of its own,
-    # which vLLM fills when metadata is built.
+    """Whether a full graph can renew the metadata of these groups (`update_draft_decode_metadata`), so that the host
+    builds none for a replay."""
+    # For a replay these builders write only FlashAttention's plan, from lengths in the runner's buffers; layers read
+    # those buffers themselves. Classes derived from them inherit the flag and do more: the one for static sinks changes
+    # the lengths in place. A group with smaller blocks than the cache's has a block table of its own, which vLLM fills
+    # when metadata is built.
     return all(
         type(group.get_metadata_builder()) in RENEWABLE
         and group.supports_draft_decode_metadata_update
@@ -88,14 +91,14 @@ def can_renew(groups: Iterable[AttentionGroup]) -> bool:
 
 
 def most_rows(config: VllmConfig) -> int:
-    """Rows of the largest pass: each request of a full batch has K_max - 1 rows beyond the target's."""
+    """Rows of the largest pass: a full batch, each request with K_max - 1 mask rows."""
     scheduler = config.scheduler_config
     most: int = scheduler.max_num_batched_tokens + scheduler.max_num_seqs * (config.num_speculative_tokens - 1)
     return most
 
 
 def request_counts(most: int) -> list[int]:
-    """Numbers of requests to capture a graph for: dense where a pass costs the same, then at most 1/8 too large."""
+    """Numbers of requests to capture a graph for: 1, 2, 4, then in steps of 8, 16 and 64."""
     counts = chain((1, 2, 4), range(8, 64, 8), range(64, 256, 16), range(256, most, 64))
     return [*(count for count in counts if count < most), most]
 
@@ -158,9 +161,17 @@ class DraftGraphs(CudaGraphManager):
     def full_graph(
         self, num_requests: int, num_targets: int, depth: int, max_query_len: int, num_rejected: int = 0
     ) -> BatchExecutionDescriptor | None:
-        """The full graph of a pass to `depth` or deeper over `num_targets` rows of the target, of which no request has
-        more than `max_query_len`, and so many are expected to be rejected; None where there is none, and before the
-        capture: vLLM runs real steps then, to warm up."""
+        """The smallest full graph for a pass.
+
+        Args:
+            num_targets: rows of the target.
+            depth: drafts of a request, at least.
+            max_query_len: most target rows of a request.
+            num_rejected: target rows that are expected to be rejected.
+
+        Returns:
+            None without one, and before the capture: vLLM then runs real steps to warm up.
+        """
         if not self._graphs_captured:
             return None
         fitting = []
@@ -178,8 +189,7 @@ class DraftGraphs(CudaGraphManager):
 
 
 class ChoiceGraphs(CudaGraphManager):
-    """Full graphs of the rest of the last layer and the choice of draft tokens (`PEagleSpeculator._choose`), by the
-    number of drafts."""
+    """Full graphs of `PEagleSpeculator._choose`, by the number of drafts."""
 
     def _init_candidates(self) -> None:
         k_max = self.vllm_config.num_speculative_tokens
@@ -204,18 +214,18 @@ class PEagleSpeculator(DraftModelSpeculator):
     last_layer: LastLayer
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
-        """Raises ValueError for settings that it was not made for; the message names them."""
+        """Raises ValueError for settings that go with no P-EAGLE head; the message names them."""
         super().__init__(vllm_config, device)
         compat.check("v2 speculator", self)
         _check_settings(vllm_config)
         self._without_drafts: set[str] = set()
         """Requests with K = 0."""
         self._num_ahead = self.num_speculative_steps
-        """Drafts of a request that the next step verifies at most."""
+        """Most drafts of a request that the next step verifies."""
         self._num_rejected = 0
         """Drafts of this step that are expected to be rejected."""
         self._is_choice = False
-        """The next step may choose among the drafts of this one's pass."""
+        """The next step may choose among the drafts of this step's pass."""
         self.max_rows = most_rows(vllm_config)
         self.mask_token_id = get_parallel_drafting_token_id(self.draft_model_config.hf_config)
         self.graphs = self.choices = None
@@ -225,8 +235,8 @@ class PEagleSpeculator(DraftModelSpeculator):
         if isinstance(extra, dict):
             self.vllm_config.additional_config = {**extra, COMPILED_KEY: True}
         network = load_eagle_model(target_model, self.vllm_config)
-        # The drafter's passes have more rows than the target's steps, and both are compiled for the same sizes. vLLM
-        # sets these by the target's steps once more when it loads a head with a load format of its own.
+        # Target and drafter are compiled for the same range of sizes, and the drafter's passes have more rows. vLLM
+        # sets the range by the target's steps again when it loads a head with a load format of its own.
         if endpoints := self.vllm_config.compilation_config.compile_ranges_endpoints:
             endpoints[-1] = max(endpoints[-1], most_rows(self.vllm_config))
         self.last_layer = LastLayer(network)
@@ -235,11 +245,11 @@ class PEagleSpeculator(DraftModelSpeculator):
     def load_model(self, target_model: nn.Module) -> None:
         super().load_model(target_model)
         self.supports_mm_inputs = False  # prompts with images are drafted from their text
-        # The graphs by the number of rows put as many through `fc` as the pass has.
+        # Packed graphs put all rows of the pass through `fc`.
         most_targets = max(self.max_rows, self.max_num_reqs * (1 + self.num_speculative_steps))
         most_drafts = self.max_num_reqs * self.num_speculative_steps
         shape: Any = {"dtype": self.dtype, "device": self.device}
-        self.taps_NX = torch.zeros(most_targets, self.model.model.fc_input_size, **shape)
+        self.aux_NX = torch.zeros(most_targets, self.model.model.fc_input_size, **shape)
         self.hidden_MH = torch.zeros(self.max_rows, self.hidden_size, **shape)
         self.attended_SA = torch.zeros(most_drafts, self.last_layer.input_size, **shape)
         self.stream_SH = torch.zeros(most_drafts, self.hidden_size, **shape)
@@ -298,7 +308,7 @@ class PEagleSpeculator(DraftModelSpeculator):
             )
 
     def add(self, scheduled: SchedulerOutput) -> None:
-        """Take in the requests that start in this step, and what the scheduler plans for the next one."""
+        """Record the requests that start in this step, and the scheduler's plan of the pass."""
         for new in scheduled.scheduled_new_reqs:
             if not drafts_wanted(new.sampling_params, self.num_speculative_steps):
                 self._without_drafts.add(new.req_id)
@@ -367,12 +377,12 @@ class PEagleSpeculator(DraftModelSpeculator):
         is_profile: bool = False,
         **kwargs: Any,
     ) -> Tensor:
-        """Draft tokens of every request of the batch, [R, K_max] int64; those that the scheduler does not plan to
-        verify mean nothing."""
-        assert aux_hidden_states, "the target returned no tapped hidden states"
+        """Draft tokens of every request of the batch, [R, K_max] int64. Drafts that the scheduler does not plan to
+        verify are undefined."""
+        assert aux_hidden_states, "the target returned no auxiliary hidden states"
         num_requests, k_max = input_batch.num_reqs, self.num_speculative_steps
         if dummy_run and skip_attn_for_dummy_run:  # memory is profiled before there is a cache
-            self._take_taps(aux_hidden_states, input_batch.num_tokens)
+            self._copy_aux_states(aux_hidden_states, input_batch.num_tokens)
             self.rows = DraftRows.empty(self.max_num_reqs, self.max_rows, k_max, 1, self.device)
             num_rows = min(input_batch.num_tokens + num_requests * (k_max - 1), self.max_rows)
             self._pass(input_batch.num_tokens, num_rows, None, None, CUDAGraphMode.NONE)
@@ -383,17 +393,17 @@ class PEagleSpeculator(DraftModelSpeculator):
         members_M = None if dummy_run else self._members(input_batch)
         if members_M is not None and not len(members_M):
             return self.draft_tokens[:num_requests]
-        target = TargetRows.of(input_batch, num_sampled, num_rejected, last_sampled, next_prefill_tokens)
-        # Where the GPU chose the drafts, the host knows of each request's rows the most, and how many all are.
+        target = TargetRows.from_batch(input_batch, num_sampled, num_rejected, last_sampled, next_prefill_tokens)
+        # If the GPU chose the drafts, the host knows only the sum of the requests' rows, and the most of each.
         lengths_B, most_keys_B = input_batch.num_scheduled_tokens, input_batch.seq_lens_cpu_upper_bound[:num_requests]
         max_query_len = int(lengths_B.max())
         lengths_B = np.diff(input_batch.query_start_loc_np[: num_requests + 1])
         if members_M is None:
-            self._take_taps(aux_hidden_states, input_batch.num_tokens)
+            self._copy_aux_states(aux_hidden_states, input_batch.num_tokens)
         else:
             lengths_B, most_keys_B = lengths_B[members_M], most_keys_B[torch.from_numpy(members_M)]
             target, member_rows_N = _only(target, members_M, input_batch.query_start_loc_np, lengths_B, self.device)
-            self._take_taps(aux_hidden_states, len(member_rows_N), member_rows_N)
+            self._copy_aux_states(aux_hidden_states, len(member_rows_N), member_rows_N)
             max_query_len = int(lengths_B.max())
         depth = k_max if dummy_run else max(1, self._num_ahead)
         self._run_pass(target, lengths_B, most_keys_B, max_query_len, depth, members_M is not None, is_profile)
@@ -417,16 +427,16 @@ class PEagleSpeculator(DraftModelSpeculator):
         takes_part_B = np.array(drafts_B) | batch.is_prefilling_np
         return None if takes_part_B.all() else takes_part_B.nonzero()[0]
 
-    def tap_views(self) -> list[Tensor]:
-        """Places in the buffer where a graph of the target may leave the hidden states of each tapped layer."""
-        return list(self.taps_NX.split(self.vllm_config.model_config.get_hidden_size(), dim=-1))
+    def aux_views(self) -> list[Tensor]:
+        """Views of the buffer, one a layer, into which a graph of the target may write its auxiliary hidden states."""
+        return list(self.aux_NX.split(self.vllm_config.model_config.get_hidden_size(), dim=-1))
 
-    def _take_taps(self, taps: list[Tensor], num_rows: int, rows_N: Tensor | None = None) -> None:
-        """The target's hidden states into the buffer: its first `num_rows` rows, or `rows_N` of them."""
-        if rows_N is None and taps[0].data_ptr() == self.taps_NX.data_ptr():
-            return  # they are there
-        chosen = [tap_NH[:num_rows] if rows_N is None else tap_NH[rows_N] for tap_NH in taps]
-        torch.cat(chosen, dim=-1, out=self.taps_NX[:num_rows])
+    def _copy_aux_states(self, aux: list[Tensor], num_rows: int, rows_N: Tensor | None = None) -> None:
+        """Copy the target's auxiliary hidden states to the buffer: its first `num_rows` rows, or the rows `rows_N`."""
+        if rows_N is None and aux[0].data_ptr() == self.aux_NX.data_ptr():
+            return  # a graph has written them there
+        chosen = [layer_NH[:num_rows] if rows_N is None else layer_NH[rows_N] for layer_NH in aux]
+        torch.cat(chosen, dim=-1, out=self.aux_NX[:num_rows])
 
     def _run_pass(
         self,
@@ -438,11 +448,11 @@ class PEagleSpeculator(DraftModelSpeculator):
         is_part: bool,
         is_profile: bool,
     ) -> None:
-        """Lay out the rows and draft to `depth`, or deeper where a full graph is.
+        """Lay out the rows and make `depth` drafts of each request, or more in a full graph for more.
 
         Args:
-            lengths_B: target rows of each request. most_keys_B, max_query_len: what no request's number of keys, and of
-                target rows, exceeds. Host's view.
+            lengths_B: target rows of each request, by the host's view.
+            most_keys_B, max_query_len: bounds of each request's keys, and of the target rows of a request.
             is_part: some requests of the batch do not take part.
         """
         num_requests, num_targets = len(lengths_B), int(lengths_B.sum())
@@ -459,7 +469,7 @@ class PEagleSpeculator(DraftModelSpeculator):
         if desc is None and graphs is not None:
             piecewise = graphs.dispatch(num_requests, num_rows, None, 0)
             run_rows, mode = piecewise.num_tokens, piecewise.cg_mode
-        if is_part:  # the target is done with its own
+        if is_part:  # the target no longer reads the tables of the whole batch
             self.block_tables.gather_block_tables(target.place_B, num_padded)
         for group in self.groups:
             write_rows(
@@ -478,8 +488,8 @@ class PEagleSpeculator(DraftModelSpeculator):
             )
         metadata = slots = None
         if desc is None or not self.renews_metadata:
-            # Full graphs read these through the builder's buffers, so they are built for a replay too; what is planned
-            # from the number of rows a request has to be what was captured.
+            # Full graphs read metadata in the builders' buffers, so it is built for a replay too. The longest request
+            # must be that of the capture, because attention is planned by it.
             planned = None if desc is None else desc.max_query_len
             first_row_B1, context_B = self._host_view(lengths_B, most_keys_B, depth, stride, num_padded, num_rows)
             metadata, slots = self._attention(
@@ -505,8 +515,8 @@ class PEagleSpeculator(DraftModelSpeculator):
         num_padded: int,
         num_rows: int,
     ) -> tuple[Tensor, Tensor]:
-        """First rows [P + 1] and numbers of keys [P] of a pass's requests, padded to P, as far as the host knows them:
-        what is rejected, only the GPU does."""
+        """First rows [P + 1] and numbers of keys [P] of a pass's requests, padded to P. Only the GPU knows what was
+        rejected, so these are upper bounds."""
         num_requests = len(lengths_B)
         if stride:
             first_row_B1 = torch.from_numpy(np.minimum(self.arange_np[: num_padded + 1], num_requests) * stride)
@@ -521,13 +531,13 @@ class PEagleSpeculator(DraftModelSpeculator):
         return first_row_B1, context_B
 
     def _lay_out_drafts(self, num_requests: int, depth: int) -> None:
-        """`draft_ids_S`, [R * D] one request after another, into the first D columns of `draft_tokens`, [R, K_max], and
-        their chances into those of `chance_BK`."""
+        """Copy `draft_ids_S` [R * D], one request after another, to the first D columns of `draft_tokens` [R, K_max],
+        and the drafts' probabilities to those of `chance_BK`."""
         for out_BK, given_S in ((self.draft_tokens, self.draft_ids_S), (self.chance_BK, self.chance_S)):
             out_BK[:num_requests, :depth] = given_S[: num_requests * depth].view(num_requests, depth)
 
     def _replay_choice(self, num_drafts: int) -> None:
-        """`_choose`, as a graph where there is one."""
+        """`_choose`, as a graph if one is large enough."""
         assert self.choices is not None
         desc = self.choices.dispatch(0, num_drafts, None, 0)
         if desc.cg_mode == CUDAGraphMode.FULL:
@@ -548,7 +558,7 @@ class PEagleSpeculator(DraftModelSpeculator):
         num_requests = len(context_B)
         for builder in self.builders:
             if hasattr(builder, "max_num_splits"):
-                # A graph reserves a partial result for every split; with many requests there is work without them.
+                # A graph reserves a partial result for every split. Many requests keep the GPU busy without splits.
                 builder.max_num_splits = MAX_NUM_SPLITS if num_requests <= MAX_SPLIT_REQUESTS else 1
         metadata = build_attn_metadata(
             attn_groups=self.attn_groups,
@@ -575,9 +585,10 @@ class PEagleSpeculator(DraftModelSpeculator):
         slots: dict[str, Tensor] | None,
         mode: CUDAGraphMode,
     ) -> None:
-        """The pass over the rows in the buffers, from the taps to the last layer's attention; what is of use of it."""
+        """Run the pass over the rows in the buffers, from auxiliary hidden states to the last layer's attention. Its
+        output for the rows that propose drafts is left in `attended_SA` and `stream_SH`."""
         model, rows = self.model, self.rows
-        self.reduced_NH[1 : 1 + num_targets] = model.combine_hidden_states(self.taps_NX[:num_targets])
+        self.reduced_NH[1 : 1 + num_targets] = model.combine_hidden_states(self.aux_NX[:num_targets])
         torch.index_select(self.reduced_NH, 0, rows.sources_R[:num_rows], out=self.hidden_MH[:num_rows])
         with set_forward_context(
             attn_metadata,
@@ -600,8 +611,8 @@ class PEagleSpeculator(DraftModelSpeculator):
         torch.index_select(stream_MH, 0, sampled_S, out=self.stream_SH[:num_drafts])
 
     def _choose(self, num_drafts: int) -> None:
-        """The rest of the last layer and the draft tokens of the first `num_drafts` rows that propose, into
-        `draft_ids_S`, and the chances of these, into `chance_S`."""
+        """Run the rest of the last layer for the first `num_drafts` rows that propose drafts. Draft tokens go to
+        `draft_ids_S`, their probabilities to `chance_S`."""
         model = self.model
         normed_SH = self.last_layer(self.attended_SA[:num_drafts], self.stream_SH[:num_drafts])
         draft_ids_S = self.draft_ids_S[:num_drafts]
@@ -617,7 +628,7 @@ def _only(
     lengths_M: np.ndarray[Any, Any],
     device: torch.device,
 ) -> tuple[TargetRows, Tensor]:
-    """The target's rows of some requests of the batch, one after another, and which rows these are."""
+    """The target's rows of some requests of the batch, one after another, and their indices in the batch."""
     ends_M = np.cumsum(lengths_M)
     rows_N = np.arange(ends_M[-1]) + np.repeat(first_row_np[members_M] - ends_M + lengths_M, lengths_M)
     members, rows = (async_tensor_h2d(indices, device=device) for indices in (members_M, rows_N))

@@ -1,9 +1,9 @@
 """Times of decoding steps, measured by the engine itself when it starts.
 
 Enters: a worker that is ready to serve. Leaves: a document for the scheduler's process, in a file named after the
-engine. Steps are real ones, through vLLM's own `execute_model` and `sample_tokens`, of requests that exist nowhere
-else: target, sampling and drafting are in them, and the host's work where the GPU waits for it. Tokens are random, as
-equal ones would all go to the same experts; their context is an empty cache.
+engine. Steps are real: they go through vLLM's own `execute_model` and `sample_tokens`, with requests that only this
+module knows. So their times include target, sampling and drafting, and the host's work where the GPU waits for it.
+Tokens are random, because equal ones would go to the same experts. The context is an empty cache.
 """
 
 import json
@@ -28,7 +28,7 @@ REQUEST_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 CONTEXT_TOKENS = 512
 NUM_WARM_STEPS, NUM_STEPS = 1, 3
 MAX_STEPS_AHEAD = 2
-"""Steps that the host may be ahead of the GPU, as in an engine: the runner's buffers are made for so many."""
+"""Steps that the host may be ahead of the GPU, as in an engine: the runner's buffers are made for this number."""
 
 
 def write_steps(config: Any, points: list[dict[str, Any]], *, chooses: bool = False) -> None:
@@ -122,8 +122,8 @@ class _Batch:
         self._run(output, 0)
 
     def time_steps(self, depth: int) -> float:
-        """Median seconds of `NUM_STEPS` steps in which every request verifies `depth` drafts; one slow step among them
-        does not count."""
+        """Median seconds of `NUM_STEPS` steps in which every request verifies `depth` drafts: one slow step has no
+        effect."""
         done: list[torch.cuda.Event] = []
         for index in range(NUM_WARM_STEPS + NUM_STEPS):
             cached = CachedRequestData.make_empty()
@@ -142,7 +142,7 @@ class _Batch:
         return statistics.median(start.elapsed_time(end) / 1e3 for start, end in pairwise(done[NUM_WARM_STEPS - 1 :]))
 
     def finish(self) -> None:
-        """The requests are gone from the runner."""
+        """Remove the requests from the runner."""
         output = SchedulerOutput.make_empty()
         output.finished_req_ids = set(self._ids)
         self._worker.execute_model(output)
@@ -158,7 +158,7 @@ class _Batch:
         if depth:
             output.scheduled_spec_decode_tokens = {request_id: [-1] * depth for request_id in self._ids}
         output.num_spec_tokens_to_schedule = self._runner.num_speculative_steps
-        # Drafts of random tokens are rejected; an engine's first passes have as many rows as with half of them.
+        # Drafts of random tokens are all rejected. The pass is measured with as many rows as if half of them were.
         update_plan(output, num_drafts_ahead=depth, num_rejected=depth * len(self._ids) // 2)
         self._worker.execute_model(output)
         self._worker.sample_tokens(None)

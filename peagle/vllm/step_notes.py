@@ -1,13 +1,14 @@
 """What travels with a step of the engine, beside vLLM's own.
 
-`SchedulerPlan`, on vLLM's `SchedulerOutput`: what the scheduler tells the worker. `StepResult`, on its
-`ModelRunnerOutput`: what the worker answers. `VerifiedStep`, as text among the trace headers of a request's
-`EngineCoreOutput`: what the scheduler tells the process of the engine's client, where `peagle.vllm.recorder` counts it.
+| record | travels on | from, to |
+| --- | --- | --- |
+| `SchedulerPlan` | vLLM's `SchedulerOutput`, which it pickles | scheduler, worker |
+| `StepResult` | vLLM's `ModelRunnerOutput`, which it pickles | worker, scheduler |
+| `VerifiedStep` | trace headers of a request's `EngineCoreOutput`, as text | scheduler, `peagle.vllm.recorder` |
 
-vLLM pickles the attributes of the first two. Trace headers are the one free-form field of `EngineCoreOutput` that is
-made per output and that no HTTP response repeats; OpenTelemetry reads only the names it knows. vLLM's own per-request
-metrics (`per_request_spec_decode_metrics`) come with the last output only: aborted requests, those ended by a stop
-string and running ones would not be counted. Imports no vLLM.
+Trace headers are the one free-form field that is made for each output and that no HTTP response repeats. OpenTelemetry
+reads only the names it knows. vLLM's own `per_request_spec_decode_metrics` come with the last output only, so running
+and aborted requests, and those ended by a stop string, would not be counted. Imports no vLLM.
 """
 
 import dataclasses
@@ -23,13 +24,14 @@ class SchedulerPlan:
     """The scheduler's plan of one step.
 
     Attributes:
-        num_drafts_ahead: in the step after it no request has more drafts verified; None: K_max. With 0 nobody needs the
-            drafter's pass in this step but its prompts, which a later request may find in the prefix cache.
-        num_rejected: how many of this step's drafts are expected to be rejected (`peagle.vllm.rejections`). The
-            scheduler says so, and not each worker for itself, so that all ranks of a group run passes of one size.
-        ranks_drafts: the next step may verify the best drafts of the pass, so the worker is to say what they are worth.
-        draft_budget: only so many of this step's drafts are verified, and the worker chooses which; None: all.
-        verifies_all: all are, also where vLLM could choose among them (`peagle.vllm.adaptive`).
+        num_drafts_ahead: most drafts of a request that the next step verifies; None: K_max. With 0 only this step's
+            prompts need the drafter's pass: a later request may find them in the prefix cache.
+        num_rejected: forecast of this step's rejected drafts (`peagle.vllm.rejections`). It is made here and not by
+            each worker, so that all ranks of a group run passes of one size.
+        ranks_drafts: the next step may verify the best drafts of this step's pass, so the worker counts them by
+            acceptance (`StepResult.acceptance_counts`).
+        draft_budget: number of this step's drafts that are verified; the worker chooses which. None: all.
+        verifies_all: all drafts are verified, also where vLLM could choose among them (`peagle.vllm.adaptive`).
     """
 
     num_drafts_ahead: int | None = None
@@ -48,24 +50,26 @@ class StepResult:
     """The worker's result of one step; each list is in the order of the output's `req_ids`.
 
     Attributes:
-        num_ready: how many drafts a remote drafter had for each request, 0..K_max; -1 where it was asked for none;
-            None where the drafter always has K_max. Drafts that were planned and not there are counted neither as
-            verified nor as rejected, and while the drafter has none for a request, none are planned for it.
-        num_admitted: how many drafts of each request were verified, where the worker chose; None where it did not. A
-            list, or what becomes one by `tolist()` when the output is there.
-        worth: of the drafts of the step before, of so many requests, how many are worth each of
-            `cluster.step_allocation.WORTH_LEVELS` or more; the counts likewise.
+        num_ready: drafts that a remote drafter had for each request, 0..K_max; -1 where it was not asked. None: the
+            drafter is colocated and always has K_max. Planned drafts that were not there count neither as verified nor
+            as rejected. A request gets no planned drafts while its drafter has none.
+        num_admitted: verified drafts of each request, where the worker chose them; else None. A list, or a tensor whose
+            copy to the host is complete when the output is there.
+        acceptance_counts: (counts, number of requests) of the step before. Count i is the number of drafts whose
+            expected accepted tokens, the cumulative probability of acceptance, are at least level i of
+            `cluster.step_allocation.WORTH_LEVELS`. A list or tensor, as above.
     """
 
     num_ready: list[int] | None = None
     num_admitted: Any = None
-    worth: tuple[Any, int] | None = None
+    acceptance_counts: tuple[Any, int] | None = None
 
     def list_admitted(self) -> list[int] | None:
         return self.num_admitted if self.num_admitted is None else _as_list(self.num_admitted)
 
-    def list_worth(self) -> tuple[list[int], int] | None:
-        return self.worth if self.worth is None else (_as_list(self.worth[0]), self.worth[1])
+    def list_acceptance_counts(self) -> tuple[list[int], int] | None:
+        found = self.acceptance_counts
+        return None if found is None else (_as_list(found[0]), found[1])
 
 
 def _as_list(counts: Any) -> list[int]:
@@ -96,9 +100,11 @@ STEP_COSTS_HEADER = "x-peagle-step-costs"
 
 
 class VerifiedStep(NamedTuple):
-    """One request in one engine step. Drafts verified, 1..K, and accepted, 0..verified; is_chosen: the worker chose how
-    many (`peagle.vllm.chosen`). Deep drafts are among the chosen ones where they are likely, so of survival such a step
-    says nothing."""
+    """One request in one engine step: drafts verified, 1..K, and accepted, 0..verified.
+
+    is_chosen: the worker chose how many (`peagle.vllm.chosen`). It chooses late positions where acceptance is likely,
+    so such a step is no sample of the acceptance rate by position.
+    """
 
     num_verified: int
     num_accepted: int
@@ -109,13 +115,18 @@ CHOSEN = "c"
 
 
 def steps_text(steps: Iterable[VerifiedStep]) -> str:
-    """What stands under `STEPS_HEADER`. Words and not JSON: the process of `DraftingRecorder`, which is full first,
-    counts them as they are."""
+    """The text under `STEPS_HEADER`. Words and not JSON: `DraftingRecorder` counts them as they are, and its process is
+    the first that is full."""
     return " ".join([f"{verified},{accepted}{CHOSEN if is_chosen else ''}" for verified, accepted, is_chosen in steps])
 
 
 def counts_of_steps(steps: Mapping[str, int], *, of_survival: bool = False) -> Counts:
-    """Counts of steps: how often each word of a `steps_text` came. of_survival: less those that say nothing of it."""
+    """Counts of steps.
+
+    Args:
+        steps: word of a `steps_text` -> how often it came.
+        of_survival: leave out steps whose drafts the worker chose.
+    """
     counts = Counts()
     for step, number in steps.items():
         if not (of_survival and step.endswith(CHOSEN)):

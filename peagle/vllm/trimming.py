@@ -1,16 +1,15 @@
-"""Trims drafts by the load that a step really has: the rule of `cluster.step_allocation`, in the scheduler.
+"""The draft budget of a step by its load: the rule of `cluster.step_allocation`, in the scheduler.
 
-Enters: the requests of the next step, each with the most drafts that it may get and perhaps its survival
-(`SURVIVAL_KEY`); the moments at which steps' results arrive; what the engine measured at its start. Leaves: drafts of
-each request, with synchronous scheduling whether a step makes any, and what was learned of step times. A request
-without a survival (pinned, asked for by the client, a probe) keeps its K; the others make room around it, each by what
-was last said of its workload.
+Enters: the requests of the next step, each with the most drafts that it may get and perhaps its survival (cumulative
+acceptance rates, `SURVIVAL_KEY`); the times at which steps' results arrive; the engine's measurements at its start.
+Leaves: drafts of each request; with synchronous scheduling whether a step makes any; a step latency model. A request
+without a survival (pinned K, K of the client, exploration request) keeps its K. The others share the rest, each by the
+newest survival of its workload.
 
-A step's time is the interval between two results that follow each other in the engine's own process. Without
-asynchronous scheduling that is a whole cycle: update, taking over drafts, schedule, forward, verification, drafting.
-With it the result of one step is taken while the next one runs, so the interval between two results is what the step
-adds to the time of the run: the longer of the host's and the device's part. Either way the intervals of a run add up
-to its time, whatever overlaps. The first step after a pause has no time.
+A step's time is the interval between two successive results in the engine's own process. With synchronous scheduling
+that is a whole cycle: update, drafts, schedule, forward, verification, drafting. With asynchronous scheduling a result
+arrives while the next step runs, so the interval is what the step adds to the run: the longer of the host's and the
+device's part. In both cases the intervals of a run add up to its time. The first step after a pause has no time.
 """
 
 import json
@@ -45,48 +44,47 @@ REPORT_INTERVAL_S = 0.5
 """Costs are reported at most so often; reports are read about once a second."""
 
 STEPS_PER_LATENCY = 8
-"""Steps after which drafts are weighed by a newer step latency: making it takes time between two steps."""
+"""Steps between two updates of the step latency that budgets use: an update takes time between two steps."""
 
 LOOK_ERROR, LOOK_INTERVAL_STEPS = 0.06, 20
-"""Once in so many steps one is run to learn what it takes, while that is known no better than this share: it verifies
-all its drafts; or another number of each request, or runs the drafter's pass, or leaves it out, against what is
-believed to be better, where better knowledge could change that."""
+"""Exploration: while the relative error of a step's predicted time is above the first number, one step in so many
+is run to measure it. It verifies all its drafts or another number of each request, or runs or leaves out the drafter's
+pass against the present estimate, if a better estimate could change the decision."""
 
 VERIFY_INTERVAL_STEPS = 200
-"""So often a step verifies all its drafts although fewer pay, or one whose pass would be left out runs it, so that
-acceptance stays known. All requests of one step, and not one request in many: the pass of a whole batch is as deep as
-its deepest request."""
+"""One step in so many verifies all its drafts although fewer pay, or runs a pass that would be left out, so that
+acceptance stays known. It does so for all its requests: the pass of a batch is as long as its longest request needs."""
 
 CHOICE_KEY = "peagle_choice"
 """Key of vLLM's `additional_config`: bool, verify the best drafts of a batch rather than each request's first ones
-(`peagle.vllm.chosen`), where that can be. Absent: true."""
+(`peagle.vllm.chosen`), where possible. Absent: true."""
 
 WORTH_KEPT = 0.9
-"""What is left of what a step's drafts were worth with each step after it."""
+"""Decay of the moving average of the worth of drafts, per step."""
 
 MORE_TO_CHOOSE = 3
-"""Drafts that a request may have in a step whose drafts are chosen, beyond the mean. The drafter's pass is as deep, and
-few of the best drafts are deeper."""
+"""Drafts beyond the mean that a request may have in a step whose drafts are chosen. The drafter's pass makes as many,
+and few of the best drafts have a later position."""
 
 CHOICE_INTERVAL_STEPS = 50
-"""In the place of `VERIFY_INTERVAL_STEPS` where drafts are chosen: no other step then says how many survive."""
+"""Replaces `VERIFY_INTERVAL_STEPS` where drafts are chosen: only these steps then show acceptance by position."""
 
 CHOICE_ERROR = 0.02
-"""While what choosing takes is known no better than this share of a step, and that could change whether it pays, one
-step in `LOOK_INTERVAL_STEPS` goes the other way."""
+"""While the error of the time that choosing takes is above this share of a step, and could change whether it pays, one
+step in `LOOK_INTERVAL_STEPS` does the opposite of the present decision."""
 
 WORTH_INTERVAL_STEPS = 8
-"""Where drafts are verified in turn, one step in so many learns what they are worth: that takes the host some time."""
+"""If first drafts are verified, one step in so many measures the worth of drafts: that takes the host some time."""
 
 MIN_DRAFTED = 100
-"""Requests, summed over steps, that are drafted before a pass is left out: acceptance has been measured by then."""
+"""Requests with drafts, summed over steps, before a pass may be left out: acceptance has been measured by then."""
 
 MIN_GAIN = 0.03
-"""Of tokens per second, from which passes are left out, or run again: a change costs a pass without use."""
+"""Relative gain of tokens per second from which passes are left out, or run again: a change costs a useless pass."""
 
 
 def document_path(instance_id: str) -> Path:
-    """Where the engine with vLLM's `instance_id` writes what its steps took at its start:
+    """The file of the step times that the engine with vLLM's `instance_id` measures at its start:
 
     {"device", "max_draft_tokens", "context_tokens", "points": [{"num_requests", "num_tokens", "step_s"}, ...],
     "chooses": whether the worker can choose a step's drafts}
@@ -95,7 +93,7 @@ def document_path(instance_id: str) -> Path:
 
 
 def make_trimmer(config: "VllmConfig", max_draft_tokens: int) -> "Trimmer | None":
-    """None for an engine without drafts. A start document that cannot be used is logged and left out."""
+    """None for an engine without drafts. A start document that cannot be read is logged and not used."""
     if not max_draft_tokens:
         return None
     on_gpu, path = config.device_config.device_type != "cpu", document_path(config.instance_id)
@@ -109,8 +107,8 @@ def make_trimmer(config: "VllmConfig", max_draft_tokens: int) -> "Trimmer | None
 
 
 def timed_step(seconds: float, scheduled: "SchedulerOutput") -> TimedStep | None:
-    """The step of `scheduled`, which took so long; None where no request decoded. A request that computes one token
-    more than it has drafts decodes; all other tokens are of prompts."""
+    """The step of `scheduled`, which took `seconds`; None if no request decoded. A request that computes one token more
+    than it has drafts decodes; all other tokens are of prompts."""
     drafts, cached = scheduled.scheduled_spec_decode_tokens, scheduled.scheduled_cached_reqs
     num_drafts = sum(map(len, drafts.values()))
     num_requests, num_tokens = len(scheduled.num_scheduled_tokens), scheduled.total_num_scheduled_tokens
@@ -133,7 +131,7 @@ def timed_step(seconds: float, scheduled: "SchedulerOutput") -> TimedStep | None
 
 
 class Trimmer:
-    """Drafts of the requests of one step after another. One for each engine, fed in order."""
+    """Decides the drafts of one step after another. One for each engine."""
 
     def __init__(self, model: StepLatencyModel, *, chooses: bool = False) -> None:
         """chooses: the worker can choose which drafts of a step are verified (`peagle.vllm.chosen`)."""
@@ -146,19 +144,19 @@ class Trimmer:
         self._leaves_out = False
         self._decided: tuple[object, list[int], int | None] = None, [], None
         self.num_chosen: int | None = None
-        """Drafts that the step asked for last is best to verify, chosen by the worker among all; None where the first
-        drafts of each request are as good, and where the step is to show what other drafts bring."""
+        """Of the last call of `depths`: number of drafts that the worker should choose. None if each request's first
+        drafts are as good, and in exploration steps."""
         self._worth: NDArray[np.float64] | None = None  # drafts of a request, by their worth
-        # Read once a request, not once a step. Requests of a workload share the survival of the one that came last: it
-        # is the best known, and requests with the same survival are decided together.
+        # Read once a request, not once a step. Requests of a workload share the survival of its newest request: it is
+        # the best estimate, and requests with the same survival are decided together.
         self._workload_of: OrderedDict[str, str | None] = OrderedDict()
         self._newest: OrderedDict[str, tuple[float, ...]] = OrderedDict()
 
     def depths(self, requests: "list[Request]", max_ks: list[int], prompt_tokens: int = 0) -> list[int]:
-        """Drafts of each request, at most its `max_ks`. `prompt_tokens`: of prompts that run in the same step; a step
-        is asked for without them first, and what was then planned to verify all its drafts still does.
+        """Drafts of each request, at most its `max_ks`. `prompt_tokens`: of prompts that run in the same step. Each
+        step is first asked for without prompts; if it then was to verify all its drafts, it still does with them.
 
-        Decided anew when the batch changes, or what is believed of step times: this runs between two steps.
+        A result is kept until the batch or the step latency changes: this runs between two steps.
         """
         self.num_chosen = None
         if prompt_tokens and self._verifies_all:
@@ -178,7 +176,7 @@ class Trimmer:
             if self._is_unsure(len(requests), sum(max_ks)):
                 self._verifies_all = True
                 return max_ks
-        # Those that keep their K load the step like the rest; they are valued like one of them.
+        # Requests that keep their K load the step too; they count with the survival of one of the others.
         valued = [typical if survival is None else survival for survival in survivals]
         limits = [min(max_k, len(survival)) for max_k, survival in zip(max_ks, valued, strict=True)]
         depths, rate = allocate(valued, limits, self._newest_latency(), prompt_tokens)
@@ -208,9 +206,9 @@ class Trimmer:
     def _best_choice(
         self, num: int, most: int, prompt_tokens: int, rate: float, looks: bool
     ) -> tuple[int | None, bool]:
-        """How many of at most `most` drafts of `num` requests the worker is to choose; None where the first drafts of
-        each request, which give `rate` tokens per second, are as good. And whether that is turned round in this step,
-        to learn what choosing takes.
+        """Number of drafts that the worker should choose, of at most `most` drafts of `num` requests. None if the first
+        drafts of each request, which give `rate` tokens per second, are as good. And whether the decision is reversed
+        in this step, to measure the time that choosing takes.
         """
         if not self.chooses or self._worth is None:
             return None, False
@@ -223,20 +221,20 @@ class Trimmer:
 
     @property
     def wants_worth(self) -> bool:
-        """Whether the drafts of the next step are to be valued although none of them will be chosen."""
+        """Whether the worth of the next step's drafts is to be measured although none of them will be chosen."""
         return self.model.num_steps % WORTH_INTERVAL_STEPS == 0
 
     def hear_worth(self, counts: Sequence[int], num_requests: int) -> None:
-        """Of the drafts of a step of so many requests, how many are worth each of `WORTH_LEVELS` of
-        `cluster.step_allocation` or more."""
+        """Record the worth of a step's drafts: counts of drafts of at least each of `WORTH_LEVELS` of
+        `cluster.step_allocation`."""
         worth = np.array(counts, np.float64) / num_requests
         self._worth = worth if self._worth is None else WORTH_KEPT * self._worth + (1.0 - WORTH_KEPT) * worth
 
     def makes_drafts(self, requests: "list[Request]", max_ks: list[int], prompt_tokens: int) -> bool:
         """Whether the drafter's pass runs in the step of these requests, so that the next one has drafts to verify.
 
-        It is left out where steps without give more tokens per second. The drafter then misses rows of the requests,
-        and its later drafts are a little worse. A K that is to be obeyed needs its drafts, and prompts their pass.
+        It is left out if steps without it give more tokens per second. The drafter then misses rows of the requests,
+        and its later drafts are a little worse. Requests that keep their K, and prompts, always have their pass.
         """
         if not any(max_ks) or prompt_tokens or self._num_drafted < MIN_DRAFTED:
             self._num_drafted += sum(map(bool, max_ks))
@@ -263,8 +261,8 @@ class Trimmer:
         return self._leaves_out == is_look
 
     def arrived(self, now_s: float, scheduled: "SchedulerOutput") -> None:
-        """The result of `scheduled` is there at `now_s`, monotonic seconds. A clock that stands still, goes back or is
-        no number gives no time."""
+        """Record that the result of `scheduled` arrived at `now_s`, monotonic seconds. If the clock stands still, goes
+        back or is NaN, the step has no time."""
         last_s, self._last_s = self._last_s, now_s
         if last_s is None or not 0 < now_s - last_s < math.inf:
             return
@@ -272,13 +270,12 @@ class Trimmer:
             self.model.observe(step)
 
     def pause(self) -> None:
-        """The engine has nothing to do: what comes until the next result is no step's time."""
+        """The engine has no requests: the time up to the next result is no step's."""
         self._last_s = None
 
     def report(self, now_s: float) -> str | None:
-        """What is believed of step times (`StepLatency.to_wire` as JSON), where it is to be reported at `now_s`,
-        monotonic seconds: there were new steps, or there was no report yet, and the last report is
-        `REPORT_INTERVAL_S` old or the clock has gone back."""
+        """The step latency (`StepLatency.to_wire` as JSON), if a report is due at `now_s`, monotonic seconds: there
+        were new steps or no report yet, and the last report is `REPORT_INTERVAL_S` old or the clock has gone back."""
         has_reported = self._reported_s > -math.inf
         if has_reported and self.model.num_steps == self._reported_steps:
             return None
@@ -288,14 +285,14 @@ class Trimmer:
         return json.dumps(self.model.latency.to_wire(), separators=(",", ":"))
 
     def _is_unsure(self, num_requests: int, num_drafts: int) -> bool:
-        """Whether little is known of what such a step takes."""
+        """Whether the error of such a step's predicted time is above `LOOK_ERROR`."""
         return self.model.error(num_requests, num_requests + num_drafts) > LOOK_ERROR
 
     def _worth_a_look(self, survivals: Sequence[tuple[float, ...]], limits: list[int], depths: list[int]) -> int | None:
-        """The most drafts of a request of which too little is known to say that they are worse than `depths`. None
-        without any.
+        """Another limit of drafts of a request to explore: one whose time is uncertain and that could be better than
+        `depths`. None without any.
 
-        What was never run is never known: a guess that is too dear, or too near its neighbour's, would stand for ever.
+        Without exploration a wrong guess of a step that is never run would not be corrected.
         """
         num = len(limits)
         seconds = self._newest_latency().curve(num, sum(limits), is_drafted=True)
@@ -325,13 +322,13 @@ class Trimmer:
         return self._latency
 
     def _survivals(self, requests: "list[Request]") -> list[tuple[float, ...] | None]:
-        """What was last said of each request's workload; behind its end only a step that verifies all goes. None where
-        the request's K is to be obeyed."""
+        """The newest survival of each request's workload; only steps that verify all drafts go beyond its end. None for
+        a request that keeps its K."""
         workloads = [self._workload(request) for request in requests]
         return [None if workload is None else self._newest.get(workload) for workload in workloads]
 
     def _workload(self, request: "Request") -> str | None:
-        """The request's workload; None where it brought no survival, or none that is usable."""
+        """The request's workload; None if it brought no usable survival."""
         request_id = request.request_id
         if request_id not in self._workload_of:
             self._workload_of[request_id] = self._read(request)
@@ -340,7 +337,7 @@ class Trimmer:
         return self._workload_of[request_id]
 
     def _read(self, request: "Request") -> str | None:
-        """Take in the survival that a request brings. Its workload; None where it brings none or a bad one (logged)."""
+        """Store the survival that a request brings. Returns its workload; None without a valid survival (logged)."""
         params = request.sampling_params
         extra_args: dict[str, Any] = (params.extra_args if params is not None else None) or {}
         raw = extra_args.get(SURVIVAL_KEY)
@@ -352,7 +349,7 @@ class Trimmer:
         except (TypeError, ValueError) as error:
             logger.warning("request %s: %s=%.80r is not used: %s", request.request_id, SURVIVAL_KEY, raw, error)
             return None
-        # One that names no workload speaks for itself alone.
+        # A survival without a workload is for its request alone.
         workload = str(extra_args.get(WORKLOAD_KEY) or survival)
         self._newest[workload] = survival
         self._newest.move_to_end(workload)

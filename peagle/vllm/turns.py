@@ -1,8 +1,8 @@
-"""Which waiting sequence the scheduler admits next, where one request has many.
+"""The order in which the scheduler admits waiting sequences, if one request has many.
 
 Enters: vLLM's waiting and running requests; those of one HTTP request (`n`, or a list of prompts) have the same
 `extra_args["peagle_group"]`. Leaves: the waiting ones in another order. In vLLM's own order, first come first served, a
-request of one sequence waits until every prompt of a request of sixteen has been computed.
+request of one sequence waits for every prompt of an earlier request of sixteen.
 """
 
 from collections import Counter
@@ -14,20 +14,19 @@ from vllm.v1.request import RequestStatus
 from peagle.vllm.request_args import GROUP_KEY
 
 MAX_OVERTAKEN = 64
-"""Later sequences that go before a waiting one at the most."""
+"""Most later sequences that are admitted before a waiting one."""
 
 
 def group_of(request: Any) -> str | None:
-    """The group of a `Request`, None where its HTTP request has no other sequence."""
+    """The group of a `Request`; None if its HTTP request has no other sequence."""
     params = request.sampling_params
     group = (params.extra_args or {}).get(GROUP_KEY) if params is not None else None
     return group if isinstance(group, str) else None
 
 
 def order_by_turns(waiting: Iterable[Any], running: Iterable[Any]) -> list[Any]:
-    """`waiting` in turns: first those of whose request no other sequence runs or waits before them, then those with one
-    such, and so on; otherwise in their order. One that was preempted, or overtaken `MAX_OVERTAKEN` times, counts as
-    first."""
+    """Sort `waiting` by the number of sequences of the same group that run or wait before it; equal ones keep their
+    order. A sequence that was preempted, or overtaken `MAX_OVERTAKEN` times, comes first."""
     num_ahead = Counter(group_of(request) for request in running)
 
     def turn(request: Any) -> int:
@@ -41,7 +40,7 @@ def order_by_turns(waiting: Iterable[Any], running: Iterable[Any]) -> list[Any]:
 
 
 def count_overtaken(waiting: Iterable[Any], admitted: Iterable[Any]) -> None:
-    """Note on each waiting sequence how many that came later have been `admitted` in this step."""
+    """Count on each waiting sequence the later ones that were `admitted` in this step."""
     arrivals = [request.arrival_time for request in admitted]
     for request in waiting:
         if num_later := sum(arrival > request.arrival_time for arrival in arrivals):

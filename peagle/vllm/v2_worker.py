@@ -1,12 +1,16 @@
 """vLLM's GPU worker on its V2 model runner, for targets with a P-EAGLE head, an EAGLE-3 head or none.
 
-Given to vLLM as an import string, `worker_cls=V2_WORKER` of `peagle.vllm.engine`. With a P-EAGLE head it brings the
-speculator (`peagle.vllm.speculator`), full CUDA graphs for decoding steps of any mix of 0..K_max drafts a request, and
-for their verification (`peagle.vllm.verification`).
-Where `compat.replays_prompts`, with it and without any head, steps with prompts in them run on full CUDA graphs too.
-Where attention can also renew its metadata from numbers on the GPU, these graphs hold that, and the host builds none.
-Else without a head, and with an EAGLE-3 head, the runner is vLLM's own. Each engine measures its decoding steps when
-it starts (`peagle.vllm.step_measure`).
+Given to vLLM as an import string, `worker_cls=V2_WORKER` of `peagle.vllm.engine`. Its model runner (`runner_class`):
+
+| head | runner | brings |
+| --- | --- | --- |
+| P-EAGLE | `PEagleRunner` | speculator; graphs of prompts, verification, and decoding with any mix of K |
+| none | `RaggedModelRunner` | prompt graphs |
+| EAGLE-3, or no prompt graphs | vLLM's own | - |
+
+Prompt graphs run steps with prompts as full CUDA graphs, where `compat.replays_prompts`. If attention can renew its
+metadata from numbers on the GPU, full graphs do so, and the host builds none. Each engine measures its decoding steps
+when it starts (`peagle.vllm.step_measure`).
 """
 
 import dataclasses
@@ -16,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import triton
 from torch import Tensor, nn
+from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu.attn_utils import get_attn_cg_support, get_query_lens_mismatch_unsupported_backend
@@ -43,15 +49,15 @@ compat.allow_v2()
 
 
 class StepGraphs(ModelCudaGraphManager):
-    """Full graphs for steps of any split of rows to requests, in the engine's sizes in rows.
+    """Full graphs for steps with any split of rows to requests, in the engine's sizes in rows.
 
-    Steps that only decode have vLLM's graphs of that kind, which it makes for its adaptive verification; here the
-    scheduler trims drafts. Steps with prompts have graphs of the same sizes, planned for a request of as many rows, in
-    place of vLLM's piecewise ones, whose attention the host launches layer by layer.
+    Decoding steps have the graphs that vLLM makes for its adaptive verification: here too a step may have any number of
+    drafts. Steps with prompts have graphs of the same sizes, planned for one request with all their rows. They replace
+    vLLM's piecewise graphs, whose attention the host launches layer by layer.
     """
 
     renewed: Sequence[AttentionGroup] = ()
-    """Whose metadata every full graph renews before the target's layers."""
+    """Every full graph renews the metadata of these before the target's layers."""
 
     def _init_candidates(self) -> None:
         super()._init_candidates()
@@ -72,8 +78,12 @@ class StepGraphs(ModelCudaGraphManager):
             self._candidates[key] = [full.get(desc, desc) for desc in descs]
 
     def renew(self, groups: Sequence[AttentionGroup]) -> bool:
-        """Before the capture: have full graphs renew the metadata of `groups`, all that the target's layers read.
-        Returns whether they will; not where what is built for a step is more than they can renew."""
+        """Before the capture: let full graphs renew the metadata of `groups`, which are all that the target's layers
+        read.
+
+        Returns:
+            Whether they will; not where a step needs more metadata than they can renew.
+        """
         # Graphs with breaks would renew for other steps than theirs, and in vLLM's mode FULL each step has a plan for
         # its own longest request.
         if self.plans_for_all_rows and set(self._capture_descs) == {CUDAGraphMode.FULL} and can_renew(groups):
@@ -82,8 +92,8 @@ class StepGraphs(ModelCudaGraphManager):
 
     @property
     def plans_for_all_rows(self) -> bool:
-        """Whether graphs for steps with prompts, where there are any, stand in the place of piecewise ones: a replay is
-        then planned as they were captured, for a request of all their rows."""
+        """Whether graphs for steps with prompts replace piecewise ones. A replay is then planned as the graph was
+        captured: for one request with all its rows."""
         return self.cudagraph_mode.mixed_mode() != CUDAGraphMode.FULL and not self.use_breakable_cg
 
     def capture(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
@@ -139,7 +149,7 @@ class RaggedModelRunner(GPUModelRunner):
         found = found.narrow(*self.model_state.get_additional_cg_support())
         # Other kinds of model plan a replay by the rows that requests have in it.
         has_all = isinstance(self.model_state, RenewedState) and compat.replays_prompts(self.vllm_config)
-        # Other attention has graphs for K_max drafts of every request; what else there is runs piecewise.
+        # With other attention there are graphs for K_max drafts of every request; other steps run piecewise.
         if found.min_cg_support == AttentionCGSupport.ALWAYS:
             self.cudagraph_manager = (StepGraphs if has_all else ModelCudaGraphManager)(
                 self.vllm_config,
@@ -159,11 +169,11 @@ class RaggedModelRunner(GPUModelRunner):
             self.model_state.graphs_renew_metadata = renews
 
     def _dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's. It asks for one as large as the largest compiled range, which has room for the drafter's passes."""
+        """vLLM's. The largest compiled range has room for the drafter's passes, so vLLM may ask for too many tokens."""
         return super()._dummy_run(min(num_tokens, self.max_num_tokens), *args, **kwargs)
 
     def prepare_inputs(self, scheduler_output: Any, batch_req_state: Any, batch_desc: Any, *more: Any) -> Any:
-        """vLLM's. A replay is planned for as many rows a request as its graph was captured for."""
+        """vLLM's. A replay is planned for the longest request that its graph was captured for."""
         batch = super().prepare_inputs(scheduler_output, batch_req_state, batch_desc, *more)
         if batch_desc.cg_mode == CUDAGraphMode.FULL:
             graphs, planned = self.cudagraph_manager, batch_desc.max_query_len
@@ -174,31 +184,31 @@ class RaggedModelRunner(GPUModelRunner):
 
 
 class PEagleRunner(RaggedModelRunner):
-    """The same with a P-EAGLE speculator, and with graphs for the verification of its drafts."""
+    """`RaggedModelRunner` with a P-EAGLE speculator, and with graphs for the verification of its drafts."""
 
     adaptive_verification: Any = None
-    """vLLM's manager, or `chosen` in a step whose drafts that chooses."""
+    """vLLM's manager, or `chosen` in a step whose drafts it chooses."""
     verification: Verification | None = None
     chosen: ChosenDrafts | None = None
-    """Where a step's drafts can be chosen."""
+    """Chooses a step's drafts; None where that is not possible (`_choice`)."""
     _admitted_B: Tensor | None = None
-    """Of the step that was prepared last, where vLLM's adaptive verification chose its drafts (`count_admitted`)."""
+    """`count_admitted` of the step that was prepared last, if vLLM's adaptive verification chose its drafts."""
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
-        """vLLM's. The target's graphs then leave tapped hidden states where the drafter wants them."""
+        """vLLM's. The target's graphs then write auxiliary hidden states into the drafter's buffer."""
         super().initialize_kv_cache(*args, **kwargs)
         self.chosen = self._choice()
-        graphs, views = self.cudagraph_manager, self.speculator.tap_views()
+        graphs, views = self.cudagraph_manager, self.speculator.aux_views()
         most_rows = max((desc.num_tokens for descs in graphs._capture_descs.values() for desc in descs), default=0)
         if views and most_rows <= len(views[0]):
             graphs.aux_hidden_states = views
 
     def capture_model(self, *, profile_only: bool = False) -> int:
-        """vLLM's: bytes that all graphs take. Before there is a cache it captures a few, to learn how many
-        (`profile_only`)."""
+        """vLLM's: bytes that all graphs take. With `profile_only` a few graphs are captured before there is a cache, to
+        estimate these bytes."""
         num_bytes: int = super().capture_model(profile_only=profile_only)
         num_sampled = self.cudagraph_manager._max_full_descs_to_capture
-        if (verification := Verification.of(self)) is not None:
+        if (verification := Verification.create(self)) is not None:
             num_bytes += verification.capture(num_sampled)
         self.verification = None if profile_only else verification
         if self.chosen is not None:
@@ -206,7 +216,7 @@ class PEagleRunner(RaggedModelRunner):
         return num_bytes
 
     def _choice(self) -> ChosenDrafts | None:
-        """None where it is not wanted, and where attention plans by the host's view of the rows."""
+        """None where `compat.chooses` says no, and where attention plans by the host's view of the rows."""
         if self.adaptive_verification is not None or not compat.chooses(self.vllm_config):
             return None
         layers = {name for group in self.kv_cache_config.kv_cache_groups for name in group.layer_names}
@@ -240,7 +250,7 @@ class PEagleRunner(RaggedModelRunner):
             self.adaptive_verification = None
 
     def _verifies_all(self, scheduled: "SchedulerOutput") -> bool:
-        """Whether the step does, as the scheduler asks for; vLLM cannot where it would verify in several parts."""
+        """Whether the scheduler asks the step to verify all drafts, and vLLM can verify them in one part."""
         num_rows = len(scheduled.num_scheduled_tokens) + sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
         return read_plan(scheduled).verifies_all and num_rows <= get_max_chunk_logits(self.vocab_size)
 
@@ -251,8 +261,8 @@ class PEagleRunner(RaggedModelRunner):
         return batch
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """vLLM's own; its output says which drafts of the step were chosen, and what those of the step before were
-        worth: their way to the host began behind that step's output."""
+        """vLLM's own. Its output gets a `StepResult`: the drafts of this step that were chosen, and the acceptance
+        counts of the step before, whose copy to the host began behind that step's output."""
         if self.chosen is None:
             output = super().sample_tokens(grammar_output)
             if self._admitted_B is not None:
@@ -264,14 +274,15 @@ class PEagleRunner(RaggedModelRunner):
         output = super().sample_tokens(grammar_output)
         inner = getattr(output, "model_runner_output", output)
         if counts is not None and inner is not None:
-            update_result(inner, worth=counts)
+            update_result(inner, acceptance_counts=counts)
         if self.chosen.admitted_B is not None:
             admitted_B, self.chosen.admitted_B = self.chosen.admitted_B, None
             update_result(inner, num_admitted=admitted_B)
         return output
 
     def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
-        """vLLM's: what was sampled, and of each request how many tokens and rejected drafts."""
+        """vLLM's: the sampled tokens, and the numbers of tokens and of rejected drafts of each request. From a graph,
+        if one holds this step."""
         if self.verification is not None and grammar_output is None:
             found = self.verification(hidden_states, input_batch)
             if found is not None:
@@ -285,6 +296,17 @@ class PEagleRunner(RaggedModelRunner):
     def finish_requests(self, scheduler_output: "SchedulerOutput") -> None:
         super().finish_requests(scheduler_output)
         self.speculator.forget(scheduler_output.finished_req_ids)
+
+
+def runner_class(
+    config: VllmConfig, is_last_stage: bool, drafting_runner: type[PEagleRunner] = PEagleRunner
+) -> type[RaggedModelRunner] | None:
+    """Class of the model runner on one pipeline stage; None: vLLM's own. Like vLLM's speculators, ours is on the last
+    stage only. The others have its kinds of graphs, because all stages pad a step alike."""
+    speculative = config.speculative_config
+    if speculative is not None and speculative.parallel_drafting:
+        return drafting_runner if is_last_stage else RaggedModelRunner
+    return RaggedModelRunner if speculative is None and compat.replays_prompts(config) else None
 
 
 class V2Worker(Worker):
@@ -303,19 +325,12 @@ class V2Worker(Worker):
         """vLLM's hook for the model runner. No model is loaded yet."""
         if not self.use_v2_model_runner:
             raise ValueError("vLLM chose its V1 model runner, whose reasons are in its log; this worker runs V2")
-        config, speculative = self.vllm_config, self.vllm_config.speculative_config
-        is_parallel = speculative is not None and speculative.parallel_drafting
         assert self.device is not None
-        compat.name_taps(config)
-        runner: Any
-        if is_parallel:
-            runner = self.drafting_runner(config, self.device)
-        elif speculative is None and compat.replays_prompts(config):
-            runner = RaggedModelRunner(config, self.device)
-        else:
-            runner = super()._make_model_runner()
+        compat.name_aux_layers(self.vllm_config)
+        kind = runner_class(self.vllm_config, get_pp_group().is_last_rank, self.drafting_runner)
+        runner: Any = super()._make_model_runner() if kind is None else kind(self.vllm_config, self.device)
         compat.check("v2 runner", runner)
-        if is_parallel:
+        if isinstance(runner, PEagleRunner):
             runner.speculator = self.make_speculator()
         return runner
 

@@ -1,18 +1,19 @@
-"""Verification of a step's drafts: coupled for sampled requests, and as one full CUDA graph where that can be.
+"""Verification of a step's drafts: coupled to the target's own sampling, and as one full CUDA graph where possible.
 
-Coupled (`CoupledSampler`): the target draws its token for each row, from noise of the request's seed and the position,
+Coupled (`CoupledSampler`): the target draws its token for each row from noise of the request's seed and the position,
 as vLLM's sampler does without drafts. A draft is accepted if and only if it is that token. Drafts are greedy, so the
-chance of acceptance is what it is with rejection sampling: the target's probability of the draft. But an answer depends
-on its seed alone, not on how many drafts were verified, and which.
+acceptance probability is that of rejection sampling: the target's probability of the draft. But an answer depends on
+its seed alone, and not on the number and choice of verified drafts.
 
-Captured (`Verification`), where vLLM launches some twenty kernels from the host. Enters: the target's hidden states
-where its own graph left them, and what the runner laid out of the step. Leaves: what vLLM's rejection sampler returns.
-A graph holds the target's output matrix, penalties, temperature, min_p, top_k and top_p where a request has any of
-them, the target's tokens, and which drafts are accepted.
+Captured (`Verification`): one graph in place of about twenty kernels that vLLM launches from the host. Enters: the
+target's hidden states, where its own graph left them, and the runner's layout of the step. Leaves: what vLLM's
+rejection sampler returns. A graph holds the target's output matrix, its tokens, the acceptance of drafts, and, for
+requests that need them, penalties, temperature, min_p, top_k and top_p.
 
-Graphs are for a number of rows of logits and of requests, and read both from buffers of their own (`StagedRows`), which
-one kernel fills: the runner's arrays of sampling parameters change their address from step to step. Steps with any
-other sampling parameter, with log probabilities, a grammar, or more rows than `MAX_ROWS` go vLLM's way.
+A graph is for a number of rows of logits and a number of requests. It reads a step from buffers of its own
+(`StagedRows`), which one kernel fills, because the runner's arrays of sampling parameters change their address from
+step to step. Steps with any other sampling parameter, log probabilities, a grammar, or more than `MAX_ROWS` rows run
+vLLM's own code.
 
 B requests, N rows of logits, S places of requests in the runner, K drafts at most, H hidden size, V vocabulary size.
 """
@@ -48,8 +49,8 @@ from peagle.vllm import compat
 from peagle.vllm.engine import capture_sizes
 
 MAX_ROWS = 256
-"""Of logits in a graph. Beyond, the GPU takes longer for a step than the host, and a graph's logits, which it keeps,
-take hundreds of megabytes."""
+"""Rows of logits in the largest graph. With more, the GPU takes longer for a step than the host, and the graph would
+keep hundreds of megabytes of logits."""
 
 
 class CoupledSampler(RejectionSampler):
@@ -114,11 +115,15 @@ class CoupledSampler(RejectionSampler):
         temperature_S: Tensor,
         seed_S: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """The target's tokens up to and with the first that is not the next row's draft, [B, K + 1] int64, and how many
-        these are, [B] int32.
+        """Draw the target's tokens and accept drafts.
 
-        logits_NV: with sampling parameters applied. draft_N: token that enters a row; of a request's first row it is
-            not looked at. -1 is never accepted.
+        Args:
+            logits_NV: with sampling parameters applied.
+            draft_N: the row's input token; not read for a request's first row. -1 is never accepted.
+            up_to_B1: int32, rows before each request, and in all.
+            place_N: the row's request, as index into the S-tensors.
+
+        Returns: `accept_drafts`.
         """
         token_N = gumbel_sample(
             logits_NV,
@@ -134,8 +139,12 @@ class CoupledSampler(RejectionSampler):
 
 
 def accept_drafts(token_N: Tensor, draft_N: Tensor, up_to_B1: Tensor, k_max: int) -> tuple[Tensor, Tensor]:
-    """Of each request its tokens up to and with the first that is not the next row's draft, [B, K + 1] int64, and how
-    many these are, [B] int32; none of a request without rows."""
+    """Accept each request's drafts up to the first that differs from the target's token of the row before it.
+
+    Returns:
+        The request's tokens [B, K + 1] int64, that differing token included, and how many they are [B] int32; 0 for a
+        request without rows.
+    """
     num_requests = len(up_to_B1) - 1
     sampled_BK1 = token_N.new_empty(num_requests, k_max + 1)
     num_sampled_B = token_N.new_empty(num_requests, dtype=torch.int32)
@@ -147,8 +156,8 @@ def accept_drafts(token_N: Tensor, draft_N: Tensor, up_to_B1: Tensor, k_max: int
 
 
 class Parameters(NamedTuple):
-    """What the graphs know of each place's request. top_k_S: V for all tokens. prefill_S: tokens that are not
-    sampled."""
+    """Sampling parameters by a request's place. top_k_S: V for all tokens. prefill_S: number of the request's tokens
+    that are not sampled."""
 
     temperature_S: Tensor
     min_p_S: Tensor
@@ -161,8 +170,8 @@ class Parameters(NamedTuple):
     prefill_S: Tensor
 
     @classmethod
-    def of(cls, sampler: Sampler) -> Parameters:
-        """The runner's, where they are for this step."""
+    def read(cls, sampler: Sampler) -> Parameters:
+        """The runner's, at their addresses of this step."""
         states, penalties = sampler.sampling_states, sampler.penalties_state
         return cls(
             temperature_S=states.temperature.gpu,
@@ -177,7 +186,7 @@ class Parameters(NamedTuple):
         )
 
     def neutral(self, vocab_size: int, device: torch.device) -> Parameters:
-        """As many of these and one more, for the place that pads: greedy, and logits stay as they are."""
+        """Parameters of S + 1 places that leave logits unchanged and sample greedily. The last place is for padding."""
         values = {"top_k_S": vocab_size, "top_p_S": 1, "repetition_S": 1}
         return Parameters(
             *(
@@ -189,13 +198,18 @@ class Parameters(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StagedRows:
-    """What the graphs read of a step, at fixed addresses. A request after the last one pads: it has the place S, which
-    is greedy, and no rows. So do rows after the last one.
+    """A step as the graphs read it, at fixed addresses. Requests and rows after the last one are padding: they have the
+    place S, which is greedy, and padding requests have no rows.
 
-    rows_N: int64, row of the target's output. place_N: int64, of the row's request. draft_N: int32, 0 for a request's
-    first row; K for rows that pad, whose logits nobody needs. up_to_B1: int32, rows of the requests before. place_B:
-    int64. parameters: of S + 1 places. Of rows there is one more than `MAX_ROWS`, because a request without rows reads
-    the one where its first would be.
+    Attributes:
+        rows_N: int64, row of the target's output.
+        place_N: int64, place of the row's request.
+        draft_N: int32, draft position of the row's input; 0 for a request's first row, K for padding.
+        up_to_B1: int32, rows of the requests before.
+        place_B: int64.
+        parameters: of S + 1 places.
+
+    There is one row more than `MAX_ROWS`: a request without rows reads the row where its first would be.
     """
 
     rows_N: Tensor
@@ -207,7 +221,7 @@ class StagedRows:
 
     @classmethod
     def empty(cls, sampler: Sampler, max_requests: int, device: torch.device) -> StagedRows:
-        """Of no request."""
+        """Buffers without any request."""
 
         def filled(size: int, value: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.full((size,), value, dtype=dtype, device=device)
@@ -218,19 +232,20 @@ class StagedRows:
             draft_N=filled(MAX_ROWS + 1, 0),
             up_to_B1=filled(max_requests + 1, 0),
             place_B=filled(max_requests, max_requests, torch.int64),
-            parameters=Parameters.of(sampler).neutral(sampler.sampling_states.vocab_size, device),
+            parameters=Parameters.read(sampler).neutral(sampler.sampling_states.vocab_size, device),
         )
 
 
 class VerificationGraphs(CudaGraphManager):
-    """Graphs by the number of rows, in the engine's sizes, and of requests, about twice too many at most."""
+    """Graphs by the number of rows, in the engine's sizes, and by the number of requests, at most about twice as many
+    as a step has."""
 
     def _init_candidates(self) -> None:
         self._by_rows: dict[int, list[BatchExecutionDescriptor]] = {}
         most, before = min(MAX_ROWS, self.max_num_reqs * self.decode_query_len), 0
         for num_rows in [*(size for size in capture_sizes(most) if size < most), most]:
             counts = [min(num_rows, self.max_num_reqs)]
-            # Fewer requests never have so many rows.
+            # A smaller number of requests cannot have `before` rows.
             while counts[-1] > 1 and (counts[-1] // 2) * self.decode_query_len > before:
                 counts.append(counts[-1] // 2)
             self._by_rows[num_rows] = [
@@ -241,7 +256,7 @@ class VerificationGraphs(CudaGraphManager):
         self._capture_descs[CUDAGraphMode.FULL] = [desc for descs in self._by_rows.values() for desc in descs][::-1]
 
     def fitting(self, num_rows: int, num_requests: int) -> BatchExecutionDescriptor | None:
-        """The graph for so many rows and requests; None where there is none."""
+        """The smallest graph that holds these numbers; None without one."""
         if num_rows > self._sizes[-1]:
             return None
         descs = self._by_rows[self._sizes[bisect_left(self._sizes, num_rows)]]
@@ -249,14 +264,15 @@ class VerificationGraphs(CudaGraphManager):
 
 
 class Verification:
-    """Of one runner, whose target's graphs are captured. Used by its thread, in the order of its stream."""
+    """Verification graphs of one runner. Used by its thread, in the order of its stream."""
 
     @classmethod
-    def of(cls, runner: Any) -> Verification | None:
-        """None where a step is verified in another way than vLLM's usual one, or has no full graphs."""
+    def create(cls, runner: Any) -> Verification | None:
+        """The graphs of a runner with a loaded model and a captured target; None if the runner verifies in another way
+        than vLLM's usual one, or has no full graphs."""
         sampler, rejection = runner.sampler, runner.rejection_sampler
         is_usual = (
-            compat.is_tested()
+            compat.captures_verification(runner.vllm_config)
             and type(sampler) is Sampler
             and type(rejection) in (CoupledSampler, RejectionSampler)
             and rejection.watermark_key is None
@@ -266,11 +282,8 @@ class Verification:
             and not sampler.compute_nans
             and not sampler.return_sampling_mask
             and runner.model_state.num_new_sampled_tokens_per_step == 1
-            and runner.parallel_config.tensor_parallel_size == 1
             and runner.batch_sharder is None
-            and runner.pp_handler is None
             and runner.pcp_manager is None
-            and runner.lora_config is None
         )
         has_graphs = runner.cudagraph_manager.hidden_states is not None
         return cls(runner) if is_usual and has_graphs else None
@@ -281,7 +294,7 @@ class Verification:
         max_requests, k_max, device = runner.max_num_reqs, runner.num_speculative_steps, runner.device
         self.rows = StagedRows.empty(runner.sampler, max_requests, device)
         self._sampled_BK1 = torch.zeros(max_requests, k_max + 1, dtype=torch.int64, device=device)
-        # Each begins where memory is aligned: kernels are compiled again for a pointer that is not.
+        # Tensors of their own: Triton compiles a kernel again for a pointer that is not aligned.
         self._num_sampled_B, self._num_rejected_B = (
             torch.zeros(max_requests, dtype=torch.int32, device=device) for _ in range(2)
         )
@@ -291,10 +304,14 @@ class Verification:
         )
 
     def capture(self, num_sampled: int | None = None) -> int:
-        """Captures all graphs, or so many of the largest ones; returns the bytes that they take."""
+        """Capture all graphs, or the `num_sampled` largest ones of each kind.
+
+        Returns:
+            The bytes that they take.
+        """
         torch.accelerator.synchronize()
         num_free = torch.accelerator.get_memory_info()[0]
-        # With parameters they take more: the others find their memory in what these leave.
+        # The graphs with parameters take more memory, and the others reuse it.
         for graphs, is_scaled in ((self.scaled_graphs, True), (self.graphs, False)):
 
             def forward(
@@ -304,7 +321,7 @@ class Verification:
 
             graphs._max_full_descs_to_capture = num_sampled
             graphs.capture(forward, "Capturing verification")
-        # The graphs read these, which vLLM replaces by larger ones when it needs them.
+        # The graphs read these buffers. vLLM replaces them when it needs larger ones, so they are kept alive here.
         caches = (
             topk_topp_triton._TRITON_BUFFER_CACHE,
             topk_topp_triton._TRITON_TABLE_CACHE,
@@ -315,10 +332,14 @@ class Verification:
         return num_free - torch.accelerator.get_memory_info()[0]
 
     def __call__(self, hidden_MH: Tensor, batch: InputBatch) -> SamplerOutput | None:
-        """What vLLM's rejection sampler returns for this step, in buffers that the next one overwrites; None where no
-        graph can tell.
+        """Verify a step by a graph.
 
-        hidden_MH: the target's output, by row of the step.
+        Args:
+            hidden_MH: the target's output, by row of the step.
+
+        Returns:
+            What vLLM's rejection sampler returns, in buffers that the next step overwrites; None if no graph holds this
+            step.
         """
         num_rows, num_requests = len(batch.logits_indices), batch.num_reqs
         if not batch.num_draft_tokens or hidden_MH.data_ptr() != self._hidden_MH.data_ptr():
@@ -332,8 +353,8 @@ class Verification:
             return None
         if is_scaled and self._need_more(place_B):
             return None
-        stage_rows(batch, self.rows, desc, Parameters.of(sampler), num_drafts=self._runner.num_speculative_steps)
-        # What the step before sampled may still be on its way to the host.
+        stage_rows(batch, self.rows, desc, Parameters.read(sampler), num_drafts=self._runner.num_speculative_steps)
+        # The copy of the previous step's tokens to the host may still read these buffers.
         self._runner.main_stream.wait_stream(self._runner.output_copy_stream)
         graphs.run_fullgraph(desc)
         return SamplerOutput(
@@ -345,7 +366,7 @@ class Verification:
         )
 
     def _need_more(self, place_B: np.ndarray[Any, Any]) -> bool:
-        """Whether one of these requests has logits processed in a way that no graph holds."""
+        """Whether one of these requests needs logits processing that no graph holds."""
         bias, _, bad_words = self._sampler.logits_processors
         thinking = self._sampler.thinking_budget_state
         return bool(
@@ -355,7 +376,7 @@ class Verification:
         )
 
     def verify(self, desc: BatchExecutionDescriptor, is_scaled: bool) -> None:
-        """What a graph holds: the rejection sampler's `__call__` over the staged rows."""
+        """The contents of a graph: the rejection sampler's `__call__` over the staged rows."""
         runner, rows, num_rows, num_requests = self._runner, self.rows, desc.num_tokens, desc.num_reqs
         assert num_requests is not None
         rows_N, place_N, draft_N = rows.rows_N[:num_rows], rows.place_N[:num_rows], rows.draft_N[:num_rows]
@@ -375,7 +396,7 @@ class Verification:
             )  # fmt: skip
             apply_temperature(logits_NV, place_N, given.temperature_S)
             apply_min_p(logits_NV, place_N, given.min_p_S)
-            # For fewer than 8 rows vLLM sorts the vocabulary, which takes as long whatever they ask for.
+            # vLLM itself sorts the whole vocabulary for fewer than 8 rows, whatever their parameters are.
             logits_NV = topk_topp_triton.apply_top_k_top_p_triton(
                 logits_NV, given.top_k_S[place_N], given.top_p_S[place_N]
             )
@@ -416,7 +437,7 @@ def stage_rows(
     *,
     num_drafts: int,
 ) -> None:
-    """Fills `out` for a batch and a graph that holds it; one kernel. num_drafts: K."""
+    """Fill `out` with a batch, padded to the graph `desc`; one kernel. num_drafts: K."""
     num_padded = desc.num_reqs or batch.num_reqs
     _stage_kernel[(num_padded + 1,)](
         batch.idx_mapping, batch.cu_num_logits, batch.logits_indices, tuple(parameters),
@@ -446,7 +467,7 @@ def _stage_kernel(
     num_requests, num_padded, num_rows, num_padded_rows, max_requests,
     NUM_DRAFTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a request, padding ones included; the last one has the rows that pad."""
+    """One program a request, padding requests included; the last program writes the padding rows."""
     request, column = tl.program_id(0), tl.arange(0, BLOCK)
     if request < num_padded:
         is_request = request < num_requests

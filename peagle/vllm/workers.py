@@ -1,11 +1,13 @@
 """vLLM's CPU workers with what this package changes, given to vLLM as import strings (`peagle.vllm.engine`).
 
-`CPUWorker` samples by `peagle.vllm.coupling`, with and without drafts. vLLM's own sampling on a CPU has two faults that
-do not arise there: with drafts it spreads each request's temperature, top-k and top-p by a kernel whose result is
-dropped unless it is int64, and it turns back a seeded request's random generator by an offset, which CPU generators do
-not have. One small function of sampling, which vLLM compiles at its first use, runs as it is written. On a GPU none of
-this is imported: vLLM's CPU worker replaces `torch.Event` in the whole process.
+`CPUWorker` samples by `peagle.vllm.coupling`, with and without drafts. vLLM's own sampling on a CPU has two faults.
+With drafts it expands temperature, top-k and top-p of requests to rows by a kernel whose result is dropped unless it is
+int64 (`utils.cpu_triton_utils._expand_kernel_impl`). And it rewinds a seeded request's random generator by an offset,
+which CPU generators do not have. On a GPU this module is not imported: vLLM's CPU worker replaces `torch.Event` in the
+whole process.
 """
+
+from typing import Any
 
 from vllm.v1.sample import sampler
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
@@ -13,17 +15,24 @@ from vllm.v1.worker import cpu_worker
 
 from peagle.vllm import compat
 from peagle.vllm.coupling import CoupledModelRunner
-from peagle.vllm.remote import ChunkedProposer, PassSkipper, RemoteControl, RemoteDrafts
+from peagle.vllm.cpu_drafting import ChunkedProposer, PassSkipper
+from peagle.vllm.remote import RemoteControl
+from peagle.vllm.remote_cpu import RemoteDrafts
 
 
 def run_uncompiled() -> None:
-    """Let sampling on this CPU run without TorchInductor, in this process."""
+    """Let sampling run without TorchInductor in this process: vLLM compiles one small function at its first use, while
+    requests wait."""
     function = sampler.batched_count_greater_than
     sampler.batched_count_greater_than = getattr(function, "_torchdynamo_orig_callable", function)
 
 
 class CPURunner(PassSkipper, CoupledModelRunner):
     """vLLM's V1 runner with coupled sampling; with a colocated drafter, if the engine has a head."""
+
+    def set_up_drafter(self) -> None:
+        if self.speculative_config is not None and self.speculative_config.method == "eagle3":
+            self.drafter = ChunkedProposer(self)
 
 
 class RemoteCPURunner(RemoteDrafts, CoupledModelRunner):
@@ -33,27 +42,20 @@ class RemoteCPURunner(RemoteDrafts, CoupledModelRunner):
 class CPUWorker(cpu_worker.CPUWorker):
     """Drop-in for vLLM's class of the same name."""
 
-    runner_class: type[CoupledModelRunner] = CPURunner
+    runner_class: type[CPURunner | RemoteCPURunner] = CPURunner
 
     def init_device(self) -> None:
         """Build vLLM's model runner, then change how it samples."""
         super().init_device()
         compat.check("cpu runner")
         run_uncompiled()
-<<<<<<< HEAD
-        speculative = self.vllm_config.speculative_config
-        has_head = speculative is not None and speculative.method == "eagle3"
-        (DraftingCPURunner if has_head else CoupledModelRunner).install(self.model_runner)
-        if has_head:
-=======
-        self.runner_class.install(self.model_runner)
+        runner: Any = self.model_runner
+        self.runner_class.install(runner)
+        runner.set_up_drafter()
         if self.vllm_config.speculative_config is not None:
->>>>>>> engine
-            ChunkedProposer.install(self.model_runner)
-        if speculative is not None:
-            # vLLM leaves min_p and logit_bias out beside speculation. Requests with them have K = 0 here.
-            self.model_runner.input_batch.logitsprocs = LogitsProcessors(
-                kind(self.vllm_config, self.model_runner.device, False) for kind in BUILTIN_LOGITS_PROCESSORS
+            # vLLM leaves out min_p and logit_bias beside speculation. Requests with them have K = 0 here.
+            runner.input_batch.logitsprocs = LogitsProcessors(
+                kind(self.vllm_config, runner.device, False) for kind in BUILTIN_LOGITS_PROCESSORS
             )
 
 
@@ -61,7 +63,3 @@ class RemoteCPUWorker(RemoteControl, CPUWorker):
     """`CPUWorker` for a target with a remote drafter."""
 
     runner_class = RemoteCPURunner
-
-    def init_device(self) -> None:
-        super().init_device()
-        RemoteCPURunner.install_remote(self.model_runner)

@@ -144,7 +144,7 @@ def make_speculator(drafter: Any, num_drafts: int, with_graphs: bool) -> Any:
     one.kv_cache_config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["a"])])
     tables = torch.zeros(MAX_REQUESTS, MAX_LEN // BLOCK, dtype=torch.int32)
     one.block_tables = Tables([tables])
-    one.taps_NX = torch.zeros(one.max_rows, drafter.config.fc_input_size)
+    one.aux_NX = torch.zeros(one.max_rows, drafter.config.fc_input_size)
     one.hidden_MH = torch.zeros(one.max_rows, one.hidden_size)
     one.reduced_NH = torch.zeros(1 + one.max_rows, one.hidden_size)
     one.reduced_NH[:1] = drafter.reduce(drafter.mask_hidden[0])
@@ -204,7 +204,7 @@ def test_drafts_are_the_reference_s(num_drafts: int, with_graphs: bool, monkeypa
             taps, first = torch.randn(sum(q for _, q in batch), width, generator=generator), [0]
             aux = list(taps.chunk(3, dim=-1))
             if draw.random() < 0.5:  # as full graphs of the target leave them
-                aux = [view[: len(taps)].copy_(given) for view, given in zip(one.tap_views(), aux, strict=True)]
+                aux = [view[: len(taps)].copy_(given) for view, given in zip(one.aux_views(), aux, strict=True)]
             last = torch.zeros(MAX_REQUESTS, 1, dtype=torch.int64)
             prefill = torch.zeros(1, MAX_REQUESTS, dtype=torch.int32)
             expected, chances = [], []

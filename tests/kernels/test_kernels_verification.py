@@ -4,6 +4,7 @@ under the interpreter with what a graph holds in the place of its replay."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import itertools
 import random
@@ -20,7 +21,7 @@ import triton
 from torch import Tensor
 
 from peagle.drafter.rows import INTERPRETED
-from tests.support.graph_config import graph_config
+from tests.support.graph_config import graph_config, outside_an_engine
 from tests.support.kernel_device import DEVICE, needs_kernel
 
 pytestmark = needs_kernel
@@ -167,9 +168,8 @@ class Runner:
         )
         self.cudagraph_manager = SimpleNamespace(hidden_states=torch.zeros(NUM_ROWS, HIDDEN, device=DEVICE))
         self.vllm_config = graph_config(NUM_PLACES, NUM_ROWS, [NUM_ROWS])
-        self.parallel_config = self.vllm_config.parallel_config
         self.model_state = SimpleNamespace(num_new_sampled_tokens_per_step=1)
-        self.batch_sharder = self.pp_handler = self.pcp_manager = self.lora_config = None
+        self.batch_sharder = self.pcp_manager = None
         on_gpu = DEVICE == "cuda"
         self.main_stream = torch.cuda.current_stream() if on_gpu else Stream()
         self.output_copy_stream = torch.cuda.Stream() if on_gpu else Stream()
@@ -231,35 +231,32 @@ class Runner:
 
 
 @pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def graphs() -> Iterator[None]:
     """vLLM's capture without its engine; on a CPU nothing is captured, and a replay does what a graph holds."""
-    rank = SimpleNamespace(is_first_rank=True, is_last_rank=True)
-    monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: rank)
-    monkeypatch.setattr(cudagraph_utils, "is_global_first_rank", lambda: False)
-    if DEVICE == "cuda":
 
-        @contextlib.contextmanager
-        def on_a_stream(device: Any) -> Any:
-            with torch.cuda.stream(torch.cuda.Stream(device)):
-                yield
+    @contextlib.contextmanager
+    def on_a_stream(device: Any) -> Any:
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            yield
 
-        monkeypatch.setattr(cudagraph_utils, "graph_capture", on_a_stream)
-        return
-    monkeypatch.setattr(cudagraph_utils.current_platform, "get_global_graph_pool", lambda: 0, raising=False)
     # The interpreter cannot run the kernel's loop over rows; vLLM's sampler does not call it on a CPU, either.
     by_sorting = topk_topp_sampler.apply_top_k_top_p_pytorch
-    monkeypatch.setattr(verification.topk_topp_triton, "apply_top_k_top_p_triton", by_sorting)
+    if DEVICE == "cuda":
+        patch = mock.patch.object(cudagraph_utils, "graph_capture", on_a_stream)
+    else:
+        patch = mock.patch.object(verification.topk_topp_triton, "apply_top_k_top_p_triton", by_sorting)
+    with outside_an_engine(cudagraph_utils), patch:
+        yield
 
 
-def make(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> Any:
-    one = verification.Verification.of(runner)
+def make(runner: Runner) -> Any:
+    one = verification.Verification.create(runner)
     assert one is not None
     if DEVICE == "cuda":
         one.capture()
     else:
-        for graphs in (one.graphs, one.scaled_graphs):
-            scaled = graphs is one.scaled_graphs
-            monkeypatch.setattr(graphs, "run_fullgraph", lambda desc, scaled=scaled: one.verify(desc, scaled))
+        one.graphs.run_fullgraph = lambda desc: one.verify(desc, False)
+        one.scaled_graphs.run_fullgraph = lambda desc: one.verify(desc, True)
     return one
 
 
@@ -268,9 +265,9 @@ def make(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> Any:
     ("parameters", "method"),
     [*itertools.product(("greedy", "plain", "temperatures"), METHODS), *((name, "standard") for name in SCALED[1:])],
 )
-def test_it_samples_what_vllms_sampler_does(parameters: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_samples_what_vllms_sampler_does(parameters: str, method: str) -> None:
     runner, draw = Runner(parameters, method), random.Random(1)
-    one = make(runner, monkeypatch)
+    one = make(runner)
     accepted: set[int] = set()
     num_unfinished, num_scaled = 0, 0
     for index in range(40 if DEVICE == "cuda" else 12):
@@ -308,13 +305,11 @@ def test_it_samples_what_vllms_sampler_does(parameters: str, method: str, monkey
 @pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize("parameters", PARAMETERS)
 @pytest.mark.parametrize("captured", [False, True])
-def test_tokens_are_those_sampled_without_drafts(
-    parameters: str, captured: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_are_those_sampled_without_drafts(parameters: str, captured: bool) -> None:
     """Each token, the one behind accepted drafts too, is what vLLM's sampler draws at its position for the same tokens
     before, whatever the drafts were."""
     runner, draw = Runner(parameters), random.Random(4)
-    one, sampler = make(runner, monkeypatch), runner.sampler
+    one, sampler = make(runner), runner.sampler
     counts_SV, num_accepted = sampler.penalties_state.output_bin_counts, 0
     for _ in range(20 if DEVICE == "cuda" else 6):
         hidden_NH, batch = runner.step(draw, [K] * 4, [0] * 4)
@@ -364,9 +359,9 @@ def test_a_draft_is_accepted_where_it_is_the_targets_token(k_max: int) -> None:
 
 
 @pytest.mark.usefixtures("graphs")
-def test_other_steps_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_steps_are_left_to_vllm() -> None:
     runner, draw = Runner("temperatures"), random.Random(2)
-    one, sampler = make(runner, monkeypatch), runner.sampler
+    one, sampler = make(runner), runner.sampler
     hidden_NH, batch = runner.step(draw, [K, 1], [0, 0])
     place = int(batch.idx_mapping_np[1])
     assert one(hidden_NH, batch) is not None
@@ -389,35 +384,37 @@ def test_other_steps_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("graphs")
-def test_other_engines_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    of, runner = verification.Verification.of, Runner()
-    assert of(runner) is not None
-    for name in ("batch_sharder", "pp_handler", "pcp_manager", "lora_config"):
-        with monkeypatch.context() as patch:
-            patch.setattr(runner, name, object())
-            assert of(runner) is None, name
-    for owner, name, value in [
-        (runner.speculator, "draft_logits", torch.zeros(1)),
-        (runner.parallel_config, "tensor_parallel_size", 2),
-        (runner.sampler, "compute_nans", True),
-        (runner.sampler, "trace_replay_state", object()),
-        (runner.sampler, "return_sampling_mask", True),
-        (runner.sampler, "logits_processors", [*runner.sampler.logits_processors, object()]),
-        (runner.rejection_sampler, "watermark_key", 3),
-        (runner.model_state, "num_new_sampled_tokens_per_step", 0),
-        (runner.cudagraph_manager, "hidden_states", None),
-        (verification.compat, "is_tested", lambda: False),
-    ]:
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, value)
-            assert of(runner) is None, name
-    assert of(runner) is not None
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("", None),  # the usual engine
+        ("batch_sharder", 1),
+        ("pcp_manager", 1),
+        ("vllm_config.lora_config", 1),
+        ("speculator.draft_logits", 1),
+        ("vllm_config.parallel_config.tensor_parallel_size", 2),
+        ("vllm_config.parallel_config.pipeline_parallel_size", 2),
+        ("sampler.compute_nans", True),
+        ("sampler.trace_replay_state", 1),
+        ("sampler.return_sampling_mask", True),
+        ("sampler.logits_processors", []),
+        ("rejection_sampler.watermark_key", 3),
+        ("model_state.num_new_sampled_tokens_per_step", 0),
+        ("cudagraph_manager.hidden_states", None),
+    ],
+)
+def test_other_engines_have_none(path: str, value: Any) -> None:
+    runner: Any = Runner()
+    if path:
+        *owners, name = path.split(".")
+        setattr(functools.reduce(getattr, owners, runner), name, value)
+    assert (verification.Verification.create(runner) is None) == bool(path)
 
 
 @pytest.mark.usefixtures("graphs")
-def test_what_pads_a_graph_has_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_pads_a_graph_has_no_work() -> None:
     runner, draw = Runner("plain"), random.Random(3)
-    one = make(runner, monkeypatch)
+    one = make(runner)
     for drafts_B in ([K] * NUM_PLACES, [K, 1], [K] * 5):
         hidden_NH, batch = runner.step(draw, drafts_B, [0] * len(drafts_B))
         assert one(hidden_NH, batch) is not None

@@ -17,7 +17,6 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from peagle.vllm.engine import ASYNC_SCHEDULER, engine_kwargs
-from peagle.vllm.grammar_bounds import GrammarLimits
 from peagle.vllm.limits import guard
 from peagle.vllm.recorder import DraftingRecorder, RequestDrafting
 from peagle.vllm.request_args import DEPTH_KEY, HEAD_KEY, SURVIVAL_KEY, WORKLOAD_KEY
@@ -97,8 +96,6 @@ class RunningEngine:
         self,
         kwargs: dict[str, Any],
         is_async: bool = False,
-        async_scheduler: str = ASYNC_SCHEDULER,
-        grammar_limits: GrammarLimits | None = None,
     ) -> None:
         arguments = dict(kwargs)
         if "speculative_config" in arguments:
@@ -107,8 +104,7 @@ class RunningEngine:
         # On a CPU vLLM turns asynchronous scheduling off as not worth it. It works there all the same.
         if is_async:
             config.scheduler_config.async_scheduling = True
-            config.scheduler_config.scheduler_cls = async_scheduler
-        self._grammar_limits = grammar_limits
+            config.scheduler_config.scheduler_cls = ASYNC_SCHEDULER
         self._loop = asyncio.new_event_loop()
         self._num_requests = 0
         self._preemptions: list[_Preemptions] = []
@@ -131,7 +127,7 @@ class RunningEngine:
             return process_outputs(outputs, *args, **kwargs)
 
         client.output_processor.process_outputs = process_and_count  # type: ignore[method-assign]
-        guard(client, self._grammar_limits)
+        guard(client)
         return client
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:

@@ -767,7 +767,7 @@ def test_the_numbers_of_grammars_are_bounded_by_the_settings() -> None:
                 assert response.json()["error"]["param"] == param
                 assert "repeats 11 times, at most 10 are possible" in response.json()["error"]["message"]
     response = chat(few, structured_outputs={"regex": "(a{10}){6}"})
-    assert "repeats in one another 60 times in all, at most 50" in response.json()["error"]["message"]
+    assert "has nested repetitions of 60 in all, at most 50" in response.json()["error"]["message"]
 
 
 def test_an_error_does_not_give_back_what_was_sent() -> None:

@@ -242,7 +242,7 @@ def test_a_head_is_the_same_drafter_here_and_in_vllm(tmp_path: Path, targets: di
     torch.testing.assert_close(found, ours, rtol=TOLERANCE, atol=TOLERANCE)
     assert float(ours.max(1).values.std()) > 100 * TOLERANCE  # rows differ, so they could be wrong
 
-    compat.name_taps(vllm_config)
+    compat.name_aux_layers(vllm_config)
     speculative = vllm_config.speculative_config
     assert speculative is not None
     taps = get_eagle3_aux_layers_from_config(speculative)  # of vLLM's V2 runner

@@ -46,8 +46,8 @@ def test_each_number_of_a_schema_has_a_bound(name: str, number: float) -> None:
     [
         ({"pattern": "a{1001}"}, "f.pattern repeats 1001 times"),
         ({"patternProperties": {"a{1001}": {}}}, "f.patternProperties repeats 1001 times"),
-        ({"maxItems": 1000, "items": {"maxItems": 101, "items": {}}}, "f repeats in one another 101000 times in all"),
-        ({"maxItems": 1000, "items": {"pattern": "(a{10}){11}"}}, "f repeats in one another 110000 times in all"),
+        ({"maxItems": 1000, "items": {"maxItems": 101, "items": {}}}, "f has nested repetitions of 101000 in all"),
+        ({"maxItems": 1000, "items": {"pattern": "(a{10}){11}"}}, "f has nested repetitions of 110000 in all"),
         (
             {
                 "$defs": {
@@ -56,7 +56,7 @@ def test_each_number_of_a_schema_has_a_bound(name: str, number: float) -> None:
                 },
                 "properties": {"x": {"$ref": "#/$defs/a~1b"}},
             },
-            "f.$defs.a/b repeats in one another 500000 times in all, at most 100000",
+            "f.$defs.a/b has nested repetitions of 500000 in all, at most 100000",
         ),
         ({"maxItems": 1000, "items": {"$ref": "#"}}, ""),  # how often it refers to itself has no number
         ({"properties": {"a": {"maxLength": 1000}, "b": {"maxLength": 1000}}, "maxProperties": 100}, ""),
@@ -91,8 +91,8 @@ def test_a_chain_of_references_has_a_bound() -> None:
         ("a{1001,}", "f repeats 1001 times"),
         ("a{00001001}", "f repeats 1001 times"),
         ("a{" + "9" * 1900 + "}", "f repeats 99999999999999999999 times"),
-        ("((a{10}){100}|b){101}", "f repeats in one another 101000 times in all"),
-        ("a{100}{100}{11}", "f repeats in one another 110000 times in all"),
+        ("((a{10}){100}|b){101}", "f has nested repetitions of 101000 in all"),
+        ("a{100}{100}{11}", "f has nested repetitions of 110000 in all"),
         ("(a{1000})b{1000}", ""),
         (r"a\{9999\}", ""),
         (r"[{9999}]", ""),
@@ -116,13 +116,13 @@ def test_a_regular_expression(regex: str, error: str) -> None:
     [
         ('root ::= "a"{1,1000}', ""),
         ('root ::= "a"{1,1001}', "f repeats 1001 times"),
-        ("root ::= (b{100}){100}\nb ::= [0-9999]{11}", "f repeats in one another 110000 times in all"),
+        ("root ::= (b{100}){100}\nb ::= [0-9999]{11}", "f has nested repetitions of 110000 in all"),
         ('root ::= "a" root{1000} | b\nb ::= root{1000}', ""),
         ('root ::= "9999" # 9999\n', ""),
         ('root ::= "a\n a ::= "b"{9999}', "f repeats 9999 times"),
         ('root ::= "a"{9999}\nroot ::= "b"', "f repeats 9999 times"),
         ('start: "a"~1..1001', "f repeats 1001 times"),
-        ("start: A~1000\nA: b~101\nb: /c/", "f repeats in one another 101000 times in all"),
+        ("start: A~1000\nA: b~101\nb: /c/", "f has nested repetitions of 101000 in all"),
         ("start: /a{1001}/", "f repeats 1001 times"),
         ('start: %json {"minItems": 1001}', "f repeats 1001 times"),
         ("start: /[0-9999]/ // 9999", ""),

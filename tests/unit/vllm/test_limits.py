@@ -10,13 +10,9 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 from vllm.v1.engine.input_processor import InputProcessor
-from vllm.v1.structured_output import StructuredOutputManager
-from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
-from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
-from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from peagle.vllm.engine import engine_kwargs
-from peagle.vllm.limits import guard, use_own_backends
+from peagle.vllm.limits import guard
 from peagle.vllm.request_args import DEPTH_KEY, drafts_wanted
 
 VOCAB_SIZE = 49152
@@ -76,6 +72,10 @@ def test_a_token_id_beyond_the_vocabulary_is_refused(processor: InputProcessor, 
         ({"allowed_token_ids": [VOCAB_SIZE]}, "allowed_token_ids"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"logit_bias": {VOCAB_SIZE: 1.0}}, "logit_bias"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "prompt_logprob_token_ids": [[4]]}, "prompt_logprob_token_ids"),
+        ({"thinking_token_budget": 1}, "thinking_token_budget"),
         ({"logprobs": 3, "logprob_token_ids": [1, 2, 3]}, "logprob_token_ids: not possible here"),
     ],
 )
@@ -104,24 +104,3 @@ def test_min_p_and_logit_bias_go_without_drafts(processor: InputProcessor, sampl
     assert drafts_wanted(request.sampling_params, 5) == 0
     plain = send(processor, [1], extra_args={DEPTH_KEY: 3})
     assert drafts_wanted(plain.sampling_params, 5) == 3
-
-
-def asked(request_id: str, backend: str, **structured: Any) -> Any:
-    """The part of vLLM's `Request` that compiling a grammar reads."""
-    params = SamplingParams(structured_outputs=StructuredOutputsParams(**structured))
-    assert params.structured_outputs is not None
-    params.structured_outputs._backend = backend
-    request = StructuredOutputRequest.from_sampling_params(params)
-    return SimpleNamespace(request_id=request_id, sampling_params=params, structured_output_request=request)
-
-
-def test_the_engine_compiles_each_grammar_as_it_was_checked_and_survives_one_that_fails(config: Any) -> None:
-    manager = StructuredOutputManager(config)
-    use_own_backends(manager)
-    wrong = asked("wrong", "xgrammar", grammar="root ::= ")
-    plain, multiple = asked("a", "xgrammar", regex="a"), asked("b", "guidance", json={"multipleOf": 7})
-    for request in (wrong, plain, multiple, SimpleNamespace(structured_output_request=None)):
-        manager.grammar_init(request)
-    compiled = [each.structured_output_request._grammar.result(timeout=60) for each in (plain, multiple)]
-    assert [type(grammar) for grammar in compiled] == [XgrammarGrammar, GuidanceGrammar]
-    assert wrong.structured_output_request._grammar.exception(timeout=60) is not None

@@ -8,23 +8,20 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, FinishReason
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists
-from vllm.v1.request import RequestStatus
 
 from peagle.vllm.outputs import (
+    MAX_BUFFERED_TOKENS,
     MAX_CHUNKS_PER_S,
-    MAX_HELD_TOKENS,
-    PACE_WINDOW_S,
+    RATE_WINDOW_S,
     STOP_STRING_TOKENS,
     STREAM_CHUNKS_PER_S,
+    ChunkSize,
     OutputCoalescer,
-    StreamPace,
 )
-from peagle.vllm.rejections import Rejections
-from peagle.vllm.scheduler import PerRequestDepthScheduler
+from peagle.vllm.rejections import RejectionForecast
 
 DELTA = RequestOutputKind.DELTA
 
@@ -48,7 +45,7 @@ class Engine:
         output = EngineCoreOutput(name, list(range(first, self.made[name])), **more)
         if output.finish_reason is not None:
             del self.requests[name]
-        due = self.coalescer.due([output], self.requests, self.now_s)
+        due = self.coalescer.coalesce([output], self.requests, self.now_s)
         self.sent += due
         return due[0].new_token_ids if due else None
 
@@ -72,15 +69,15 @@ def test_a_reader_of_each_token_waits_for_none() -> None:
 @pytest.mark.parametrize(
     ("sampling", "interval", "least"),
     [
-        ({"output_kind": RequestOutputKind.FINAL_ONLY}, 1, MAX_HELD_TOKENS),
-        ({"output_kind": RequestOutputKind.FINAL_ONLY, "stream_interval": 64}, 1, MAX_HELD_TOKENS),
+        ({"output_kind": RequestOutputKind.FINAL_ONLY}, 1, MAX_BUFFERED_TOKENS),
+        ({"output_kind": RequestOutputKind.FINAL_ONLY, "stream_interval": 64}, 1, MAX_BUFFERED_TOKENS),
         ({"output_kind": RequestOutputKind.FINAL_ONLY, "stop": ["x"]}, 1, 6),
         ({"output_kind": RequestOutputKind.FINAL_ONLY, "stop": ["x"], "stream_interval": None}, 1, 1),
         ({"output_kind": RequestOutputKind.CUMULATIVE}, 1, 6),
         ({"stream_interval": None}, 4, 4),
         ({"stream_interval": 3}, 9, 9),
         ({"stream_interval": 20}, 1, 20),
-        ({"stream_interval": 2 * MAX_HELD_TOKENS + 2}, 1, math.ceil((2 * MAX_HELD_TOKENS + 2) / 3)),
+        ({"stream_interval": 2 * MAX_BUFFERED_TOKENS + 2}, 1, math.ceil((2 * MAX_BUFFERED_TOKENS + 2) / 3)),
         ({"stream_interval": 20, "stop": ["x"]}, 1, 8),
         ({"is_resumable": True}, 1, 1),
     ],
@@ -104,10 +101,10 @@ def test_how_much_waits(sampling: dict[str, Any], interval: int, least: int) -> 
     ],
 )
 def test_each_stream_has_its_chunks_a_second(tokens_per_s: int, num_requests: int, expected: int) -> None:
-    pace = StreamPace()
+    pace = ChunkSize()
     pace.observe(tokens_per_s, num_requests, 1.0)
     assert pace.tokens_per_chunk == expected
-    pace.observe(tokens_per_s, num_requests, 1.0 + PACE_WINDOW_S / 2)
+    pace.observe(tokens_per_s, num_requests, 1.0 + RATE_WINDOW_S / 2)
     assert pace.tokens_per_chunk == expected, "a window is not over"
     pace.observe(0, num_requests, 1e6)
     assert pace.tokens_per_chunk == 1, "after a pause nothing is left of it"
@@ -174,63 +171,24 @@ def test_who_comes_after_an_aborted_request_of_its_name_gets_none_of_its_tokens(
     engine = Engine("a")
     engine.step()
     engine.step()
-    engine.coalescer.forget(["a", "unknown"])
+    engine.coalescer.drop(["a", "unknown"])
     engine.made["a"] = 100
     assert engine.step() == [100, 101]
 
 
-# ---- in the scheduler
-
-
-def scheduler(monkeypatch: pytest.MonkeyPatch, steps: list[dict[int, EngineCoreOutputs]], engine: Engine) -> Any:
-    """The product's, on a vLLM scheduler that has these outputs."""
-    found: Any = object.__new__(PerRequestDepthScheduler)
-    found._trimmer, found._steps = None, {}
-    found._rejections = Rejections(7)
-    found._coalescer, found.requests = engine.coalescer, engine.requests
-    monkeypatch.setattr(Scheduler, "update_from_output", lambda *_: steps.pop(0))
-    monkeypatch.setattr(Scheduler, "make_spec_decoding_stats", lambda *_: None)
-    return found
-
-
-def outputs(*of_requests: tuple[str, list[int]], **more: Any) -> EngineCoreOutputs:
-    return EngineCoreOutputs(outputs=[EngineCoreOutput(name, tokens) for name, tokens in of_requests], **more)
-
-
-@pytest.mark.parametrize(
-    ("status", "tokens"), [(RequestStatus.FINISHED_ABORTED, [9]), (RequestStatus.FINISHED_ERROR, [2, 3, 9])]
-)
-def test_only_an_abort_drops_what_waits(
-    monkeypatch: pytest.MonkeyPatch, status: RequestStatus, tokens: list[int]
-) -> None:
-    engine = Engine("a")
-    engine.step()
-    engine.step()
-    found = scheduler(monkeypatch, [], engine)
-    gone = [SimpleNamespace(request_id="a")]
-    monkeypatch.setattr(Scheduler, "finish_requests", lambda *_: gone)
-    assert found.finish_requests("a", status) == gone
-    last = EngineCoreOutput("a", [9], finish_reason=FinishReason.ERROR)
-    (output,) = engine.coalescer.due([last], {}, 0.0)
-    assert output.new_token_ids == tokens
-
-
-def test_rejections_are_expected_from_the_last_steps() -> None:
-    rejections = Rejections(3)
-    assert rejections.expected([3] * 100) == 0  # nothing is known
+def test_rejections_are_forecast_from_the_last_steps() -> None:
+    rejections = RejectionForecast(3)
+    assert rejections.forecast([3] * 100) == 0  # nothing is known
     for _ in range(100):
         for step in ((3, 0), (3, 1), (3, 3), (1, 1)):
-            rejections.add(*step)
-        rejections.expected([])
+            rejections.record_step(*step)
+        rejections.forecast([])
     # Of those that reach depth 1, 2 and 3, 3 of 4, 1 of 3 and 1 of 3 survive it: 3 - 17 / 12 are rejected of three.
-    assert rejections.expected([3] * 1600) == int(1600 * (3 - 17 / 12) - 40 * 1.5)
-    assert rejections.expected([1] * 1600 + [0] * 9) == int(1600 / 4 - 40 * 0.5)
-    assert rejections.expected([3]) == 0  # a few may all be accepted
+    assert rejections.forecast([3] * 1600) == int(1600 * (3 - 17 / 12) - 40 * 1.5)
+    assert rejections.forecast([1] * 1600 + [0] * 9) == int(1600 / 4 - 40 * 0.5)
+    assert rejections.forecast([3]) == 0  # a few may all be accepted
     for _ in range(100):
-        rejections.add(3, 3)
-        rejections.expected([])
-    assert rejections.expected([3] * 1600) == 0
-
-
-def test_an_engine_without_drafts_expects_none() -> None:
-    assert Rejections(0).expected([]) == 0
+        rejections.record_step(3, 3)
+        rejections.forecast([])
+    assert rejections.forecast([3] * 1600) == 0
+    assert RejectionForecast(0).forecast([]) == 0, "an engine without drafts"

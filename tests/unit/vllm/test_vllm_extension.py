@@ -34,6 +34,7 @@ from peagle.vllm.engine import (
     DECIDED_KEYS,
     SYNC_SCHEDULER,
     V2_WORKER,
+    RemoteSettings,
     capture_sizes,
     engine_kwargs,
 )
@@ -149,39 +150,29 @@ def test_a_head_without_a_mask_token_drafts_one_after_another(
         engine_kwargs("/target", head, parallel_drafting=not parallel, on_cpu=True)
 
 
-@pytest.mark.parametrize("key", DECIDED_KEYS)
-def test_owned_keys_are_refused(head: Path, key: str) -> None:
-    with pytest.raises(ValueError, match=f"'{key}'"):
-        engine_kwargs("/target", head, on_cpu=True, extra={key: None})
-
-
 @pytest.mark.parametrize(
-    ("max_draft_tokens", "found"), [(0, "not 0"), (8, "not 8"), ("5", "not '5'"), (True, "not True")]
-)
-def test_bad_max_draft_tokens(head: Path, max_draft_tokens: Any, found: str) -> None:
-    with pytest.raises(ValueError, match=f"max_draft_tokens must be an integer from 1 to 7.*{found}"):
-        engine_kwargs("/target", head, max_draft_tokens=max_draft_tokens, on_cpu=True)
-
-
-def test_draft_tokens_without_a_head() -> None:
-    with pytest.raises(ValueError, match="no head"):
-        engine_kwargs("/target", None, max_draft_tokens=3, on_cpu=True)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
+    ("change", "message"),
     [
-        (None, "does not exist"),
-        ("{", "is not valid JSON"),
-        ("[]", "must hold a JSON object"),
-        ('{"architectures": ["LlamaForCausalLM"], "ptd_token_id": 3}', "expected .'LlamaForCausalLMEagle3'"),
+        *(({"extra": {key: None}}, f"'{key}'") for key in DECIDED_KEYS),
+        *(
+            ({"max_draft_tokens": wrong}, f"max_draft_tokens must be an integer from 1 to 7.*not {wrong!r}")
+            for wrong in (0, 8, "5", True)
+        ),
+        ({"head_dir": None, "max_draft_tokens": 3}, "no head"),
+        ({"head_dir": None, "remote": RemoteSettings()}, "no head"),
+        ({"config": None}, "does not exist"),
+        ({"config": "{"}, "is not valid JSON"),
+        ({"config": "[]"}, "must hold a JSON object"),
+        ({"config": '{"architectures": ["Llama"], "ptd_token_id": 3}'}, "expected .'LlamaForCausalLMEagle3'"),
     ],
 )
-def test_directory_that_is_no_head(tmp_path: Path, config: str | None, message: str) -> None:
-    if config is not None:
-        (tmp_path / "config.json").write_text(config)
+def test_wrong_arguments_are_refused(head: Path, change: dict[str, Any], message: str) -> None:
+    arguments = {"target_dir": "/target", "head_dir": head, "on_cpu": True, **change}
+    if "config" in change:
+        text = arguments.pop("config")
+        (head / "config.json").unlink() if text is None else (head / "config.json").write_text(text)
     with pytest.raises(ValueError, match=message):
-        engine_kwargs("/target", tmp_path, max_draft_tokens=3, on_cpu=True)
+        engine_kwargs(**arguments)
 
 
 def make_request(internal_id: str, external_id: str, **extra_args: Any) -> EngineCoreRequest:
@@ -219,9 +210,14 @@ def processor() -> OutputProcessor:
     return OutputProcessor(None, log_stats=False)
 
 
-def test_prompts_of_one_completion_are_summed(processor: OutputProcessor) -> None:
-    recorder = DraftingRecorder()
-    recorder.attach(SimpleNamespace(output_processor=processor))
+@pytest.fixture
+def recorder(processor: OutputProcessor) -> DraftingRecorder:
+    found = DraftingRecorder()
+    found.attach(SimpleNamespace(output_processor=processor))
+    return found
+
+
+def test_prompts_of_one_completion_are_summed(processor: OutputProcessor, recorder: DraftingRecorder) -> None:
     for index in range(2):
         processor.add_request(
             make_request(f"cmpl-x-{index}-ab", f"cmpl-x-{index}", **{DEPTH_KEY: 2, WORKLOAD_KEY: "code"}), None
@@ -277,10 +273,8 @@ def test_an_answer_ends_with_the_token_that_completes_a_stop_string(
     ],
 )
 def test_a_record_names_what_goes_without_drafts(
-    processor: OutputProcessor, sampling: dict[str, Any], field: str
+    processor: OutputProcessor, recorder: DraftingRecorder, sampling: dict[str, Any], field: str
 ) -> None:
-    recorder = DraftingRecorder()
-    recorder.attach(SimpleNamespace(output_processor=processor))
     request = make_request("a", "a")
     request.sampling_params = SamplingParams(detokenize=False, **sampling)
     processor.add_request(request, None)
@@ -291,10 +285,8 @@ def test_a_record_names_what_goes_without_drafts(
 
 
 def test_steps_whose_drafts_were_chosen_are_a_request_s_and_say_nothing_of_survival(
-    processor: OutputProcessor,
+    processor: OutputProcessor, recorder: DraftingRecorder
 ) -> None:
-    recorder = DraftingRecorder()
-    recorder.attach(SimpleNamespace(output_processor=processor))
     processor.add_request(make_request("a", "a", **{WORKLOAD_KEY: "code"}), None)
     output = last_output("a", [(7, 2), (5, 5, True), (1, 0, True)])
     output.finish_reason = None
@@ -346,7 +338,7 @@ def test_complete_answers_of_those_who_opted_in_are_kept(
     assert kept == ([("code", "web", [1], [5, 6, 7])] if is_kept else [])
 
 
-@pytest.mark.parametrize("group", compat.SEAMS)
+@pytest.mark.parametrize("group", compat.PATCH_POINTS)
 def test_the_installed_vllm_has_every_name(group: str) -> None:
     compat.check(group)
 
@@ -359,17 +351,19 @@ def test_construction_sets_every_attribute_checked_on_the_v2_runner() -> None:
     assert set(compat.ATTRIBUTES["v2 runner"]) <= stored
 
 
-def test_missing_names_are_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_names_are_told_in_one_line() -> None:
     scheduler = "vllm.v1.core.sched.scheduler:Scheduler"
-    seams = {scheduler: {"plan_ahead": (), "update_draft_token_ids": ("draft_token_ids", "colour")}, "vllm.gone:X": {}}
-    monkeypatch.setattr(compat, "SEAMS", {"here": seams})
-    monkeypatch.setattr(compat, "ATTRIBUTES", {"here": ("real", "shade")})
+    methods = {"plan_ahead": (), "update_draft_token_ids": ("draft_token_ids", "colour"), "schedule": ("-> 2",)}
+    assert compat.missing_methods(scheduler, methods) == [
+        "Scheduler.plan_ahead()",
+        "parameter colour of Scheduler.update_draft_token_ids()",
+        "2 return values of Scheduler.schedule()",
+    ]
+    assert compat.missing_methods("vllm.gone:X", {}) == ["vllm.gone:X"]
     with pytest.raises(
-        compat.UnsupportedVLLMError,
-        match=r"has no Scheduler.plan_ahead\(\), parameter colour of Scheduler.update_draft_token_ids\(\), "
-        r"vllm.gone:X, complex.shade, which",
+        compat.UnsupportedVLLMError, match=r"has no complex\.acceptance_estimator, .*, complex\.temperature, which"
     ):
-        compat.check("here", 1j)
+        compat.check("v2 speculator", 1j)
 
 
 @pytest.mark.parametrize("version", ["0.29.0", "0.31.1", "0.33.0", "1.32.0"])
@@ -395,9 +389,7 @@ def test_the_tested_version_runs_without_a_word(caplog: pytest.LogCaptureFixture
     assert caplog.text == ""
 
 
-def test_the_newest_step_costs_stay_whoever_carried_them(processor: OutputProcessor) -> None:
-    recorder = DraftingRecorder()
-    recorder.attach(SimpleNamespace(output_processor=processor))
+def test_the_newest_step_costs_stay(processor: OutputProcessor, recorder: DraftingRecorder) -> None:
     assert recorder.step_costs == ""
     processor.add_request(make_request("a", "a"), None)
     for carrier, text in (("a", "first"), ("gone", "second")):
