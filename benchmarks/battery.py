@@ -417,9 +417,7 @@ def send_alone(requests: dict[str, Ask], client: httpx.Client, watch: Watch, end
         yield {**row, **watch.report(row["start_s"], time.monotonic())}
 
 
-def send_together(
-    requests: Sequence[tuple[str, Ask]], client: httpx.Client, num_clients: int, end_s: float
-) -> list[dict[str, Any]]:
+def send_together(requests: Sequence[tuple[str, Ask]], client: httpx.Client, end_s: float) -> list[dict[str, Any]]:
     """From several clients at once."""
     left = iter(requests)
     lock, rows = threading.Lock(), []
@@ -432,22 +430,14 @@ def send_together(
                 return
             rows.append(send(name, ask, client))
 
-    with ThreadPoolExecutor(num_clients) as pool:
-        for done in [pool.submit(work) for _ in range(num_clients)]:
+    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        for done in [pool.submit(work) for _ in range(NUM_CLIENTS)]:
             done.result()
     return rows
 
 
-def battery(
-    config: Path,
-    inputs: list[Input],
-    named: dict[str, Ask],
-    max_s: float = MAX_S,
-    num_clients: int = NUM_CLIENTS,
-    number: int = 0,
-    say: Callable[[str], Any] = sys.stderr.write,
-) -> dict[str, Any]:
-    """The named requests alone, then, with generated ones, all together, in an order that `number` decides."""
+def battery(config: Path, inputs: list[Input], named: dict[str, Ask]) -> dict[str, Any]:
+    """The named requests alone, then, with generated ones, all together in a random order."""
     others = {process.pid for process in psutil.Process().children(recursive=True)}
     alone: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
@@ -456,19 +446,21 @@ def battery(
         client = stack.enter_context(httpx.Client(base_url=url, timeout=TIMEOUT_S, limits=limits))
         watch = stack.enter_context(Watch(url, others))
         started_s = time.monotonic()
-        end_s = started_s + max_s
+        end_s = started_s + MAX_S
         for row in send_alone(named, client, watch, end_s):
             alone.append(row)
             shown = {key: row[key] for key in ("name", "answer", "problem", "growth", "ended")}
-            say(f"{row['end_s'] - row['start_s']:.1f} s, canary {row['canary']['max_s']} s, {json.dumps(shown)}\n")
+            sys.stderr.write(
+                f"{row['end_s'] - row['start_s']:.1f} s, canary {row['canary']['max_s']} s, {json.dumps(shown)}\n"
+            )
         together_s = time.monotonic()
         mixed: list[tuple[str, Ask]] = []
         if inputs:
             document = schemathesis.openapi.from_dict(client.get("/openapi.json").json())
             mixed += [(made["name"], ask_input(made, document)) for made in inputs]
             mixed += named.items()
-            random.Random(number).shuffle(mixed)
-        rows = send_together(mixed, client, num_clients, end_s)
+            random.Random(0).shuffle(mixed)
+        rows = send_together(mixed, client, end_s)
         ended_s = time.monotonic()
         if rows:
             watch.wait_until_well()
@@ -537,11 +529,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, default=Path(__file__).parents[1] / "configs" / "local.yaml")
     parser.add_argument("--inputs", type=Path, help="the generated requests; written where it is missing")
     parser.add_argument("--num", type=int, default=1000, help="generated requests")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--names", nargs="+", help="only the named requests with one of these texts in their names")
-    parser.add_argument("--bytes", type=int, default=MAX_BYTES, help="size of the named bodies with long lists")
-    parser.add_argument("--clients", type=int, default=NUM_CLIENTS)
-    parser.add_argument("--max-s", type=float, default=MAX_S, help="nothing is sent after so many seconds")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the service is stopped then too
@@ -549,14 +537,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.inputs is not None and options.inputs.exists():
         inputs = json.loads(options.inputs.read_text(encoding="utf-8"))[: options.num]
     elif options.num:
-        inputs = make_inputs(make_document(options.config), options.num, options.seed)
+        inputs = make_inputs(make_document(options.config), options.num)
         if options.inputs is not None:
             options.inputs.write_text(json.dumps(inputs), encoding="utf-8")
     made = {**conditions(), "load_average_at_start": os.getloadavg()}
-    named = hostile_requests(options.bytes)
+    named = hostile_requests()
     if options.names:
         named = {name: ask for name, ask in named.items() if any(part in name for part in options.names)}
-    found = battery(options.config, inputs, named, options.max_s, options.clients, options.seed)
+    found = battery(options.config, inputs, named)
     made |= {
         "load_average_at_end": os.getloadavg(),
         "options": {key: str(value) for key, value in vars(options).items()},

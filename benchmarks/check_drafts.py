@@ -42,23 +42,11 @@ SAMPLING: tuple[dict[str, Any], ...] = (
 )
 """In turn."""
 TARGET: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 2048,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 768,
+    "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 2048,
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
+    "hidden_act": "silu", "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
 
 
 CHOOSING_SCHEDULER = "benchmarks.choosing_scheduler.ChoosingScheduler"
@@ -169,39 +157,12 @@ class Recorder:
 
 def write_target(folder: Path, dtype: torch.dtype) -> Path:
     """Random weights of a size that keeps hidden states apart from token to token."""
-    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    generator = torch.Generator().manual_seed(0)
-    hidden, heads, kv, dim = (
-        TARGET[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    )
-    middle, vocab = TARGET["intermediate_size"], TARGET["vocab_size"]
-
-    def matrix(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=generator) * columns**-0.5
-
-    tensors = {
-        "model.embed_tokens.weight": torch.randn(vocab, hidden, generator=generator),
-        "model.norm.weight": torch.ones(hidden),
-        "lm_head.weight": matrix(vocab, hidden),
-    }
-    for index in range(TARGET["num_hidden_layers"]):
-        layer = {
-            "self_attn.q_proj": matrix(heads * dim, hidden),
-            "self_attn.k_proj": matrix(kv * dim, hidden),
-            "self_attn.v_proj": matrix(kv * dim, hidden),
-            "self_attn.o_proj": matrix(hidden, heads * dim),
-            "mlp.gate_proj": matrix(middle, hidden),
-            "mlp.up_proj": matrix(middle, hidden),
-            "mlp.down_proj": matrix(hidden, middle),
-            "input_layernorm": torch.ones(hidden),
-            "post_attention_layernorm": torch.ones(hidden),
-        }
-        tensors |= {f"model.layers.{index}.{name}.weight": value for name, value in layer.items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(TARGET | {"torch_dtype": str(dtype).removeprefix("torch.")}))
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**TARGET, initializer_range=TARGET["hidden_size"] ** -0.5))
+    torch.nn.init.normal_(model.model.embed_tokens.weight)
+    model.to(dtype).save_pretrained(folder)
     return folder
 
 
@@ -212,13 +173,7 @@ def write_head(folder: Path, dtype: torch.dtype, is_qwen: bool) -> Path:
     from peagle.config import DrafterConfig
 
     config = DrafterConfig.for_target(
-        TARGET,
-        num_layers=4,
-        draft_vocab_size=512,
-        ptd_token_id=2047,
-        num_depths=NUM_DRAFTS,
-        num_key_value_heads=2,
-        qk_norm=is_qwen,
+        TARGET, num_layers=4, draft_vocab_size=512, ptd_token_id=2047, num_depths=NUM_DRAFTS, qk_norm=is_qwen
     )
     generator, tensors = torch.Generator().manual_seed(1), {}
     for name, expected in expected_tensors(config).items():
@@ -268,12 +223,8 @@ def engine(folder: Path, args: argparse.Namespace) -> Any:
             "worker_extension_cls": "benchmarks.check_drafts.Recorder",
         }
     if args.phase == "drafts":
-        kwargs["speculative_config"] = {
-            "method": "eagle3",
-            "model": str(args.head),
-            "num_speculative_tokens": NUM_DRAFTS,
-            "parallel_drafting": True,
-        }
+        speculative = {"method": "eagle3", "model": str(args.head), "num_speculative_tokens": NUM_DRAFTS}
+        kwargs["speculative_config"] = speculative | {"parallel_drafting": True}
     return LLM(**kwargs)
 
 
@@ -380,15 +331,7 @@ def main() -> int:
         for one, other in zip(outputs, expected, strict=True)
     ]
     report: dict[str, Any] = {
-        "phase": args.phase,
-        "backend": args.backend,
-        "dtype": args.dtype,
-        "max_model_len": args.max_model_len,
-        "eager": args.eager,
-        "piecewise": args.piecewise,
-        "choice": args.choice,
-        "sampled": args.sampled,
-        "qwen": args.qwen,
+        **{name: value for name, value in vars(args).items() if name not in ("out", "folder", "head")},
         "num_equal_outputs": sum(one == other for one, other in zip(outputs, expected, strict=True)),
         "num_outputs": len(outputs),
         "first_wrong_token": [place for place in first_wrong if place is not None],

@@ -65,11 +65,7 @@ def running_applications(make: Callable[[], Mapping[str, Application]], ready: s
 def markdown(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """First column left, the rest right; floats with three decimals, None as a dash."""
     lines = ["| " + " | ".join(header) + " |", "| --- |" + " ---: |" * (len(header) - 1)]
-    lines += ["| " + " | ".join(_cell(value) for value in row) + " |" for row in rows]
+    for row in rows:
+        cells = (f"{value:.3f}" if isinstance(value, float) else str("-" if value is None else value) for value in row)
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""A drafter in a process of its own, without Ray: for `benchmarks.remote`, and for tests that kill it.
+"""A drafter in a process of its own, without Ray: for `benchmarks.engines`, and for tests that kill it.
 
     python -m benchmarks.drafter --head DIR [--head DIR2] --target DIR [--port N] [--max-context N] ...
 

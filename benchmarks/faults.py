@@ -52,17 +52,9 @@ PROCESSES = {
     "haproxy": "haproxy",
 }
 FAULTS = (
-    "drafter",
-    "drafter hung",
-    "router",
-    "controller",
-    "proxy",
-    "haproxy manager",
-    "haproxy",
-    "target",
-    "engine",
+    "drafter", "drafter hung", "router", "controller", "proxy", "haproxy manager", "haproxy", "target", "engine",
     "node",
-)
+)  # fmt: skip
 
 
 @dataclass
@@ -302,16 +294,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if options.out is not None:
                     document = {"made": conditions(), "options": {k: str(v) for k, v in vars(options).items()}}
                     options.out.write_text(json.dumps({**document, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-    header = [
-        "fault",
-        "whole answers",
-        "failed",
-        "streams",
-        "failed",
-        "of both, by outcome",
-        "last failed after s",
-        "all well after s",
-    ]
+    header = ["fault", "whole answers", "failed", "streams", "failed", "of both, by outcome", "last failed after s"]
+    header += ["all well after s"]
     names = ("fault", "num_whole", "num_whole_failed", "num_streams", "num_streams_failed")
     names += ("outcomes", "last_failure_s", "recovered_s")
     for row in rows:

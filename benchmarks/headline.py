@@ -73,12 +73,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks import models
 from benchmarks.common import markdown
 from benchmarks.engines import SURVIVAL, Arm
-from benchmarks.heads import cpu_environment
 from benchmarks.humaneval import answers_file
 from deployments.up import HAPROXY_PORTS
 from peagle.heads import prepare_head
 from peagle.provenance import conditions
 from peagle.train.recipe import target_checkpoint
+from peagle.vllm.engine import openmp_preload
 from peagle.vllm.trimming import CHOICE_KEY
 
 NAME, RANDOM = "model", "random"
@@ -249,6 +249,15 @@ def environment(options: argparse.Namespace, arm: Arm, index: int) -> dict[str, 
         return {**os.environ, **env, "CUDA_VISIBLE_DEVICES": ",".join(chosen)}
     # As many GiB of KV cache as a target of ours takes on a CPU; ours sets the rest by itself.
     return {**({"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ} if arm.kind in OURS else cpu_environment()), **env}
+
+
+def cpu_environment() -> dict[str, str]:
+    """With which vLLM's CPU engine is at its speed; what this process has already, it keeps. vLLM alone leaves a core
+    free for processes that mostly wait. Engine processes are spawned, so that LD_PRELOAD takes effect."""
+    cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
+    added = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_CPU_OMP_THREADS_BIND": cores}
+    preload = openmp_preload(os.environ.get("LD_PRELOAD", ""))
+    return added | os.environ | ({"LD_PRELOAD": preload} if preload else {})
 
 
 @contextlib.contextmanager

@@ -16,85 +16,30 @@ from peagle.checkpoint import expected_tensors
 from peagle.config import MIN_DEFAULT_LAYERS, DrafterConfig
 
 QWEN3_CODER_30B: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "decoder_sparse_step": 1,
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "initializer_range": 0.02,
-    "intermediate_size": 5472,
-    "max_position_embeddings": 262144,
-    "max_window_layers": 28,
-    "mlp_only_layers": [],
-    "model_type": "qwen3_moe",
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "output_router_logits": False,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 10000000,
-    "router_aux_loss_coef": 0.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "use_sliding_window": False,
+    "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "eos_token_id": 151645, "head_dim": 128,
+    "hidden_size": 2048, "intermediate_size": 5472, "max_position_embeddings": 262144, "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128,
+    "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
+    "rope_theta": 10000000, "router_aux_loss_coef": 0.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     "vocab_size": 151936,
-}
+}  # fmt: skip
 """Shape of Qwen3-Coder-30B-A3B-Instruct: 30.5 billion parameters, 3.3 billion active per token, 61 GB in bf16."""
 
 LLAMA_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "bos_token_id": 128000,
-    "eos_token_id": 128009,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 128000, "eos_token_id": 128009,
+    "head_dim": 128, "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 131072,
+    "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     "vocab_size": 128256,
-}
+}  # fmt: skip
 """Shape of Llama-3.1-8B-Instruct: 8.0 billion parameters, 16 GB in bf16."""
 
 QWEN2_CODER_1B: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "attention_dropout": 0.0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "hidden_act": "silu",
-    "hidden_size": 1536,
-    "initializer_range": 0.02,
-    "intermediate_size": 8960,
-    "max_position_embeddings": 32768,
-    "model_type": "qwen2",
-    "num_attention_heads": 12,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "vocab_size": 49152,
-}
+    "architectures": ["Qwen2ForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_size": 1536,
+    "intermediate_size": 8960, "max_position_embeddings": 32768, "model_type": "qwen2", "num_attention_heads": 12,
+    "num_hidden_layers": 28, "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+    "tie_word_embeddings": True, "torch_dtype": "bfloat16", "vocab_size": 49152,
+}  # fmt: skip
 """Shape of Qwen2.5-Coder-1.5B-Instruct, with the vocabulary of the embedded target's tokenizer, so that answers are
 text: a target whose server, and not the GPU, is the limit with many requests."""
 
@@ -110,51 +55,24 @@ QWEN3_CODER_30B_FP8: dict[str, Any] = {
 """The same as Qwen/Qwen3-Coder-30B-A3B-Instruct-FP8, the target of the published head: 31 GB."""
 
 GPT_OSS_120B: dict[str, Any] = {
-    "architectures": ["GptOssForCausalLM"],
-    "attention_bias": True,
-    "attention_dropout": 0.0,
-    "eos_token_id": 200002,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "hidden_size": 2880,
-    "initializer_range": 0.02,
-    "intermediate_size": 2880,
-    "layer_types": ["sliding_attention", "full_attention"] * 18,
-    "max_position_embeddings": 131072,
-    "model_type": "gpt_oss",
-    "num_attention_heads": 64,
-    "num_experts_per_tok": 4,
-    "num_hidden_layers": 36,
-    "num_key_value_heads": 8,
-    "num_local_experts": 128,
-    "pad_token_id": 199999,
+    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "eos_token_id": 200002, "head_dim": 64,
+    "hidden_size": 2880, "intermediate_size": 2880, "layer_types": ["sliding_attention", "full_attention"] * 18,
+    "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4,
+    "num_hidden_layers": 36, "num_key_value_heads": 8, "num_local_experts": 128, "pad_token_id": 199999,
     "quantization_config": {
         "modules_to_not_convert": [
-            "model.layers.*.self_attn",
-            "model.layers.*.mlp.router",
-            "model.embed_tokens",
-            "lm_head",
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
         ],
         "quant_method": "mxfp4",
     },
     "rms_norm_eps": 1e-05,
     "rope_scaling": {
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "factor": 32.0,
-        "original_max_position_embeddings": 4096,
-        "rope_type": "yarn",
-        "truncate": False,
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "truncate": False,
     },
-    "rope_theta": 150000,
-    "router_aux_loss_coef": 0.9,
-    "sliding_window": 128,
-    "swiglu_limit": 7.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "vocab_size": 201088,
-}
+    "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 201088,
+}  # fmt: skip
 """Shape of gpt-oss-120b: 117 billion parameters, 5.1 billion active per token, 65 GB with its experts in MXFP4."""
 
 GPT_OSS_20B: dict[str, Any] = {
@@ -166,40 +84,18 @@ GPT_OSS_20B: dict[str, Any] = {
 """Shape of gpt-oss-20b: 21 billion parameters, 3.6 billion active per token, 14 GB with its experts in MXFP4."""
 
 GEMMA_4_31B: dict[str, Any] = {
-    "architectures": ["Gemma4ForCausalLM"],
-    "attention_bias": False,
-    "attention_k_eq_v": True,
-    "bos_token_id": 2,
-    "enable_moe_block": False,
-    "eos_token_id": 1,
-    "final_logit_softcapping": 30.0,
-    "global_head_dim": 512,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "hidden_size": 5376,
-    "hidden_size_per_layer_input": 0,
-    "initializer_range": 0.02,
-    "intermediate_size": 21504,
-    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10,
-    "max_position_embeddings": 262144,
-    "model_type": "gemma4_text",
-    "num_attention_heads": 32,
-    "num_global_key_value_heads": 4,
-    "num_hidden_layers": 60,
-    "num_key_value_heads": 16,
-    "num_kv_shared_layers": 0,
-    "pad_token_id": 0,
-    "rms_norm_eps": 1e-06,
+    "architectures": ["Gemma4ForCausalLM"], "attention_bias": False, "attention_k_eq_v": True, "bos_token_id": 2,
+    "eos_token_id": 1, "final_logit_softcapping": 30.0, "global_head_dim": 512, "head_dim": 256, "hidden_size": 5376,
+    "hidden_size_per_layer_input": 0, "intermediate_size": 21504,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10, "max_position_embeddings": 262144,
+    "model_type": "gemma4_text", "num_attention_heads": 32, "num_global_key_value_heads": 4, "num_hidden_layers": 60,
+    "num_key_value_heads": 16, "pad_token_id": 0, "rms_norm_eps": 1e-06,
     "rope_parameters": {
         "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
         "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
     },
-    "sliding_window": 1024,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "use_double_wide_mlp": False,
-    "vocab_size": 262144,
-}
+    "sliding_window": 1024, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "vocab_size": 262144,
+}  # fmt: skip
 """Shape of the language model of Gemma-4-31B-it: 30.7 billion parameters, 61 GB in bf16."""
 
 HEAD_MLP_SIZE = 6144
@@ -252,12 +148,10 @@ def write_head(
     mlp_size: int = HEAD_MLP_SIZE,
     draft_vocab_size: int = DRAFT_VOCAB_SIZE,
     parallel: bool = True,
-    own_tables: bool = False,
 ) -> Path:
     """A plain P-EAGLE head, or EAGLE-3 head if not `parallel`, of random bf16 weights for `target`.
 
-    The same for the same arguments. Without `own_tables` it shares the target's embeddings, and with the target's whole
-    vocabulary its output matrix too.
+    The same for the same arguments. It shares the target's embeddings, and with the whole vocabulary its output matrix.
     """
     import torch
     from safetensors.torch import save_file
@@ -273,9 +167,7 @@ def write_head(
         num_depths=num_depths,
         **few,
     )
-    tables = {"embed_tokens.weight", "lm_head.weight"} if own_tables else set()
-    if draft_vocab_size < target["vocab_size"]:
-        tables.add("lm_head.weight")
+    tables = {"lm_head.weight"} if draft_vocab_size < target["vocab_size"] else set()
     generator = torch.Generator().manual_seed(0)
     tensors: dict[str, torch.Tensor] = {}
     for name, expected in expected_tensors(config).items():

@@ -1,4 +1,5 @@
-"""The parts of `docs/` that are made from code: tables of settings, training recipe, metrics and alerts, and the chart.
+"""What is made from code: in `docs/` the tables of settings, training recipe, metrics and alerts, and the chart; and
+`configs/schema.json`, by which editors check and complete a config.
 
     python -m benchmarks.pages [--check]
 
@@ -7,6 +8,7 @@ and fails where a page is old. `make docs` runs it.
 """
 
 import argparse
+import json
 import sys
 import types
 import typing
@@ -27,6 +29,7 @@ from peagle.train.recipe import Recipe
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 CHART = DOCS / "speed.svg"
+SCHEMA = ROOT / "configs" / "schema.json"
 BEGIN, END = "<!-- made: {} -->\n", "<!-- end -->"
 
 UNITS = {
@@ -147,6 +150,23 @@ def metrics_tables() -> str:
     return "\n".join(parts)
 
 
+def config_schema() -> str:
+    """JSON Schema of a config: Ray Serve's own keys are left to Ray, the settings under `args` are ours."""
+    settings = ClusterSettings.model_json_schema()
+    known = {"type": "object", "properties": {"args": {"$ref": "#/$defs/ClusterSettings"}}}
+    # vLLM's own JSON may stand in place of a section.
+    own = {**settings["properties"], "speculative_config": {"description": "vLLM's, in place of `drafter`."}}
+    definitions = settings.pop("$defs") | {"ClusterSettings": {**settings, "properties": own}}
+    schema = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "A service's Ray Serve config",
+        "type": "object",
+        "properties": {"applications": {"type": "array", "items": known}},
+        "$defs": definitions,
+    }
+    return json.dumps(schema, indent=1) + "\n"
+
+
 def alerts_table() -> str:
     spec = yaml.safe_load((ROOT / "k8s/components/monitoring/alerts.yaml").read_text(encoding="utf-8"))["spec"]
     rules = [rule for group in spec["groups"] for rule in group["rules"]]
@@ -182,9 +202,9 @@ def renewed(text: str, parts: dict[str, Callable[[], str]]) -> str:
 
 
 def old_pages() -> dict[Path, str]:
-    """Pages whose made parts are old, and the chart, with the text that they should have."""
+    """Pages whose made parts are old, the chart and the schema, with the text that they should have."""
     wanted = {DOCS / name: renewed((DOCS / name).read_text(encoding="utf-8"), parts) for name, parts in MADE.items()}
-    wanted[CHART] = svg()
+    wanted[CHART], wanted[SCHEMA] = svg(), config_schema()
     return {
         path: text for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text
     }

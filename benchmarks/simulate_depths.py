@@ -1,5 +1,4 @@
-"""Learned K against the best fixed K, the best fixed K of each workload and an oracle, without an engine: on recorded
-acceptance and measured step times.
+"""Learned K against the best fixed K, without an engine: on recorded acceptance and measured step times.
 
     python -m benchmarks.simulate_depths [--mix code-chat] [--requests 600] [--traces FILE]
 
@@ -12,11 +11,10 @@ A step decodes every running request with 1 + k rows, and takes in the prompts o
 the KV cache, prefix caching, several replicas.
 """
 
-import fnmatch
 import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, Protocol, cast
@@ -47,15 +45,8 @@ MIXES: dict[str, dict[str, tuple[Sequence[str], float]]] = {
     "code": {"code": (("humaneval", "coding"), 0.0)},
     "chat": {"chat": (CHAT, 0.0)},
     "code-chat": {"code": (("humaneval", "coding"), 0.0), "chat": ((*CHAT, "qa"), 1.0)},
-    "greedy": {"code": (("humaneval", "coding"), 0.0), "chat": ((*CHAT, "qa"), 0.0)},
-    "apps": {
-        "code": (("humaneval", "coding"), 0.0),
-        "chat": (CHAT, 0.0),
-        "translation": (("translation",), 0.0),
-        "sampled": (("*",), 1.0),
-    },
 }
-"""Workloads by mix, each the categories of its answers (patterns as in a shell) and their temperature."""
+"""Workloads by mix, each the categories of its answers and their temperature."""
 
 
 # ---- recorded acceptance
@@ -89,34 +80,7 @@ def load_answers(path: str | Path = TRACES, max_draft_tokens: int = K_MAX) -> li
 
 def select(answers: Sequence[Answer], categories: Sequence[str], temperature: float) -> list[Answer]:
     """The answers of one workload."""
-    return [
-        answer
-        for answer in answers
-        if answer.temperature == temperature and any(fnmatch.fnmatchcase(answer.category, one) for one in categories)
-    ]
-
-
-def acceptance_length(answers: Sequence[Answer], k: int) -> float:
-    """AL at a fixed K, pooled over answers, the first token of each left out (as in vLLM)."""
-    tokens = steps = 0
-    for answer in answers:
-        place = 0
-        while place < len(answer.accepted):
-            steps += 1
-            place += min(answer.accepted[place], k) + 1
-        tokens += len(answer.accepted)
-    return tokens / steps
-
-
-def survival(answers: Sequence[Answer], max_draft_tokens: int = K_MAX) -> tuple[float, ...]:
-    """S_1 .. S_K_max over the steps of decoding at K_max, pooled over answers."""
-    found = []
-    for answer in answers:
-        place = 0
-        while place < len(answer.accepted):
-            found.append(min(answer.accepted[place], max_draft_tokens))
-            place += found[-1] + 1
-    return tuple((np.array(found)[:, None] > np.arange(max_draft_tokens)).mean(axis=0).tolist())
+    return [answer for answer in answers if answer.temperature == temperature and answer.category in categories]
 
 
 # ---- engines
@@ -223,12 +187,12 @@ class Policy(Protocol):
 
 @dataclass
 class Fixed:
-    """One K for all, or one for each workload."""
+    """One K for all."""
 
-    k: int | Mapping[str, int]
+    k: int
 
     def admit(self, workload: str, now_s: float) -> Drafting:
-        return Drafting(workload, self.k if isinstance(self.k, int) else self.k[workload], "request")
+        return Drafting(workload, self.k, "request")
 
     def depths(self, requests: Sequence[Request], prompt_tokens: int) -> list[int]:
         return [request.drafting.k for request in requests]
@@ -240,25 +204,6 @@ class Fixed:
         self, requests: Sequence[Request], steps: Sequence[tuple[int, int]], step: TimedStep, now_s: float
     ) -> None:
         pass
-
-
-@dataclass
-class Oracle(Fixed):
-    """Knows which drafts will be accepted and what every step takes: verifies the best of the accepted ones only."""
-
-    k: int | Mapping[str, int] = 0
-    engine: Engine = field(kw_only=True)
-
-    def depths(self, requests: Sequence[Request], prompt_tokens: int) -> list[int]:
-        found = [request.answer.accepted[request.place] for request in requests]
-        num = len(requests)
-        # A cap on all: what is accepted is worth its row, or the step's time is better spent on the next step.
-        capped = [[min(each, cap) for each in found] for cap in range(max(found) + 1)]
-        rates = [(num + sum(depths)) / self.engine(num, num + sum(depths), prompt_tokens) for depths in capped]
-        return capped[int(np.argmax(rates))]
-
-    def drafts(self, requests: Sequence[Request], prompt_tokens: int) -> bool | None:
-        return None
 
 
 class Learned:
@@ -328,9 +273,9 @@ class Load:
     warm_steps: int = 0
 
 
-def simulate(engine: Engine, pools: Mapping[str, Sequence[Answer]], policy: Policy, load: Load, seed: int = 0) -> float:
+def simulate(engine: Engine, pools: Mapping[str, Sequence[Answer]], policy: Policy, load: Load) -> float:
     """Output tokens per second of the steady part. `pools`: answers by workload, asked for equally often."""
-    rng, names = np.random.default_rng(seed), sorted(pools)
+    rng, names = np.random.default_rng(0), sorted(pools)
     draws = [
         (name := names[int(rng.integers(len(names)))], int(rng.integers(len(pools[name]))))
         for _ in range(load.num_requests)
@@ -375,25 +320,11 @@ def simulate(engine: Engine, pools: Mapping[str, Sequence[Answer]], policy: Poli
 
 
 def compare(
-    engine: Engine, pools: Mapping[str, Sequence[Answer]], load: Load, learned: Callable[[], Policy], seed: int = 0
+    engine: Engine, pools: Mapping[str, Sequence[Answer]], load: Load, learned: Callable[[], Policy]
 ) -> dict[str, float]:
-    """Tokens per second of every arm: `K=0` .. `K=7`, `learned` and `oracle`."""
-    rates = {f"K={k}": simulate(engine, pools, Fixed(k), load, seed) for k in range(K_MAX + 1)}
-    rates["learned"] = simulate(engine, pools, learned(), load, seed)
-    rates["oracle"] = simulate(engine, pools, Oracle(engine=engine), load, seed)
-    return rates
-
-
-def best_by_workload(
-    engine: Engine, pools: Mapping[str, Sequence[Answer]], load: Load, k: int, seed: int = 0
-) -> tuple[dict[str, int], float]:
-    """The best fixed K of each workload, found from `k` for all by one workload after the other; its tokens per
-    second."""
-    best = dict.fromkeys(pools, k)
-    for name in sorted(pools):
-        rates = {k: simulate(engine, pools, Fixed({**best, name: k}), load, seed) for k in range(K_MAX + 1)}
-        best[name] = max(rates, key=rates.__getitem__)
-    return best, rates[best[name]]
+    """Tokens per second of every arm: `K=0` .. `K=7`, and `learned`."""
+    rates = {f"K={k}": simulate(engine, pools, Fixed(k), load) for k in range(K_MAX + 1)}
+    return rates | {"learned": simulate(engine, pools, learned(), load)}
 
 
 def learned_share(rates: Mapping[str, float]) -> float:
@@ -406,27 +337,22 @@ def main(
     engine: Annotated[str, typer.Option(help=f"Engine whose steps were measured: {', '.join(ENGINES)}.")] = "h200",
     requests: Annotated[int, typer.Option(help="Requests of each run.")] = 600,
     points: Annotated[bool, typer.Option(help="The engine measures itself at its start.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the requests' order and of the noise of steps.")] = 0,
     traces: Annotated[Path, typer.Option(help="Recorded acceptance.")] = TRACES,
     out: Annotated[Path | None, typer.Option(help="JSON with the figures and their conditions.")] = None,
 ) -> None:
-    """Print tokens per second by K, by the best K of each workload, learned K and the oracle, at several numbers of
-    clients."""
+    """Print tokens per second by K, and of learned K, at several numbers of clients."""
     found: dict[int, dict[str, float]] = {}
     answers, table = load_answers(traces), TableEngine.load(ENGINES[engine])
     pools = {name: select(answers, *kind) for name, kind in MIXES[mix].items()}
     document = points_of(table, 256) if points else None
     for concurrency in (1, 4, 8) if engine == "cpu" else (1, 8, 32, 64, 128, 256):
         load = Load(concurrency, max(requests, 4 * concurrency))
-        rates = compare(table, pools, load, lambda: Learned(engine != "cpu", document), seed)
-        uniform = max(range(K_MAX + 1), key=lambda k: rates[f"K={k}"])
-        ks, rates["K by workload"] = best_by_workload(table, pools, load, uniform, seed)
+        rates = compare(table, pools, load, lambda: Learned(engine != "cpu", document))
         found[concurrency] = {name: round(rate, 1) for name, rate in rates.items()}
         cells = "  ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
-        shares = f"learned / best K {learned_share(rates):.3f}, / best K by workload {ks}"
-        typer.echo(f"{concurrency:4d} clients: {cells}  {shares} {rates['learned'] / rates['K by workload']:.3f}")
+        typer.echo(f"{concurrency:4d} clients: {cells}  learned / best K {learned_share(rates):.3f}")
     if out is not None:
-        figures = {"mix": mix, "engine": engine, "seed": seed, "tokens_per_s": found, "conditions": conditions()}
+        figures = {"mix": mix, "engine": engine, "tokens_per_s": found, "conditions": conditions()}
         out.write_text(json.dumps(figures, indent=1) + "\n")
 
 

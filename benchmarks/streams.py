@@ -52,11 +52,7 @@ from peagle.vllm.outputs import OutputCoalescer
 from peagle.vllm.step_notes import STEPS_HEADER, VerifiedStep, steps_text
 
 ARMS = ("vllm", "target")
-KINDS = {
-    "haproxy": "haproxy",
-    f":streams:{TARGET_NAME}": "server",
-    "--serve-vllm": "server",
-}
+KINDS = {"haproxy": "haproxy", f":streams:{TARGET_NAME}": "server", "--serve-vllm": "server"}
 MAX_NUM_SEQS = 1024
 PACE = "PEAGLE_STREAMS_PACE"
 """For the processes of the server, as JSON: `step_ms`, `tokens` of a request in a step, `arm`, and the `folder` of
@@ -188,17 +184,13 @@ def serve_vllm(port: int, model: str) -> None:
 
 
 def application(options: argparse.Namespace) -> serve.Application:
-    args = {
+    args: dict[str, Any] = {
         "model": {"id": "m", "source": options.model},
         "engine": {"max_num_seqs": MAX_NUM_SEQS},
-        "target": {
-            "num_replicas": options.targets,
-            "bundle": {"CPU": 1},
-            "num_cpus": 0.1,
-            "max_ongoing_requests": 4 * MAX_NUM_SEQS,
-        },
+        "target": {"num_replicas": options.targets, "bundle": {"CPU": 1}, "num_cpus": 0.1},
         "limits": {"max_running_requests": MAX_NUM_SEQS},
     }
+    args["target"]["max_ongoing_requests"] = 4 * MAX_NUM_SEQS
     settings = load_settings(args, catalog(), os.environ)
     return bind_target(settings, serve.ingress(None)(EngineLess))
 
@@ -258,8 +250,6 @@ class Clients:
         self._host, self._port = url.removeprefix("http://").split(":")
         self._num_tokens, self._steps, self._draw = options.tokens, options.steps, random.Random(seed)
         self._prompt = " ".join(["Hi"] * options.prompt_words)
-        interval = options.stream_interval
-        self._own = {"ignore_eos": True} | ({} if interval is None else {"stream_interval": interval})
         self.num_chunks = self.num_answers = self.num_failed = 0
         self.first_s: list[float] = []
 
@@ -273,7 +263,7 @@ class Clients:
     async def _ask(self, max_tokens: int) -> None:
         messages = [{"role": "user", "content": self._prompt}]
         body = {"model": "m", "messages": messages, "max_tokens": max_tokens, "stream": True}
-        text = json.dumps(body | self._own)
+        text = json.dumps(body | {"ignore_eos": True})
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
         reader, writer = await asyncio.open_connection(self._host, int(self._port))
         started_s, is_answered, is_whole, num_seen = time.perf_counter(), False, False, 0
@@ -360,7 +350,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=1, help="of a request in a step")
     parser.add_argument("--steps", type=int, nargs=2, default=[64, 192], help="of an answer, at least and at most")
     parser.add_argument("--prompt-words", type=int, default=1, help="tokens of a prompt, but for the chat template's")
-    parser.add_argument("--stream-interval", type=int, help="tokens of a chunk, as clients ask; default: the server's")
     parser.add_argument("--seconds", type=float, default=8.0, help="that are counted ...")
     parser.add_argument("--warm-seconds", type=float, default=6.0, help="... after these")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
@@ -400,13 +389,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "TTFT ms",
         "p99",
         "server, us/token",
-        *(f"{kind}, us/chunk" for kind in kinds),
+        *(f"{one}, us/chunk" for one in kinds),
     ]
     sys.stdout.write(markdown(header, rows) + "\n")
     if options.out is not None:
-        load_options = {
-            name: value for name, value in vars(options).items() if name not in ("out", "serve_vllm", "engine")
-        }
+        load_options = {k: value for k, value in vars(options).items() if k not in ("out", "serve_vllm", "engine")}
         document = {"made": conditions(), "num_cores": os.cpu_count(), "options": load_options, "arms": arms}
         options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0

@@ -60,7 +60,7 @@ PARSER_PLUGINS = {"tool_call_parser": "tool_parser_plugin", "reasoning_parser": 
 
 OWNED_DRAFT_KEYS = {
     "model": "set drafter.head",
-    "method": "the head decides between P-EAGLE and EAGLE-3, both eagle3 to vLLM",
+    "method": "set drafter.method",
     "num_speculative_tokens": "set drafter.max_draft_tokens",
     "parallel_drafting": "set drafter.parallel_drafting",
     "tensor_parallel_size": "set draft_tensor_parallel_size, as in vLLM",
@@ -78,6 +78,9 @@ ONLY_DRAFT_VALUES = {
 }
 """Keys of which other values are refused: K is learned from drafts that are greedy and rejected one by one, and heads
 are stored in bfloat16, of which vLLM makes FP8 as it loads them."""
+
+METHODS_WITHOUT_HEAD = ("mtp", "ngram")
+"""Methods without files of their own: the target's checkpoint has the layers, or the text is enough."""
 
 VERIFICATION_KEYS = ("rejection_sample_method", "synthetic_acceptance_length", "synthetic_acceptance_rates")
 """Keys of verification, which the target's engine does wherever the drafter runs."""
@@ -261,7 +264,13 @@ class DrafterSettings(Section):
     """The drafter. Spare heads get an equal share of the cache: a candidate on trial, and heads that workloads were
     given after a trial."""
 
-    head: str = Field(min_length=1, description="Shipped head's name, directory, or Hugging Face id.")
+    method: Literal["eagle3", "eagle", "mtp", "dflash", "dspark", "draft_model", "ngram"] = Field(
+        default="eagle3",
+        description="As vLLM names it. `eagle3`: a P-EAGLE or an EAGLE-3 head, which the head decides.",
+    )
+    head: str = Field(
+        default="", description="Shipped head's name, directory, or Hugging Face id; none with `mtp` and `ngram`."
+    )
     placement: Literal["colocated", "remote"] = Field(
         default="colocated", description="In the target's engine, or on drafter replicas."
     )
@@ -293,6 +302,11 @@ class DrafterSettings(Section):
     @property
     def is_remote(self) -> bool:
         return self.placement == "remote"
+
+    @property
+    def is_vllms_own(self) -> bool:
+        """Whether vLLM alone knows the drafter: its files are neither read nor converted here."""
+        return self.method != "eagle3"
 
     @property
     def heads(self) -> tuple[str, ...]:
@@ -333,6 +347,8 @@ class DrafterSettings(Section):
             elif known is not None and key not in known:
                 hint = nearest(key, known)
                 problems.append(f"unknown key drafter.engine_options.{key}: vLLM's speculative_config has none{hint}")
+            elif key == "quantization" and info.data.get("method") != "eagle3":
+                continue
             elif key in ONLY_DRAFT_VALUES and value not in ONLY_DRAFT_VALUES[key]:
                 problems.append(f".{key} is {value!r:.80}, but must be {' or '.join(ONLY_DRAFT_VALUES[key])} here")
             elif known is not None:
@@ -346,6 +362,10 @@ class DrafterSettings(Section):
         catalog: Catalog | None = info.context
         if catalog is None:
             return self
+        if self.is_vllms_own:
+            return self._read_others(catalog)
+        if not self.head:
+            raise Problems(["missing key drafter.head: a shipped head's name, a directory, or a Hugging Face id"])
         try:
             name, head = catalog.head(self.head)
         except ValueError as error:
@@ -366,6 +386,32 @@ class DrafterSettings(Section):
         Problems.check(problems)
         filled = {"head": name, "max_draft_tokens": max_draft_tokens, "heads_by_workload": by_workload}
         return self.model_copy(update=filled)
+
+    def _read_others(self, catalog: Catalog) -> "DrafterSettings":
+        """Resolve the name of a drafter that only vLLM reads, and refuse what is for P-EAGLE heads."""
+        problems = [
+            f".{key} is for P-EAGLE and EAGLE-3 heads: leave it out with method: {self.method}"
+            for key, is_given in (
+                ("placement", self.is_remote),
+                ("parallel_drafting", self.parallel_drafting is not None),
+                (f"engine_options.{ADAPTIVE_KEY}", ADAPTIVE_KEY in self.engine_options),
+            )
+            if is_given
+        ]
+        if self.max_draft_tokens is None:
+            problems.append(
+                f".max_draft_tokens is missing: with method: {self.method} nothing says how many are drafted"
+            )
+        name = self.head
+        if self.method not in METHODS_WITHOUT_HEAD:
+            try:
+                name = catalog.resolve(self.head, catalog.embedded_models, "embedded model")
+            except ValueError as error:
+                problems.append(f".head{error}")
+        elif name:
+            problems.append(f".head is {name!r:.80}, but method: {self.method} has no files of its own: leave it out")
+        Problems.check(problems)
+        return self.model_copy(update={"head": name})
 
     def _kind_problems(self, head: Head | None) -> list[str]:
         parallel = self.parallel_drafting
@@ -1036,17 +1082,18 @@ def _with_drafter(raw: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, A
         if not isinstance(value, Mapping):
             raise Problems([f"{name} must be an object like vLLM's --speculative-config, not {value!r:.80}"])
         options = {str(key): item for key, item in value.items()}
-        if (method := options.pop("method", None)) != "eagle3":
+        known = typing.get_args(DrafterSettings.model_fields["method"].annotation)
+        if (method := options.pop("method", None)) not in known:
             said = f'{name} must say "method": "eagle3" (with "parallel_drafting": true for a P-EAGLE head)'
-            raise Problems([f"{said}; it says method {method!r}"])
-        missing = [key for key in ("model", "num_speculative_tokens") if options.get(key) is None]
-        Problems.check([f"missing key {name}.{key}" for key in missing])
-        sections["drafter"] = {
-            "head": options.pop("model"),
-            "max_draft_tokens": options.pop("num_speculative_tokens"),
-            "parallel_drafting": options.pop("parallel_drafting", False),  # as vLLM reads its absence
-            "engine_options": options,
-        }
+            raise Problems([f"{said} or another of {listed(known)}; it says method {method!r}"])
+        needed = ("num_speculative_tokens",) if method in METHODS_WITHOUT_HEAD else ("model", "num_speculative_tokens")
+        Problems.check([f"missing key {name}.{key}" for key in needed if options.get(key) is None])
+        drafter = {"method": method, "max_draft_tokens": options.pop("num_speculative_tokens")}
+        if "model" in options:
+            drafter["head"] = options.pop("model")
+        if method == "eagle3":
+            drafter["parallel_drafting"] = options.pop("parallel_drafting", False)  # as vLLM reads its absence
+        sections["drafter"] = {**drafter, "engine_options": options}
     return sections
 
 

@@ -195,7 +195,7 @@ def check_heads(settings: ClusterSettings) -> None:
     Raises:
         SettingsError: a damaged or missing file, wrong tensors, or a head for another target.
     """
-    if settings.drafter is None:
+    if settings.drafter is None or settings.drafter.is_vllms_own:
         return
     embedded = embedded_targets().get(settings.model.source)
     target_config = Path(settings.model.source) / "config.json"

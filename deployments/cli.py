@@ -47,9 +47,22 @@ def log_to_stderr() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
 
 
+def say_version(is_wanted: bool) -> None:
+    if is_wanted:
+        from importlib.metadata import packages_distributions, version
+
+        found = packages_distributions()
+        names = {"peagle": "peagle-serve", "vLLM": found["vllm"][0], "Ray": found["ray"][0]}
+        typer.echo(", ".join(f"{name} {version(package)}" for name, package in names.items()))
+        raise typer.Exit
+
+
 @app.callback()
 def options(
     traceback: Annotated[bool, typer.Option("--traceback", help="show where an error comes from")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=say_version, is_eager=True, help="print the versions and end")
+    ] = False,
 ) -> None:
     """Options of every subcommand; `main` reads them."""
 
@@ -67,6 +80,14 @@ def serve(
     from deployments.up import up
 
     up(config, detach=detach, timeout_s=timeout, say=clock())
+
+
+@app.command()
+def check(config: Config) -> None:
+    """Check CONFIG without starting anything (keys, vLLM's arguments, heads), and print what it asks for."""
+    from deployments.up import describe, read_config
+
+    typer.echo(describe(*read_config(config)))
 
 
 @app.command()

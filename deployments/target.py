@@ -42,7 +42,7 @@ from cluster.settings import ClusterSettings
 from cluster.step_latency import StepLatency
 from deployments import compat
 from deployments.body import Call, from_engine, grammar_limits, grammars, num_prompts
-from deployments.drafter import MAX_SMALL_MACHINE_CORES, head_directory, target_source
+from deployments.drafter import MAX_SMALL_MACHINE_CORES, head_directory, local_directory, target_source
 from deployments.errors import ApiError, engine_lost, not_ready
 from deployments.front_end import (
     QUEUED_PER_RUNNING,
@@ -118,8 +118,9 @@ class TargetServer(LLMServer):
         self._grammars.start()
         render_at_once(self._client)
         self.front_end = FrontEnd(settings, make_k_policy(settings), QUEUED_PER_RUNNING * settings.max_num_seqs)
-        if head_dir is not None and drafter is None:
-            self.front_end.heads = (await asyncio.to_thread(head_digest, head_dir),)
+        if settings.drafter is not None and drafter is None:
+            digest = head_digest(head_dir) if head_dir is not None else target_digest(target_dir)
+            self.front_end.heads = (digest,)
         self._router, self._num_targets = router, 1
         self._learning = asyncio.get_running_loop().create_task(self._learn_forever())
         self._aborts: set[asyncio.Task[None]] = set()
@@ -413,8 +414,12 @@ def prepare(settings: ClusterSettings) -> tuple[str, Path | None]:
     Raises:
         ValueError: a damaged file, or a head for another target.
     """
-    target = target_source(settings.model.source)
-    return target, None if settings.drafter is None else head_directory(settings.drafter.head, target)
+    target, drafter = target_source(settings.model.source), settings.drafter
+    if drafter is None or not drafter.head:
+        return target, None
+    if drafter.is_vllms_own:
+        return target, local_directory(target_source(drafter.head))
+    return target, head_directory(drafter.head, target)
 
 
 def use_all_cores_of_a_small_machine(environ: MutableMapping[str, str] = os.environ) -> None:
@@ -434,11 +439,12 @@ def engine_config(
     extra = {"enable_prompt_tokens_details": True, **settings.engine}  # usage says how much of a prompt was cached
     dtype = extra.pop("dtype", "auto")
     on_cpu = not settings.target.has_gpu
-    drafter = settings.drafter if head_dir is not None else None
+    drafter = settings.drafter
     links = None if drafter is None or not drafter.is_remote else drafter.links
     kwargs = engine_kwargs(
         None,
         head_dir,
+        method="eagle3" if drafter is None else drafter.method,
         max_draft_tokens=None if drafter is None else drafter.max_draft_tokens,
         parallel_drafting=None if drafter is None else drafter.parallel_drafting,
         dtype=dtype,

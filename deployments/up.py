@@ -243,6 +243,23 @@ def resources(settings: ClusterSettings) -> dict[str, float]:
     return needed
 
 
+def describe(config: Mapping[str, Any], settings: ClusterSettings) -> str:
+    """What a config that was read asks for, a line each."""
+    drafter, scaling = settings.drafter, settings.autoscaling
+    lines = [f"target: {settings.model.source}, served as {settings.model.id} at {base_url(config)}"]
+    if drafter is None:
+        lines.append("drafter: none")
+    else:
+        what = drafter.head or "without files of its own"
+        lines.append(f"drafter: {what} ({drafter.method}), {drafter.placement}, K_max {settings.max_draft_tokens}")
+    lines.append(f"replicas at the most: {settings.max_num_targets} targets, {settings.max_num_drafters} drafters")
+    needed = {name: number for name, number in sorted(resources(settings).items()) if number}
+    lines.append(f"Ray resources at the most: {', '.join(f'{name} {number:g}' for name, number in needed.items())}")
+    lines.append(f"autoscaling: {'off' if scaling is None else scaling.policy}")
+    lines.append(f"callers: {'anybody' if settings.callers is None else ', '.join(settings.callers)}")
+    return "\n".join(lines)
+
+
 def num_logical_cpus(settings: ClusterSettings) -> int:
     """CPUs that Ray is told to have. They are places for processes, not cores: replicas, router and engine workers
     each take some, and on a small machine nothing would ever be scheduled with the number of cores."""

@@ -1,5 +1,6 @@
 """Fixtures that several test modules share: the prepared target and head, as a user gets them."""
 
+import gc
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -73,6 +74,25 @@ class EnginesTogether(LoadScopeScheduling):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> EnginesTogether:
     return EnginesTogether(config, log)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_environment(request: pytest.FixtureRequest) -> Iterator[None]:
+    """vLLM sets variables of its process. Which modules share one is chance, so none gets those of the module before.
+    The shared application keeps its own."""
+    before = dict(os.environ)
+    yield
+    if not starts_engines(request.path):
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """Without what other tests of this process left for the garbage collector, which may log a complaint."""
+    gc.collect()
+    caplog.clear()
+    return caplog
 
 
 @pytest.fixture(scope="session", autouse=True)

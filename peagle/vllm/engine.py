@@ -48,6 +48,7 @@ def engine_kwargs(
     target_dir: str | Path | None,
     head_dir: str | Path | None,
     *,
+    method: str = "eagle3",
     max_draft_tokens: int | None = None,
     parallel_drafting: bool | None = None,
     dtype: str = "auto",
@@ -60,6 +61,8 @@ def engine_kwargs(
     Args:
         target_dir: checkpoint of the target; None leaves `model` out (`ray.serve.llm` sets it from its own setting).
         head_dir: prepared head in vLLM's format; None means no speculation.
+        method: as vLLM names it. "eagle3" means P-EAGLE and EAGLE-3 heads. Any other one is vLLM's own: head_dir goes
+            to vLLM unread, None if the method has no files.
         max_draft_tokens: K_max, from 1 to the head's `num_depths`, if known. None: `num_depths`.
         parallel_drafting: all drafts in one pass (P-EAGLE) or one after another (EAGLE-3). None: one pass if the head
             has a mask token.
@@ -85,6 +88,16 @@ def engine_kwargs(
     kwargs["worker_cls"] = CPU_WORKER if on_cpu else V2_WORKER
     if target_dir is not None:
         kwargs["model"] = str(target_dir)
+    if method != "eagle3":
+        if max_draft_tokens is None:
+            raise ValueError(f"max_draft_tokens is missing: nothing else says how many tokens {method!r} drafts")
+        if method == "ngram" and not on_cpu:
+            method = "ngram_gpu"  # the one that goes with asynchronous scheduling
+        model = {} if head_dir is None else {"model": str(head_dir)}
+        kwargs["speculative_config"] = {"method": method, **model, "num_speculative_tokens": max_draft_tokens}
+        if not on_cpu:
+            _add_capture_sizes(kwargs, extra)
+        return kwargs
     if head_dir is None:
         if max_draft_tokens is not None:
             raise ValueError("max_draft_tokens is set but there is no head: give the head, or leave it out")
@@ -93,12 +106,18 @@ def engine_kwargs(
         return kwargs
     head = read_head_config(head_dir)
     kwargs["speculative_config"] = _speculative_config(head, str(head_dir), max_draft_tokens, parallel_drafting)
-    if not on_cpu and not CAPTURE_KEYS & {*extra, *(extra.get("compilation_config") or {})}:
-        rows = 1 + int(kwargs["speculative_config"]["num_speculative_tokens"])
-        kwargs["cudagraph_capture_sizes"] = capture_sizes(rows * int(extra.get("max_num_seqs", MAX_GRAPH_TOKENS)))
+    if not on_cpu:
+        _add_capture_sizes(kwargs, extra)
     if remote is not None:
         kwargs |= _remote_engine(kwargs, head, remote, on_cpu)
     return kwargs
+
+
+def _add_capture_sizes(kwargs: dict[str, Any], extra: Mapping[str, Any]) -> None:
+    """Add the sizes of CUDA graphs for these settings, unless `extra` names some."""
+    if not CAPTURE_KEYS & {*extra, *(extra.get("compilation_config") or {})}:
+        rows = 1 + int(kwargs["speculative_config"]["num_speculative_tokens"])
+        kwargs["cudagraph_capture_sizes"] = capture_sizes(rows * int(extra.get("max_num_seqs", MAX_GRAPH_TOKENS)))
 
 
 def capture_sizes(num_tokens: int) -> list[int]:

@@ -6,7 +6,7 @@ Given to vLLM as an import string, `worker_cls=V2_WORKER` of `peagle.vllm.engine
 | --- | --- | --- |
 | P-EAGLE | `PEagleRunner` | speculator; graphs of prompts, verification, and decoding with any mix of K |
 | none | `RaggedModelRunner` | prompt graphs |
-| EAGLE-3, or no prompt graphs | vLLM's own | - |
+| another drafter, or no prompt graphs | vLLM's own | - |
 
 Prompt graphs run steps with prompts as full CUDA graphs, where `compat.replays_prompts`. If attention can renew its
 metadata from numbers on the GPU, full graphs do so, and the host builds none. Each engine measures its decoding steps
@@ -304,7 +304,7 @@ def runner_class(
     """Class of the model runner on one pipeline stage; None: vLLM's own. Like vLLM's speculators, ours is on the last
     stage only. The others have its kinds of graphs, because all stages pad a step alike."""
     speculative = config.speculative_config
-    if speculative is not None and speculative.parallel_drafting:
+    if speculative is not None and speculative.method == "eagle3" and speculative.parallel_drafting:
         return drafting_runner if is_last_stage else RaggedModelRunner
     return RaggedModelRunner if speculative is None and compat.replays_prompts(config) else None
 
@@ -326,9 +326,9 @@ class V2Worker(Worker):
         if not self.use_v2_model_runner:
             raise ValueError("vLLM chose its V1 model runner, whose reasons are in its log; this worker runs V2")
         assert self.device is not None
+        compat.name_aux_layers(self.vllm_config)
         kind = runner_class(self.vllm_config, get_pp_group().is_last_rank, self.drafting_runner)
         runner: Any = super()._make_model_runner() if kind is None else kind(self.vllm_config, self.device)
-        compat.name_aux_layers(self.vllm_config)
         compat.check("v2 runner", runner)
         if isinstance(runner, PEagleRunner):
             runner.speculator = self.make_speculator()

@@ -42,8 +42,10 @@ class CPUWorker(cpu_worker.CPUWorker):
         compat.check("cpu runner")
         run_uncompiled()
         self.runner_class.install(self.model_runner)
-        if self.vllm_config.speculative_config is not None:
+        speculative = self.vllm_config.speculative_config
+        if speculative is not None and speculative.method == "eagle3":
             ChunkedProposer.install(self.model_runner)
+        if speculative is not None:
             # vLLM leaves out min_p and logit_bias beside speculation. Requests with them have K = 0 here.
             self.model_runner.input_batch.logitsprocs = LogitsProcessors(
                 kind(self.vllm_config, self.model_runner.device, False) for kind in BUILTIN_LOGITS_PROCESSORS

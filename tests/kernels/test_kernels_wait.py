@@ -140,7 +140,7 @@ def test_a_word_written_meanwhile_ends_the_wait(take: Take, which: str) -> None:
         Wait(take, done=1)(1, ENOUGH_NS)  # compiled before the clock runs
     wait = Wait(take)
     written = wait.done_1 if which == "done" else wait.abort_1
-    timer = threading.Timer(0.05, lambda: written.fill_(3))
+    timer = threading.Timer(0.5, lambda: written.fill_(3))  # the wait has begun by then, on a busy machine too
     timer.start()
     wait(3, ENOUGH_NS)
     assert wait.outcome_2[0].item() == (REACHED if which == "done" else ABORTED)

@@ -60,7 +60,7 @@ def test_k_is_learned_shown_and_lossless(service) -> None:
         (row,) = [one for one in documented(service)["workloads"] if one["workload"] == "mixed"]
         return service.metrics()["peagle_depth"]["mixed",] == row["k"]
 
-    wait_for(shown_alike, "the same K in /metrics as in /drafting", 20)
+    wait_for(shown_alike, "the same K in /metrics as in /drafting")
 
 
 def test_pinned_and_asked_for_k_are_obeyed_exactly(service) -> None:

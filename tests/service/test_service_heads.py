@@ -75,7 +75,7 @@ def test_heads_come_and_go_by_what_is_accepted_of_their_drafts(
         trial = decided(router("propose", proposal).name)
         assert trial.state == "promoted", trial
         assert trial.provenance == {"num_requests": 100}
-        wait_for(lambda: heads(service)[0] == trial.head, "promoted head", 30)
+        wait_for(lambda: heads(service)[0] == trial.head, "promoted head")
         num_before = len(lengths)
         wait_for(lambda: len(lengths) > num_before + 4, "answers of the promoted head")
         assert min(lengths[-2:]) > max(lengths[:1])
@@ -90,12 +90,12 @@ def test_heads_come_and_go_by_what_is_accepted_of_their_drafts(
         change = newest(service)
         assert (change["head"], change["against"]) == (dropped.head, trial.head)
         assert change["high"] < 0
-        wait_for(lambda: heads(service)[0] == trial.head, "old head on the drafter", 30)
+        wait_for(lambda: heads(service)[0] == trial.head, "old head on the drafter")
         assert service.metrics()["peagle_head_change"]
         assert drafter_of(service)["refused"] == ""
 
         swap(service, head=service.written["applications"][0]["args"]["drafter"]["head"])
-        wait_for(lambda: heads(service)[0] == first, "the operator's head, which was never rolled back", 30)
+        wait_for(lambda: heads(service)[0] == first, "the operator's head, which was never rolled back")
     found = answers(service, "default")
     assert texts(found) == plain
     assert main(["heads", service.url]) == 0

@@ -48,7 +48,7 @@ def test_the_table_of_metrics_is_what_the_service_exports(service):
             if found.get(name) != wanted.get(name) and not name.startswith(elsewhere)
         }
 
-    wait_for(lambda: not difference(), f"agreement: {difference()}", 20)
+    wait_for(lambda: not difference(), f"agreement: {difference()}")
 
 
 @pytest.mark.long

@@ -106,7 +106,7 @@ def test_drafts_of_another_process_are_accepted_and_change_no_answer(service: Se
     assert texts(found) == plain
     assert acceptance_length(found) > 1.5
     num_verified = sum(one["drafting"]["num_draft_tokens"] for one in found)
-    wait_for(lambda: drafter_of(service)["counters"]["drafts"] >= num_verified, "report of drafts", 10)
+    wait_for(lambda: drafter_of(service)["counters"]["drafts"] >= num_verified, "report of drafts")
     document = service.drafting()
     (link,) = document["links"]
     assert (link["state"], link["path"]) == ("up", "shared memory")
@@ -149,13 +149,11 @@ def test_a_killed_drafter_costs_drafts_and_no_request(service: Service, plain: l
     with load(service, plain) as lengths:
         wait_for(lambda: len(lengths) > 0, "answer")
         os.kill(pid_of_drafter(), signal.SIGKILL)
-        wait_for(lambda: links(service) != ["up"], "lost link", 30)
+        wait_for(lambda: links(service) != ["up"], "lost link")
         wait_for(lambda: links(service) == ["up"], "new link")
         num_before = len(lengths)
-        wait_for(lambda: len(lengths) > num_before + 1, "answer")
-    after = drafter_of(service)
-    assert after["replica"] != before["replica"]
-    assert lengths[-1] > 1.5
+        wait_for(lambda: max(lengths[num_before + 1 :], default=1.0) > 1.5, "accepted drafts of the new drafter")
+    assert drafter_of(service)["replica"] != before["replica"]
 
 
 def swap(service: Service, **user_config: Any) -> None:
@@ -170,7 +168,7 @@ def test_a_head_that_does_not_fit_is_refused_and_the_old_one_stays(
     cut = changed_head(tmp_path / "cut", lambda tensors: tensors.pop("fc.weight"))
     for head, words in ((cut, "missing fc.weight"), ("no-such-head", "no-such-head"), (f"{SHIPPED}-eagle3", "EAGLE-3")):
         swap(service, head=head)
-        wait_for(lambda words=words: words in drafter_of(service)["refused"], f"refusal: {words}", 30)
+        wait_for(lambda words=words: words in drafter_of(service)["refused"], f"refusal: {words}")
     assert sum(service.metrics()["peagle_drafter_head_refused"].values()) == 1
     assert (heads(service), pid_of_drafter()) == (before, pid)
     found = answers(service, "remote")
@@ -186,7 +184,7 @@ def test_a_new_head_goes_live_under_load_and_its_acceptance_is_seen(
     worse = changed_head(tmp_path / "worse", lambda tensors: tensors["mask_hidden"].zero_())
     with load(service, plain) as lengths:
         swap(service, head=worse)
-        wait_for(lambda: heads(service)[0] != right, "new head", 30)
+        wait_for(lambda: heads(service)[0] != right, "new head")
         new = heads(service)[0]
         wait_for(lambda: links(service) == ["up"], "link for the new head")
         num_before = len(lengths)
@@ -204,7 +202,7 @@ def test_a_new_head_goes_live_under_load_and_its_acceptance_is_seen(
         assert not by_head()[right]["is_live"]
         assert drafter_of(service)["refused"] == ""
         swap(service, head=SHIPPED)
-        wait_for(lambda: heads(service)[0] == right, "old head", 30)
+        wait_for(lambda: heads(service)[0] == right, "old head")
         wait_for(lambda: links(service) == ["up"], "link for the old head")
     found = answers(service, "remote")
     assert texts(found) == plain

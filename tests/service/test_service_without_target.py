@@ -1,7 +1,6 @@
 """The service when its target dies: requests are told, and none hangs. The last tests of the shared application."""
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,7 +10,7 @@ import ray
 from ray import serve
 
 from deployments import APP_NAME, TARGET_NAME
-from tests.support.service_harness import QUESTION, Service
+from tests.support.service_harness import QUESTION, Service, wait_for
 
 pytestmark = pytest.mark.service
 
@@ -34,28 +33,25 @@ def test_without_any_replica_requests_get_503_at_once_and_never_hang(application
     with ThreadPoolExecutor(2) as pool:
         broken = pool.submit(application.ask, **long)
         broken_stream = pool.submit(last_event, application, long, has_begun)
-        assert has_begun.wait(30)
+        assert has_begun.wait(120)
         ray.kill(ray.get_actor(replica, namespace="serve"))
-        killed = time.monotonic()
         # The requests that were being answered are told, and what comes next is refused at once.
         # A closed connection is HAProxy's way where its own one to the replica had served other requests before; else
         # it sends what was not answered to another replica, and finds none.
-        if not isinstance(broken.exception(timeout=20), httpx.RemoteProtocolError):
+        if not isinstance(broken.exception(timeout=120), httpx.RemoteProtocolError):
             response = broken.result()
             assert response.status_code == 503
             assert response.json()["error"]["code"] in ("server_lost", "model_not_ready")
         with pytest.raises(httpx.RemoteProtocolError, match="incomplete chunked read"):
-            broken_stream.result(timeout=20)
-    codes = []
-    while time.monotonic() < killed + 6 or len(codes) < 6:
+            broken_stream.result(timeout=120)
+    health = f"{application.url}/health"
+    wait_for(lambda: httpx.get(health, timeout=60).status_code == 503, "word of the loss", 30)
+    for _ in range(6):  # an engine takes longer to start again
         response = application.ask()
-        assert response.status_code == 503, response.text
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "model_not_ready"), response.text
         assert "retry-after" in response.headers
-        assert response.elapsed.total_seconds() < 5
-        codes.append(response.json()["error"]["code"])
-        assert httpx.get(f"{application.url}/health").status_code == 503 or time.monotonic() < killed + 3
-        time.sleep(0.5)
-    assert set(codes[2:]) == {"model_not_ready"}
+        assert response.elapsed.total_seconds() < 10, "it was held back"
+        assert httpx.get(health, timeout=60).status_code == 503
     (gauge,) = application.metrics()["peagle_target_replicas"].values()
     assert gauge == 0
     assert serve.status().applications[APP_NAME].status != "RUNNING"

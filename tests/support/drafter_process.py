@@ -56,6 +56,6 @@ class DrafterProcess:
     def kill(self) -> None:
         """kill -9; again is no error."""
         self._process.kill()
-        self._process.wait(timeout=10)
+        self._process.wait(timeout=120)
         if self._process.stdout is not None:
             self._process.stdout.close()

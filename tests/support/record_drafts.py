@@ -67,7 +67,7 @@ def main(job_path: str, records_path: str) -> None:
         Path(job["report"]).write_text(json.dumps(report))
 
 
-def connect(engine: LLM, drafters: list[dict[str, Any]], timeout_s: float = 30.0) -> None:
+def connect(engine: LLM, drafters: list[dict[str, Any]], timeout_s: float = 120.0) -> None:
     """Name the drafters to the engine and wait until steps can go to all of them."""
     engine.collective_rpc("set_drafters", args=(drafters,))
     end_s = time.monotonic() + timeout_s

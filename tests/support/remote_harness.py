@@ -9,7 +9,7 @@ from typing import Any
 from peagle.vllm.engine import RemoteSettings, engine_kwargs
 from tests.support.engine_harness import Job, Result, RunningEngine
 
-LINK_TIMEOUT_S = 60.0
+LINK_TIMEOUT_S = 120.0
 
 
 class RemoteEngine(RunningEngine):

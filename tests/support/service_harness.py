@@ -36,6 +36,7 @@ from deployments.up import live_form, ray_environment
 CONFIGS = Path(__file__).parents[2] / "configs"
 CONFIG = CONFIGS / "local.yaml"
 FIXED = {"policy": "fixed", "default": 5, "by_workload": {"code": 7, "chat": 5}}
+PATIENT = {"min_deadline_ms": 30_000.0, "max_deadline_ms": 60_000.0}
 TOOLS = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
 READY_TIMEOUT_S = 600.0
 WEB_KEY = "sk-web"
@@ -245,7 +246,8 @@ def wait_until_ready(running: Service) -> None:
 class SharedApplication:
     """The application of configs/local.yaml, started by the first test that asks for it and stopped when another needs
     the machine or Ray: K is fixed, drafts come from another process with the shipped head and, for the workload
-    `wrong`, with one that is never right. What a module changes live it takes back."""
+    `wrong`, with one that is never right. The target waits for drafts however busy the machine is, so every step has
+    some. What a module changes live it takes back."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
@@ -257,8 +259,8 @@ class SharedApplication:
             # Its final norm is zero, so that all logits are: it always drafts token 0.
             wrong = changed_head(folder / "always-wrong", lambda tensors: tensors["norm.weight"].zero_())
             self._stack.enter_context(pytest.MonkeyPatch.context()).setenv("TEST_WEB_KEY", WEB_KEY)
-            heads = {"heads_by_workload": {"wrong": wrong}}
-            running = running_service(drafter=heads, depth=FIXED, engine=TOOLS)
+            drafter = {"heads_by_workload": {"wrong": wrong}, "links": PATIENT}
+            running = running_service(drafter=drafter, depth=FIXED, engine=TOOLS)
             self._running = self._stack.enter_context(running)
         return self._running
 

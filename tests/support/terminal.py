@@ -37,7 +37,7 @@ class Terminal:
     def type(self, keys: str) -> None:
         os.write(self._master, keys.encode())
 
-    def wait_for(self, pattern: str, timeout_s: float = 30) -> None:
+    def wait_for(self, pattern: str, timeout_s: float = 120) -> None:
         """Read on, from the last match, to the next of `pattern`."""
         end_s = time.monotonic() + timeout_s
         while not (found := re.search(pattern, self.shown)):
@@ -48,7 +48,7 @@ class Terminal:
         self.shown = self.shown[found.end() :]
 
     def ended(self) -> int:
-        return self.process.wait(timeout=20)
+        return self.process.wait(timeout=120)
 
 
 @contextmanager

@@ -127,7 +127,7 @@ def named_mailboxes() -> list[str]:
     return [path.name for path in Path("/dev/shm").glob(f"peagle-mailbox-{os.getpid()}-*")]
 
 
-def eventually(condition: Callable[[], Any], timeout_s: float = 15.0) -> Any:
+def eventually(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
     """The condition's value once it is true. A deadline, not a measurement: it fails by far or not at all."""
     end_s = time.monotonic() + timeout_s
     while not (value := condition()):
@@ -146,7 +146,7 @@ def only_link(pool: Any) -> dict[str, Any]:
 
 
 def make_pool(**settings: Any) -> LinkPool:
-    settings = {"min_deadline_s": 5.0, "max_deadline_s": 5.0, "aux_layer_ids": CONFIG.aux_layer_ids} | settings
+    settings = {"min_deadline_s": 30.0, "max_deadline_s": 30.0, "aux_layer_ids": CONFIG.aux_layer_ids} | settings
     return LinkPool(settings.pop("shape", SHAPE), **settings)
 
 

@@ -1,11 +1,14 @@
 """The pages: made parts are what the code says today, links and anchors lead somewhere, and cited results are there."""
 
+import json
 import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import jsonschema
 import pytest
+import yaml
 from pydantic import BaseModel
 
 from benchmarks.chart import PANELS, points_of
@@ -126,3 +129,14 @@ def test_the_chart_shows_every_load_of_its_files() -> None:
     assert mid["this service"][256] == pytest.approx(16244, abs=1)
     assert mid["EAGLE-3, K = 3"][256] == pytest.approx(16428, abs=1)
     assert set(MADE) == {"configuration.md", "recipe.md", "metrics.md"}
+
+
+@pytest.mark.parametrize("config", sorted(ROOT.glob("configs/*.yaml")), ids=lambda path: path.name)
+def test_configs_keep_the_schema_that_editors_read(config: Path) -> None:
+    schema = json.loads((ROOT / "configs" / "schema.json").read_text(encoding="utf-8"))
+    document = yaml.safe_load(config.read_text(encoding="utf-8"))
+    jsonschema.validate(document, schema)
+    document["applications"][0]["args"]["modle"] = {}
+    with pytest.raises(jsonschema.ValidationError, match="modle"):
+        jsonschema.validate(document, schema)
+    assert config.read_text(encoding="utf-8").startswith("# yaml-language-server: $schema=schema.json\n")

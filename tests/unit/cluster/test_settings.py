@@ -467,6 +467,38 @@ def test_a_way_of_drafting_that_is_not_the_heads(head: str, given: bool, words: 
     assert re.search(f"drafter.parallel_drafting is {str(given).lower()}.*{words}", problem)
 
 
+def test_vllms_other_drafters_are_passed_on_unread(catalog: Catalog) -> None:
+    args = changed(drafter={"method": "dflash", "head": "org/some-dflash-head", "max_draft_tokens": 7})
+    drafter = drafter_of(args, catalog)
+    assert (drafter.method, drafter.head, drafter.max_draft_tokens) == ("dflash", "org/some-dflash-head", 7)
+    given = {"method": "dflash", "model": "org/some-dflash-head", "num_speculative_tokens": 7}
+    assert drafter_of({**changed(drafter=...), "speculative_config": given}, catalog) == drafter
+    without_head = {"method": "mtp", "num_speculative_tokens": 1}
+    assert drafter_of({**changed(drafter=..., depth=...), "speculative_config": without_head}, catalog).head == ""
+
+
+@pytest.mark.parametrize(
+    ("drafter", "words"),
+    [
+        ({"max_draft_tokens": 7}, "missing key drafter.head"),
+        ({"method": "dflash", "max_draft_tokens": 7}, "drafter.head"),
+        ({"method": "dflash", "head": "org/head"}, "drafter.max_draft_tokens is missing: with method: dflash"),
+        ({"method": "mtp", "head": "org/head", "max_draft_tokens": 1}, "has no files of its own: leave it out"),
+        (
+            {"method": "eagle", "head": "org/head", "max_draft_tokens": 3, "placement": "remote"},
+            "drafter.placement is for P-EAGLE and EAGLE-3 heads",
+        ),
+        (
+            {"method": "ngram", "max_draft_tokens": 3, "parallel_drafting": False},
+            "drafter.parallel_drafting is for P-EAGLE and EAGLE-3 heads",
+        ),
+        ({"method": "medusa", "head": "org/head", "max_draft_tokens": 3}, "drafter.method"),
+    ],
+)
+def test_what_vllms_other_drafters_lack_is_refused(drafter: dict[str, Any], words: str, catalog: Catalog) -> None:
+    assert any(words in problem for problem in problems_of(changed(drafter=drafter), catalog))
+
+
 def test_a_head_that_is_not_here_yet_needs_its_k_max(catalog: Catalog) -> None:
     args = changed(drafter={"head": "amazon/some-p-eagle-head"})
     assert "drafter.max_draft_tokens is missing" in problems_of(args, catalog)[0]
@@ -500,7 +532,7 @@ BARE = changed(drafter=..., depth=...)
         (GOOD, {"SM_VLLM_SPECULATIVE_CONFIG": json.dumps(SPECULATIVE_CONFIG)}, "contradict"),
         (BARE, {"SM_VLLM_SPECULATIVE_CONFIG": "{"}, "is not JSON"),
         (BARE, {"SM_VLLM_SPECULATIVE_CONFIG": "[]"}, "must be an object"),
-        ({**BARE, "speculative_config": {**SPECULATIVE_CONFIG, "method": "ngram"}}, {}, "ngram"),
+        ({**BARE, "speculative_config": {**SPECULATIVE_CONFIG, "method": "medusa"}}, {}, "medusa"),
         ({**BARE, "speculative_config": "{method: eagle3}"}, {}, "speculative_config is not JSON"),
         (BARE, {"SM_VLLM_SPECULATIVE_CONFIG": "3"}, "must be an object"),
         (

@@ -212,3 +212,22 @@ def test_an_error_that_nobody_has_thought_of_is_one_line(
     assert shown == "error: unexpected KeyError('applications'); `peagle --traceback ...` shows where\n"
     with pytest.raises(KeyError):
         main(["--traceback", "serve", "none.yaml"])
+
+
+def test_check_says_what_a_config_asks_for_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(ROOT / "configs" / "gpu-remote.yaml")]) == 0
+    said = capsys.readouterr().out
+    assert "replicas at the most: 1 targets, 1 drafters" in said
+    assert "GPU 2" in said
+
+
+def test_check_refuses_what_serve_would_refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "wrong.yaml"
+    config.write_text((ROOT / "configs" / "gpu.yaml").read_text().replace("max_draft_tokens", "max_drafts"))
+    assert main(["check", str(config)]) == 1
+    assert "max_draft_tokens" in capsys.readouterr().err
+
+
+def test_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert re.fullmatch(r"peagle [\d.]+\S*, vLLM 0\.\d+\S*, Ray 2\.\d+\S*\n", capsys.readouterr().out)

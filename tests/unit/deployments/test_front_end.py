@@ -534,7 +534,7 @@ def test_a_body_beyond_the_limit_gets_413_and_is_not_read_to_its_end() -> None:
 def test_a_body_that_does_not_come_gets_408_and_one_whose_client_leaves_is_no_failure(
     monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    monkeypatch.setattr(routes, "BODY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(routes, "BODY_TIMEOUT_S", 0.5)
 
     async def ask(*pieces: bytes, leaves: bool) -> list[Any]:
         received = [{"type": "http.request", "body": piece, "more_body": True} for piece in pieces]
@@ -796,9 +796,7 @@ def test_more_than_run_and_wait_gets_429_and_callers_take_turns() -> None:
         pieces = [
             asyncio.ensure_future(_collected(backend, Caller(name))) for name in ("crowd", "crowd", "crowd", "late")
         ]
-        await asyncio.sleep(0.01)
-        answers = [task for task in pieces if task.done()]
-        (refused,) = answers
+        (refused,), _ = await asyncio.wait(pieces, timeout=60, return_when=asyncio.FIRST_COMPLETED)
         error = refused.exception()
         assert isinstance(error, ApiError)
         assert (error.status, error.response().headers["retry-after"]) == (429, "2")
@@ -1164,11 +1162,11 @@ def test_a_client_that_leaves_closes_its_answer_at_once_and_logs_nothing(caplog:
             "root_path": "",
         }
         served = asyncio.ensure_future(app(scope, receive, send))
-        await asyncio.sleep(0.05)
-        assert backend.admitted
-        assert bool(sent) == has_begun
+        async with asyncio.timeout(60):
+            while not backend.admitted or bool(sent) != has_begun:
+                await asyncio.sleep(0)
         gone.set()
-        await asyncio.wait_for(served, 2)
+        await asyncio.wait_for(served, 60)
         assert backend.num_closed == 1
         text = b"".join(message.get("body", b"") for message in sent)
         assert b"DONE" not in text
@@ -1214,7 +1212,7 @@ def test_an_engine_that_answers_a_cancelled_request_is_not_heard(caplog: Any) ->
             "root_path": "",
         }
         await make_app(backend, Entrance())(scope, receive, send)  # type: ignore[arg-type]
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)
         gc.collect()
         (answers,) = [family for family in backend.front_end.families() if family.name == "peagle_answers"]
         assert [sample.labels["status"] for sample in answers.samples] == ["499"]

@@ -51,7 +51,7 @@ async def hangs() -> Any:
 
 
 async def until(is_so: Callable[[], Any]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not is_so():
             await asyncio.sleep(0.001)
 
@@ -59,7 +59,7 @@ async def until(is_so: Callable[[], Any]) -> None:
 @pytest.fixture(autouse=True)
 def _polls_follow_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deployments.replicas.POLL_INTERVAL_S", 0.0)
-    monkeypatch.setattr("deployments.replicas.POLL_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("deployments.replicas.POLL_TIMEOUT_S", 1.0)
 
 
 def monitor_of(*answers: Any, on_reports: Any = lambda _: None) -> Any:
@@ -80,7 +80,7 @@ def test_a_replica_that_cannot_report_still_serves(caplog: pytest.LogCaptureFixt
 def test_one_hung_replica_does_not_hold_up_the_reports_of_the_others() -> None:
     seen: list[Any] = []
     monitor = monitor_of(hangs, says(1), says(2), on_reports=lambda reports: seen.append(list(reports)))
-    asyncio.run(asyncio.wait_for(monitor.refresh(), 2))
+    asyncio.run(asyncio.wait_for(monitor.refresh(), 60))
     assert (monitor.num_ready, seen) == (3, [[1, 2]])
 
 

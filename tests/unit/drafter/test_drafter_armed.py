@@ -176,6 +176,7 @@ class Served:
             before()
             write(mailbox, number, *rest)
 
+        monkeypatch.setattr(armed, "TIMEOUT_S", 60.0)  # a busy machine may hold up a step
         monkeypatch.setattr(ArmedPass, "settle", noted)
         monkeypatch.setattr(Mailbox, "write_device_part", write_late)
         self.pool = self.new_pool()

@@ -128,7 +128,7 @@ def test_a_drafter_started_by_hand_drafts_for_a_target_and_ends_when_asked(head_
         assert drafts_BK is not None
         assert ((drafts_BK >= 0) & (drafts_BK < config.vocab_size)).sum(axis=1).tolist() == [4, 5]
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(120) == 0
         pool.close()
 
 

@@ -109,9 +109,10 @@ def put_target(hub: Hub) -> None:
 def run(hub: Hub, cache: Path, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own: the client reads its environment when it is imported."""
     environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(cache / "hub"), "PEAGLE_CACHE": str(cache)}
+    environment |= {"HF_HUB_OFFLINE": "0", "HF_HUB_ETAG_TIMEOUT": "120", "HF_HUB_DOWNLOAD_TIMEOUT": "120"}
     return subprocess.run(
         [sys.executable, "-c", f"import sys; {code}", *arguments],
-        env=environment, capture_output=True, text=True, timeout=120, check=False, cwd=Path(__file__).parents[3],
+        env=environment, capture_output=True, text=True, timeout=400, check=False, cwd=Path(__file__).parents[3],
     )  # fmt: skip
 
 

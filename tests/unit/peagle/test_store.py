@@ -173,7 +173,7 @@ def test_one_of_many_starters_builds(tmp_path: Path) -> None:
     for starter in starters:
         starter.start()
     for starter in starters:
-        starter.join(timeout=60)
+        starter.join(timeout=300)
     assert [starter.exitcode for starter in starters] == [0, 0, 0]
     assert log.read_text() == "built\n"
 

@@ -74,6 +74,18 @@ def test_engine_kwargs(head: Path) -> None:
     }
 
 
+def test_engine_kwargs_of_drafters_that_only_vllm_knows() -> None:
+    kwargs = engine_kwargs("/target", "/drafter", method="dspark", max_draft_tokens=5, on_cpu=False)
+    assert kwargs["speculative_config"] == {"method": "dspark", "model": "/drafter", "num_speculative_tokens": 5}
+    assert kwargs["worker_cls"] == V2_WORKER
+    assert kwargs["cudagraph_capture_sizes"] == capture_sizes(4096)
+    for on_cpu, method in ((True, "ngram"), (False, "ngram_gpu")):
+        kwargs = engine_kwargs("/target", None, method="ngram", max_draft_tokens=5, on_cpu=on_cpu)
+        assert kwargs["speculative_config"] == {"method": method, "num_speculative_tokens": 5}
+    with pytest.raises(ValueError, match="max_draft_tokens is missing"):
+        engine_kwargs("/target", None, method="mtp", on_cpu=True)
+
+
 def test_engine_kwargs_on_a_gpu(head: Path) -> None:
     kwargs = engine_kwargs(None, head, on_cpu=False)
     assert kwargs["scheduler_cls"] == ASYNC_SCHEDULER

@@ -1,0 +1,68 @@
+"""Drafters that vLLM alone knows run behind the same scheduler: requests have their K, texts are the target's own.
+
+A CPU runs two of them: n-grams of the text, and a draft model. Here the target is its own draft model, so that its
+drafts are accepted.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from peagle.vllm.engine import engine_kwargs
+from tests.support.engine_cases import TEXT, counts_of, engine_settings
+from tests.support.engine_harness import Job, RunningEngine, engine_of, reference_results
+
+K_MAX = 4
+NUM_TOKENS = 24
+
+
+@pytest.fixture(scope="module", params=["ngram", "draft_model"])
+def method(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def jobs(target_dir: Path) -> list[Job]:
+    """A repetitive text first, which n-grams can draft for."""
+    tokenizer = AutoTokenizer.from_pretrained(target_dir)
+    texts = ["one two three one two three one two three one two", *(TEXT[50 * place :][:80] for place in range(3))]
+    return [Job(tokenizer(text)["input_ids"], NUM_TOKENS) for text in texts]
+
+
+@pytest.fixture(scope="module")
+def engine(method: str, jobs: list[Job], target_dir: Path, environment: None) -> Iterator[RunningEngine]:
+    reference_results(target_dir, engine_settings(90), jobs)  # one engine at a time
+    drafter = target_dir if method == "draft_model" else None
+    kwargs = engine_kwargs(
+        target_dir,
+        drafter,
+        method=method,
+        max_draft_tokens=K_MAX,
+        dtype="float32",
+        on_cpu=True,
+        extra=engine_settings(90),
+    )
+    with engine_of(kwargs) as running:
+        yield running
+
+
+def test_each_request_has_its_k_and_the_text_is_the_targets(
+    engine: RunningEngine, method: str, jobs: list[Job], target_dir: Path
+) -> None:
+    expected = reference_results(target_dir, engine_settings(90), jobs)
+    num_verified = num_accepted = 0
+    for k in (None, 0, 2, K_MAX):
+        results = engine.run([Job(job.prompt, NUM_TOKENS, k=k) for job in jobs])
+        for result, reference in zip(results, expected, strict=True):
+            assert result.tokens == reference.tokens
+            assert result.drafting is not None
+            assert result.steps is not None
+            assert all(verified <= (K_MAX if k is None else k) for verified, _ in result.steps)
+            assert result.drafting.counts == counts_of(result.steps)
+            num_verified += sum(verified for verified, _ in result.steps)
+            num_accepted += sum(accepted for _, accepted in result.steps)
+    assert num_accepted
+    if method == "draft_model":  # but for drafts behind an answer's last token
+        assert num_verified - num_accepted <= 3 * len(jobs) * K_MAX
