@@ -35,7 +35,7 @@ def serve(args: argparse.Namespace, limits: DrafterLimits) -> int:
     loaded = [load_served_head(head, args.target, limits, device, dtype) for head in args.head]
     engine = DraftEngine({i: head for i, (head, _) in enumerate(loaded)}, max_num_requests=limits.max_num_requests)
     served = {i: one for i, (_, one) in enumerate(loaded)}
-    server = DrafterServer(engine, served, port=args.port, device=device, shares_gpu=args.shares_gpu)
+    server = DrafterServer(engine, served, port=args.port, device=device)
     stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())
@@ -54,7 +54,6 @@ def main() -> int:
     parser.add_argument("--target", type=Path, required=True, help="directory of the target's checkpoint")
     parser.add_argument("--port", type=int, default=0, help="0: a free one")
     parser.add_argument("--device", help="default: a GPU where there is one")
-    parser.add_argument("--shares-gpu", action="store_true", help="other processes use the GPU, too")
     parser.add_argument(
         "--dtype", choices=typing.get_args(DtypeName), help="default: bfloat16 on a GPU, float32 on a CPU"
     )

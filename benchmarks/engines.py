@@ -217,7 +217,6 @@ def drafter(settings: dict[str, Any], gpu: str, log: Path) -> Iterator[Callable[
     command = [sys.executable, "-m", "benchmarks.drafter", "--target", settings["model"]]
     command += ["--head", settings["speculative_config"]["model"], "--max-num-requests", str(MAX_NUM_SEQS)]
     command += ["--max-num-rows", str(MAX_NUM_BATCHED_TOKENS), "--max-context", "2048", "--cache-gib", "8"]
-    command += ["--shares-gpu"] if gpu == os.environ.get("CUDA_VISIBLE_DEVICES", "0") else []
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
     with log.open("w") as errors:
         process = subprocess.Popen(

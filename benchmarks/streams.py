@@ -199,7 +199,7 @@ def application(options: argparse.Namespace) -> serve.Application:
 def server(arm: str, options: argparse.Namespace) -> Iterator[str]:
     """URL of an arm that is ready."""
     if arm != "vllm":
-        os.environ.update(ray_environment(False, print), RAY_SERVE_ENABLE_HA_PROXY="1")
+        os.environ.update(ray_environment(print), RAY_SERVE_ENABLE_HA_PROXY="1")
         with running_applications(lambda: {"streams": application(options)}, "/health") as url:
             yield url
         return

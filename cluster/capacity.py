@@ -1,4 +1,4 @@
-"""What one target replica gives: output tokens per second at its predicted best K (policy-and-apis, D4).
+"""What one target replica gives: output tokens per second at its predicted best K.
 
 Enters: step latency, limits of the engine and of TPOT, and what each workload looks like. Leaves: a `Capacity`. Never
 knows: replicas, clocks.
@@ -27,25 +27,19 @@ MAX_WORKLOADS = 3
 
 @dataclass(frozen=True)
 class WorkloadDemand:
-    """One workload: arrivals, mean lengths in tokens, and what is believed of its acceptance, from `num_steps`
-    independent steps: cumulative acceptance rates, with the ends of their intervals; without these the rates are taken
-    for certain."""
+    """One workload: arrivals, mean lengths in tokens, and its cumulative acceptance rates."""
 
     workload: str
     requests_per_s: float
     output_tokens: float
     prompt_tokens: float
     rates: tuple[float, ...]
-    num_steps: float = 0.0
-    low: tuple[float, ...] = ()
-    high: tuple[float, ...] = ()
 
     @property
     def tokens_per_s(self) -> float:
         return self.requests_per_s * self.output_tokens
 
-    def length(self, k: int) -> float:
-        """AL at K = k."""
+    def acceptance_length(self, k: int) -> float:
         return 1.0 + sum(self.rates[:k])
 
 
@@ -57,8 +51,7 @@ class Capacity:
         tokens_per_s: mu, output tokens per second.
         num_requests: b, the batch that gives it.
         acceptance_length: mean AL of its steps at the predicted K.
-        depths: predicted K by workload; workloads planned together are under `others`.
-        prefill_share: of the time.
+        ks: predicted K by workload; workloads planned together are under `others`.
         missed: workloads that miss the TPOT limit; in the result of `CapacityModel.capacity` those that miss it even
             alone.
     """
@@ -66,8 +59,7 @@ class Capacity:
     tokens_per_s: float
     num_requests: int
     acceptance_length: float
-    depths: Mapping[str, int]
-    prefill_share: float
+    ks: Mapping[str, int]
     missed: tuple[str, ...] = ()
 
 
@@ -92,14 +84,14 @@ class CapacityModel:
         """Capacity for a mix. Raises ValueError for no demand."""
         if not sum(demand.tokens_per_s for demand in demands) > 0:
             raise ValueError("capacity needs at least one workload with arrivals")
-        demands = self._summed_up(demands)
+        demands = self._merge_small(demands)
         alone = self._at(1, latency, demands, {}, ())
         best = near = replace(alone, missed=())
         low, too_many = 1, self.max_num_seqs + 1
         while too_many - low > 1:
             # From the largest batch down by halves, on a logarithmic scale: TPOT grows with the batch.
             middle = too_many - 1 if too_many > self.max_num_seqs else max(low + 1, int(math.sqrt(low * too_many)))
-            found = self._at(middle, latency, demands, near.depths, alone.missed)
+            found = self._at(middle, latency, demands, near.ks, alone.missed)
             if found.missed:
                 too_many = middle
             else:
@@ -107,13 +99,13 @@ class CapacityModel:
                 best = max(best, found, key=lambda capacity: capacity.tokens_per_s)
         return replace(best, missed=alone.missed)
 
-    def _summed_up(self, demands: Sequence[WorkloadDemand]) -> list[WorkloadDemand]:
+    def _merge_small(self, demands: Sequence[WorkloadDemand]) -> list[WorkloadDemand]:
         """At most `MAX_WORKLOADS` besides the pinned ones, which are not averaged with others."""
         by_size = sorted(demands, key=lambda demand: (-demand.tokens_per_s, demand.workload))
         kept = [demand for demand in by_size if demand.workload in self.pinned]
         free = [demand for demand in by_size if demand.workload not in self.pinned]
         if len(free) > MAX_WORKLOADS:
-            free = [*free[: MAX_WORKLOADS - 1], _averaged(free[MAX_WORKLOADS - 1 :])]
+            free = [*free[: MAX_WORKLOADS - 1], _average(free[MAX_WORKLOADS - 1 :])]
         return [*kept, *free]
 
     def _at(
@@ -121,13 +113,13 @@ class CapacityModel:
         num_requests: int,
         latency: StepLatency,
         demands: Sequence[WorkloadDemand],
-        depths: Mapping[str, int],
+        ks_near: Mapping[str, int],
         hopeless: Sequence[str],
     ) -> Capacity:
-        """A batch of so many requests. `depths`: predicted K at a similar one, by which the batch is divided among the
+        """A batch of so many requests. `ks_near`: predicted K at a similar one, by which the batch is divided among the
         workloads; `hopeless`: workloads without a limit."""
         rate = sum(demand.tokens_per_s for demand in demands)
-        parts = np.array([d.tokens_per_s / d.length(depths.get(d.workload, self.max_k)) for d in demands])
+        parts = np.array([d.tokens_per_s / d.acceptance_length(ks_near.get(d.workload, self.max_k)) for d in demands])
         parts /= parts.sum()  # of the requests of a step
         asked = []
         for demand, part in zip(demands, parts.tolist(), strict=True):
@@ -137,28 +129,21 @@ class CapacityModel:
             asked.append(Demand(demand.workload, num_requests * part, demand.rates, high, low, limit_s))
         plan = best_ks(asked, latency)
         ks = [plan.ks[demand.workload] for demand in demands]
-        lengths = np.array([demand.length(k) for demand, k in zip(demands, ks, strict=True)])
+        lengths = np.array([demand.acceptance_length(k) for demand, k in zip(demands, ks, strict=True)])
         prompts_per_token = sum(demand.requests_per_s for demand in demands) / rate
         prompt_tokens = sum(d.requests_per_s * d.prompt_tokens for d in demands) / rate / prompts_per_token
         num_tokens = num_requests * (1.0 + float(parts @ ks))
         prompt_s = latency.seconds(num_requests, num_tokens, prompt_tokens) - latency.seconds(num_requests, num_tokens)
         prefill_s = prompts_per_token * prompt_s * plan.tokens_per_s  # for each second of decoding
-        prefill_share = prefill_s / (1.0 + prefill_s)
+        decode_share = 1.0 / (1.0 + prefill_s)
         missed: tuple[str, ...] = ()
         if self.max_tpot_ms is not None:
-            most_s = self.max_tpot_ms / 1e3 * (1 - prefill_share) * (1 + 1e-9)
+            most_s = self.max_tpot_ms / 1e3 * decode_share * (1 + 1e-9)
             missed = tuple(name for name, tpot_s in plan.tpot_s.items() if tpot_s > most_s and name not in hopeless)
-        return Capacity(
-            tokens_per_s=plan.tokens_per_s * (1 - prefill_share),
-            num_requests=num_requests,
-            acceptance_length=float(parts @ lengths),
-            depths=dict(plan.ks),
-            prefill_share=prefill_share,
-            missed=missed,
-        )
+        return Capacity(plan.tokens_per_s * decode_share, num_requests, float(parts @ lengths), dict(plan.ks), missed)
 
 
-def _averaged(demands: Sequence[WorkloadDemand]) -> WorkloadDemand:
+def _average(demands: Sequence[WorkloadDemand]) -> WorkloadDemand:
     """Several workloads as one: acceptance by their tokens, lengths by their requests."""
     rate = sum(demand.requests_per_s for demand in demands)
     tokens = sum(demand.tokens_per_s for demand in demands)

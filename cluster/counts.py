@@ -23,6 +23,9 @@ from cluster.step_latency import StepLatency
 MAX_DEPTH = 64
 """The deepest draft that a report may count."""
 
+MAX_GAP_S = 60.0
+"""Counts of a replica that has not reported for longer are not recent: the times of what they count are not known."""
+
 
 @dataclass(slots=True)
 class Counts:
@@ -173,7 +176,8 @@ class TargetReport:
         links: to remote drafters (`deployments.replicas.link_reports`).
         num_output_tokens: of all sequences, running ones included.
         weights: digest of the target's, where heads learn from it; else "".
-        time_s: of the report, by the replica's own monotonic clock.
+        num_queued: requests that wait in the replica in front of its engine.
+        uptime_s: seconds for which the replica has counted.
     """
 
     replica: str
@@ -186,7 +190,8 @@ class TargetReport:
     links: tuple[Mapping[str, Any], ...] = ()
     num_output_tokens: int = 0
     weights: str = ""
-    time_s: float = 0.0
+    num_queued: int = 0
+    uptime_s: float = 0.0
 
     def head_of(self, workload: str) -> str:
         """Digest of the head that drafts for a workload."""
@@ -196,22 +201,6 @@ class TargetReport:
     def num_running(self) -> int:
         """Requests in the engine, waiting ones included."""
         return sum(counts.num_running for counts in self.workloads.values())
-
-    def to_wire(self) -> dict[str, Any]:
-        """As JSON can hold it."""
-        latency = None if self.step_latency is None else self.step_latency.to_wire()
-        document: dict[str, Any] = msgspec.to_builtins(replace(self, step_latency=None)) | {"step_latency": latency}
-        return document
-
-    @classmethod
-    def from_wire(cls, value: Any) -> "TargetReport":
-        """Inverse of `to_wire`. Raises ValueError for anything else."""
-        try:
-            report = msgspec.convert(value, cls)
-        except msgspec.ValidationError as error:
-            raise ValueError(f"a target's report cannot be read: {error}") from error
-        report.check()
-        return report
 
     def check(self) -> None:
         """Raises ValueError where no replica can report this."""
@@ -232,15 +221,19 @@ class CounterDeltas:
 
     Attributes:
         workloads: by workload, whatever head drafted.
+        recent: of these, what was counted in the last `MAX_GAP_S`; the rest has come at times that are not known.
         by_head: steps by head and workload. Steps between two reports of which only the second names the head are
             left out, because whose they were is not known.
+        replicas: that reported.
         restarted: replicas whose counters fell.
         head, heads: digests of the heads that most replicas of the newest round drafted with, by default and by
             workload; "" until one is known.
     """
 
     workloads: dict[str, WorkloadCounts] = field(default_factory=dict)
+    recent: dict[str, WorkloadCounts] = field(default_factory=dict)
     by_head: dict[str, dict[str, Counts]] = field(default_factory=dict)
+    replicas: list[str] = field(default_factory=list)
     restarted: list[str] = field(default_factory=list)
     head: str = ""
     heads: dict[str, str] = field(default_factory=dict)
@@ -286,11 +279,13 @@ class DeltaTracker:
         for report in reports:
             added, has_restarted = self.difference(report)
             last = None if has_restarted else self._last.get(report.replica)
+            deltas.replicas.append(report.replica)
             if has_restarted:
                 deltas.restarted.append(report.replica)
+            is_recent = report.uptime_s - (0.0 if last is None else last.uptime_s) <= MAX_GAP_S
             for name, counts in added.items():
-                known = deltas.workloads.get(name)
-                deltas.workloads[name] = counts if known is None else known + counts
+                for sums in (deltas.workloads, deltas.recent) if is_recent else (deltas.workloads,):
+                    sums[name] = sums[name] + counts if name in sums else counts
                 head = report.head_of(name)
                 if head and counts.counts.num_steps and (last is None or last.head_of(name) == head):
                     of_head = deltas.by_head.setdefault(head, {})
@@ -317,7 +312,9 @@ class DeltaTracker:
     def _remember(self, report: TargetReport) -> None:
         workloads = {name: counts.copy() for name, counts in report.workloads.items()}
         self._last.pop(report.replica, None)
-        self._last[report.replica] = TargetReport(report.replica, "", report.head, dict(report.heads), workloads)
+        self._last[report.replica] = TargetReport(
+            report.replica, "", report.head, dict(report.heads), workloads, uptime_s=report.uptime_s
+        )
         while len(self._last) > self.MAX_REPLICAS:
             self._last.popitem(last=False)
 

@@ -15,7 +15,7 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
@@ -498,19 +498,17 @@ class DepthSettings(Section):
 
 
 class IngressSettings(Section):
-    """The HTTP front end. Target replicas answer HTTP themselves, beside one router that learns for all of them; with
-    `num_replicas` above 0 ingress replicas stand before the targets instead.
+    """The HTTP front end. Target replicas answer HTTP themselves, beside one router that learns for all of them.
 
     A service without `callers` that listens on a loopback address takes the names of this machine and
     `allowed_hosts`."""
 
-    num_replicas: int = Field(
-        default=0, ge=0, description="Ingress replicas before the targets; 0: targets answer HTTP themselves."
-    )
-    num_cpus: float = Field(default=1.0, ge=0, description="Logical CPUs of the router, or of each ingress replica.")
-    max_ongoing_requests: int = Field(
-        default=1024, ge=1, description="Requests that Serve lets into router or ingress replica."
-    )
+    removed: ClassVar[Mapping[str, str]] = {
+        "num_replicas": "target replicas answer HTTP themselves, set target.num_replicas",
+        "max_ongoing_requests": "the router takes what the targets and the metrics ask it",
+    }
+
+    num_cpus: float = Field(default=1.0, ge=0, description="Logical CPUs of the router.")
     allow_origins: list[str] = Field(default_factory=list, description="Web pages that a browser may call from (CORS).")
     allowed_hosts: list[str] = Field(
         default_factory=list, description="`Host` names that clients may use without `callers`; `*`: any."
@@ -651,7 +649,7 @@ def key_variables(raw: Any) -> list[str]:
 class ReplicaRange(Section):
     """Bounds of a deployment's number of replicas."""
 
-    min: int = Field(default=1, ge=0, description="Fewest replicas; 0 only with `scale_to_zero`.")
+    min: int = Field(default=1, ge=0, description="Fewest replicas; 0: the last one ends after `idle_s`.")
     max: int = Field(ge=1, description="Most replicas.")
 
     @model_validator(mode="after")
@@ -674,6 +672,13 @@ class AutoscalingSettings(Section):
     `acceptance` divides the demand in output tokens/s by the capacity of a replica at its predicted best K, and falls
     back to `queue_length` while replicas do not report. Drafters scale with targets. The two delays are Serve's."""
 
+    removed: ClassVar[Mapping[str, str]] = {
+        "decision_interval_s": "a decision is made every 5 s",
+        "warmup_s": "a replica counts as warm 30 s after its start",
+        "spare_replicas": "lower utilisation, or raise target.min",
+        "scale_to_zero": "write target: {min: 0}",
+    }
+
     policy: Literal["acceptance", "queue_length"] = Field(
         description="`acceptance`: demand and capacity in tokens/s; `queue_length`: Serve's own rule."
     )
@@ -687,25 +692,20 @@ class AutoscalingSettings(Section):
     utilisation: float = Field(
         default=0.75, gt=0, le=1, description="Share of a replica's capacity that is planned for."
     )
-    decision_interval_s: float = Field(
-        default=5.0, gt=0, allow_inf_nan=False, description="Time between two decisions."
-    )
     start_time_s: float = Field(
         default=180.0, ge=0, allow_inf_nan=False, description="From the decision to a replica that serves."
     )
-    warmup_s: float = Field(default=30.0, ge=0, allow_inf_nan=False, description="From there to full speed.")
     max_tpot_ms: float | None = Field(
         default=None,
         gt=0,
         allow_inf_nan=False,
         description="Only batches within this time per token count as capacity.",
     )
-    spare_replicas: int = Field(default=0, ge=0, description="Replicas beyond the need.")
-    scale_to_zero: bool = Field(
-        default=False, description="Whether the last target ends after `idle_s`; needs `target.min: 0`."
-    )
     idle_s: float = Field(
-        default=600.0, gt=0, allow_inf_nan=False, description="Time without a request before the last target ends."
+        default=600.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Time without a request before the last target ends, with `target.min: 0`.",
     )
     upscale_delay_s: float = Field(
         default=15.0, ge=0, allow_inf_nan=False, description="How long a decision to grow must last."
@@ -717,11 +717,8 @@ class AutoscalingSettings(Section):
     @model_validator(mode="after")
     def _check_meaning(self) -> typing.Self:
         problems = []
-        for name, bounds in (("target", self.target), ("drafter", self.drafter)):
-            if bounds is not None and bounds.min == 0 and not self.scale_to_zero:
-                problems.append(f".{name}.min is 0: write autoscaling.scale_to_zero: true, or a min of 1")
-        if self.scale_to_zero and self.target.min > 0:
-            problems.append(".scale_to_zero is true: autoscaling.target.min must then be 0")
+        if self.drafter is not None and self.drafter.min == 0 < self.target.min:
+            problems.append(".drafter.min is 0: drafters end with the last target, so target.min must be 0 too")
         if self.downscale_delay_s <= STALE_AFTER_S:
             problems.append(
                 f".downscale_delay_s is {self.downscale_delay_s:g}: it must be more than {STALE_AFTER_S:g}, after "
@@ -918,15 +915,13 @@ class ClusterSettings(Section):
     @field_validator("learning")
     @classmethod
     def _check_learning(cls, learning: LearningSettings | None, info: ValidationInfo) -> LearningSettings | None:
-        if learning is None or not {"drafter", "callers", "ingress", "target"} <= info.data.keys():
+        if learning is None or not {"drafter", "callers", "target"} <= info.data.keys():
             return learning
         problems = []
         if info.data["drafter"] is None or not info.data["drafter"].is_remote:
             problems.append(" needs heads that can be swapped while requests run: write drafter.placement: remote")
         elif not info.data["drafter"].spare_heads:
             problems.append(" needs room for the head that it proposes: write drafter.spare_heads: 1")
-        if info.data["ingress"].num_replicas:
-            problems.append(" needs the one router that targets have with ingress.num_replicas: 0")
         if learning.workloads is None and info.data["callers"] is None:
             problems.append(
                 ".workloads is missing: without callers that say learn: true, name the workloads whose answers may be "
@@ -1102,7 +1097,7 @@ def _with_drafter(raw: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, A
 
 
 def live_config(settings: ClusterSettings) -> dict[str, Any]:
-    """What changes without a new engine, as the `user_config` of router, ingress and target: plain values."""
+    """What changes without a new engine, as the `user_config` of router and target: plain values."""
     sections = settings.model_dump(mode="json", include={"depth", "limits", "callers"})
     return {"aliases": dict(settings.model.aliases), **sections}
 

@@ -5,6 +5,5 @@ APP_NAME = "peagle"
 
 TARGET_NAME = "target"
 ROUTER_NAME = "router"
-INGRESS_NAME = "ingress"
 DRAFTER_NAME = "drafter"
 LEARNER_NAME = "learner"

@@ -14,7 +14,7 @@ from ray import serve
 
 import peagle.heads
 from cluster.settings import Catalog, ClusterSettings, live_config, load_settings
-from deployments import DRAFTER_NAME, INGRESS_NAME, LEARNER_NAME, ROUTER_NAME, TARGET_NAME, compat, haproxy
+from deployments import DRAFTER_NAME, LEARNER_NAME, ROUTER_NAME, TARGET_NAME, compat, haproxy
 from deployments.autoscaling import MAX_STREAM_S, drafter_autoscaling, target_autoscaling
 from deployments.replicas import MAX_DRAIN_S
 from peagle.checkpoint import check_head, read_head_config
@@ -24,13 +24,16 @@ from peagle.schema import SettingsError
 from peagle.vllm.engine import openmp_preload
 from peagle.vllm.setting_types import SettingTypes
 
-TARGET, HTTP_TARGET = "deployments.target.TargetServer", "deployments.target.HttpTarget"
-ROUTER, HTTP_INGRESS = "deployments.router.Router", "deployments.ingress.HttpIngress"
+HTTP_TARGET = "deployments.target.HttpTarget"
+ROUTER = "deployments.router.Router"
 DRAFTER, LEARNER = "deployments.drafter.DrafterReplica", "deployments.learner.Learner"
 
 HEALTH_CHECK_PERIOD_S = 2.0
 """A drafter or a router that died is noticed and replaced soon: until then targets decode without drafts, or choose K
 by the last policy update. So is a target whose engine died (Serve's own period is 10 s, and it asks three times)."""
+
+ROUTER_REQUESTS = 1024
+"""Calls that the router answers at a time: of targets, drafters, and readers of its metrics."""
 
 LEARNER_TIMEOUT_S = 300.0
 """It gives way to every other process, so it may be slow to answer; a replica that is replaced forgets what it kept."""
@@ -41,7 +44,7 @@ LEAST_GPU = 0.001
 
 def build(args: dict[str, Any]) -> serve.Application:
     """The application that `serve run` deploys: the target's replicas, which answer HTTP, with the router, and with
-    `placement: remote` the drafter's; or, with `ingress.num_replicas`, ingress replicas before the targets.
+    `placement: remote` the drafter's.
 
     Each deployment gets what it uses: Serve starts the replicas of a deployment anew when what they are made from
     changes. What can change while requests run is its `user_config`.
@@ -55,10 +58,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     settings = load_settings(args, catalog(), os.environ)
     check_files(settings)
     drafter = bind_drafter(settings)
-    if settings.ingress.num_replicas:
-        return bind_router(settings, HTTP_INGRESS, INGRESS_NAME, drafter, bind_target(settings, TARGET, drafter))
-    router = bind_router(settings, ROUTER, ROUTER_NAME, drafter, None, bind_learner(settings))
-    return bind_target(settings, HTTP_TARGET, drafter, router)
+    return bind_target(settings, HTTP_TARGET, drafter, bind_router(settings, drafter, bind_learner(settings)))
 
 
 def bind(replica: str | type, *args: Any, **options: Any) -> serve.Application:
@@ -114,20 +114,17 @@ def replica_env(settings: ClusterSettings, inherited: Mapping[str, str] = os.env
     return {**env, **settings.target.env}
 
 
-def bind_router(
-    settings: ClusterSettings, replica: str | type, name: str, *handles: serve.Application | None
-) -> serve.Application:
-    """The deployment of the router, or of ingress replicas; `handles`: of drafter, target and learner."""
+def bind_router(settings: ClusterSettings, *handles: serve.Application | None) -> serve.Application:
+    """The deployment of the router; `handles`: of drafter and learner."""
     return bind(
-        replica,
+        ROUTER,
         settings,
         *handles,
-        name=name,
-        num_replicas=max(1, settings.ingress.num_replicas),
-        max_ongoing_requests=settings.ingress.max_ongoing_requests,
+        name=ROUTER_NAME,
+        num_replicas=1,
+        max_ongoing_requests=ROUTER_REQUESTS,
         ray_actor_options={"num_cpus": settings.ingress.num_cpus},
         user_config=live_config(settings),
-        logging_config={"enable_access_log": name == INGRESS_NAME},
     )
 
 

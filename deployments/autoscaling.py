@@ -1,345 +1,248 @@
-"""Replica counts that follow the traffic: Serve's policies of target and drafter, and what the ingress shows of them.
+"""Replica counts that follow the traffic: the router decides, and Serve's policies of target and drafter obey.
 
-Enters: Serve's `AutoscalingContext`, several times a second, and the targets' reports, which the router puts on the
-board. Leaves: a number of replicas, to which Serve applies its delays and bounds, and each decision on the board, where
-the router and the drafter's policy find it. Decides nothing itself: that is `cluster.scaling`.
+Enters: what the router has counted (`cluster.scaling` decides). Leaves: one record in Ray's key-value store, which
+`ReplicaPolicy` reads in Serve's controller, where an exception would stop the scaling of every application and a slow
+policy all of them: it raises nothing and waits for nothing. Serve applies its delays and bounds to what it says. Serve
+pickles this module by value, so its imports must be installed on the head node.
 
 Serve takes a policy of a whole application from its config file only, never from the application's code, and would then
-need every setting twice. So each deployment has a policy: the target's decides for both, the drafter's does as the
-board says. Both run in Serve's controller, where an exception would stop the scaling of every application: what goes
-wrong is logged, and the count stays. Serve pickles this module by value, so its imports must be installed on the head
-node.
+need every setting twice. So each deployment has a policy of its own.
 """
 
 import asyncio
 import dataclasses
 import json
 import logging
-import threading
+import math
 import time
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import msgspec
+from ray import serve
 from ray.serve.config import AutoscalingContext
 
 from cluster.capacity import CapacityModel
-from cluster.counts import TargetReport
+from cluster.counts import CounterDeltas, TargetReport
+from cluster.k_policy import KPolicy
 from cluster.scaling import Decision, Pool, ScalingPolicy
-from cluster.settings import AutoscalingSettings, ClusterSettings, ReplicaRange
-from deployments import compat
+from cluster.settings import STALE_AFTER_S, AutoscalingSettings, ClusterSettings, ReplicaRange
+from deployments import DRAFTER_NAME, TARGET_NAME
+from deployments.compat import KVChannel
 
 logger = logging.getLogger("ray.serve")
 
-# ====================================================================================================
-# From the settings to Serve's `autoscaling_config`.
-
-TARGET_POLICY = "deployments.autoscaling:TargetAutoscaler"
-DRAFTER_POLICY = "deployments.autoscaling:DrafterAutoscaler"
+POLICY = "deployments.autoscaling:ReplicaPolicy"
 
 MAX_STREAM_S = 600.0
 """A target replica that Serve retires has so long to finish its streams; it takes no new ones."""
 
+DECISION_INTERVAL_S = 5.0
+
+RECORD, RECORD_VERSION = "replicas", 1
+"""Name of the record among the documents of the application, and the version of its fields: `version`, `time_s` and
+the wanted number of replicas by deployment, null where the queue length decides."""
+
 
 def target_autoscaling(settings: ClusterSettings) -> dict[str, Any] | None:
     """Serve's `autoscaling_config` of the target; None where its number of replicas is fixed."""
-    if settings.autoscaling is None:
+    scaling = settings.autoscaling
+    if scaling is None:
         return None
-    return _config(settings.autoscaling, settings.autoscaling.target, TARGET_POLICY, policy_kwargs(settings))
+    by_queue = {"target_ongoing_requests": scaling.target_ongoing_requests, "shrinks": scaling.policy == "queue_length"}
+    return _config(scaling, scaling.target, {"deployment": TARGET_NAME, **by_queue})
 
 
 def drafter_autoscaling(settings: ClusterSettings) -> dict[str, Any] | None:
-    """Serve's `autoscaling_config` of remote drafters; None where their number is fixed."""
+    """Serve's `autoscaling_config` of remote drafters; None where their number is fixed. They get their work past
+    Serve, so queue length would never ask for a second one."""
     scaling = settings.autoscaling
     if scaling is None or scaling.drafter is None:
         return None
-    return _config(scaling, scaling.drafter, DRAFTER_POLICY, {})
+    return _config(scaling, scaling.drafter, {"deployment": DRAFTER_NAME})
 
 
-def policy_kwargs(settings: ClusterSettings) -> dict[str, Any]:
-    """What `TargetAutoscaler` is made from, as JSON."""
-    scaling, depths = settings.autoscaling, settings.depth_policy()
-    assert scaling is not None
-    limits = CapacityModel(
-        max_num_seqs=settings.max_num_seqs,
-        max_k=depths.max_k,
-        pinned=dict(depths.by_workload),
-        pinned_default=depths.default_k if settings.depth.policy == "fixed" else None,
-        max_tpot_ms=scaling.max_tpot_ms,
-    )
-    return {
-        "settings": scaling.model_dump(mode="json"),
-        "limits": dataclasses.asdict(limits),
-        "max_ongoing_requests": settings.target.max_ongoing_requests,
-    }
-
-
-def _config(
-    scaling: AutoscalingSettings, bounds: ReplicaRange, policy: str, kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
+def _config(scaling: AutoscalingSettings, bounds: ReplicaRange, kwargs: dict[str, Any]) -> dict[str, Any]:
     return {
         "min_replicas": bounds.min,
         "max_replicas": bounds.max,
         "target_ongoing_requests": scaling.target_ongoing_requests,
         "upscale_delay_s": scaling.upscale_delay_s,
         "downscale_delay_s": scaling.downscale_delay_s,
-        "policy": {"policy_function": policy, "policy_kwargs": kwargs},
+        "policy": {"policy_function": POLICY, "policy_kwargs": kwargs},
     }
 
 
-# ====================================================================================================
-# The board: documents in Ray's own key-value store, by which policies, router and ingress replicas talk.
-
-NAMESPACE = "peagle"
-DECISION, DRAFTERS, ASKED, REPORTS = "decision", "drafters", "asked", "reports"
-"""Names of documents: the target policy's decision; drafter replicas as their policy sees them; when a request last
-found no target replica; the targets' reports by replica."""
-
-EXCHANGE_INTERVAL_S = 1.0
-ASK_INTERVAL_S = 2.0
-REPORT_INTERVAL_S = 5.0
+# ---- in the router
 
 
-class ClusterBoard:
-    """The documents of one application, in the key-value store of the Ray cluster that this process belongs to."""
-
-    def __init__(self, app_name: str) -> None:
-        self._prefix = f"autoscaling/{app_name}/"
-
-    def get(self, name: str) -> dict[str, Any] | None:
-        """None where there is none. Raises what Ray raises when the store does not answer."""
-        value = compat.kv_get(self._prefix + name, NAMESPACE)
-        document: dict[str, Any] | None = None if value is None else json.loads(value)
-        return document
-
-    def put(self, name: str, document: Mapping[str, Any]) -> None:
-        value = json.dumps(document, allow_nan=False)
-        compat.kv_put(self._prefix + name, value, NAMESPACE)
+def capacity_model(settings: ClusterSettings) -> CapacityModel:
+    """The limits of a target replica."""
+    policy, scaling = settings.depth_policy(), settings.autoscaling
+    assert scaling is not None
+    default_k = policy.default_k if settings.depth.policy == "fixed" else None
+    return CapacityModel(
+        settings.max_num_seqs, policy.max_k, dict(policy.by_workload), default_k, max_tpot_ms=scaling.max_tpot_ms
+    )
 
 
-class Exchange:
-    """Carries documents between a policy and the board once a second, in a thread: a policy waits for no network."""
+def read_pools(app_name: str) -> dict[str, Pool]:
+    """The deployments of an application by name. Asks Serve's controller."""
+    pools = {}
+    for name, deployment in serve.status().applications[app_name].deployments.items():
+        states = {str(getattr(state, "value", state)): num for state, num in deployment.replica_states.items()}
+        wanted = sum(num for state, num in states.items() if state not in ("STOPPING", "PENDING_MIGRATION"))
+        pools[name] = Pool(states.get("RUNNING", 0), wanted)
+    return pools
 
-    def __init__(self, board: ClusterBoard, names: Sequence[str]) -> None:
-        """`names`: of the documents to read."""
-        self._board = board
-        self.documents: dict[str, dict[str, Any] | None] = dict.fromkeys(names)
-        """The newest document of each name that was read."""
-        self._unsent: dict[str, Mapping[str, Any]] = {}
+
+class Autoscaler:
+    """Decides for the whole service, in the router, and publishes each decision."""
+
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        app_name: str,
+        channel: KVChannel,
+        pools_of: Callable[[str], dict[str, Pool]] = read_pools,
+    ) -> None:
+        assert settings.autoscaling is not None
+        self._settings, self._app_name, self._channel, self._pools_of = (
+            settings.autoscaling,
+            app_name,
+            channel,
+            pools_of,
+        )
+        self.policy = ScalingPolicy(settings.autoscaling, capacity_model(settings))
+        self._decided_s, self._num_decisions = -math.inf, 0
+        self._deciding: asyncio.Task[None] | None = None
         self._problem = ""
-        self._stopped = threading.Event()
+        self._last: Decision | None = None
+        self.document: dict[str, Any] | None = None
+        """The newest decision, for `GET /drafting`."""
 
-    def start(self, policy: object) -> None:
-        """Begin, and end with `policy`: Serve makes a new one each time that it takes a config."""
-        weakref.finalize(policy, self._stopped.set)
-        threading.Thread(target=self._run, name="peagle-autoscaling", daemon=True).start()
+    def observe(self, deltas: CounterDeltas | None, reports: Sequence[TargetReport], k_policy: KPolicy) -> None:
+        """Take in a round of reports, and decide where it is time again."""
+        now_s = time.monotonic()
+        self.policy.observe(deltas, reports, now_s)
+        is_free = self._deciding is None or self._deciding.done()
+        if is_free and now_s - self._decided_s >= DECISION_INTERVAL_S:
+            self._decided_s = now_s
+            self._deciding = asyncio.get_running_loop().create_task(self.decide(k_policy, now_s))
 
-    def put(self, name: str, document: Mapping[str, Any]) -> None:
-        self._unsent[name] = document
+    def wake(self) -> None:
+        """A request found no target replica, which alone wakes a target scaled to zero."""
+        self.policy.note_waiting(time.monotonic())
+        self._decided_s = -math.inf
 
-    def carry(self) -> None:
-        """Write what was put, read what is there. Raises what the board raises; nothing is lost by that."""
-        for name, document in list(self._unsent.items()):
-            self._board.put(name, document)
-            if self._unsent.get(name) is document:
-                del self._unsent[name]
-        for name in self.documents:
-            self.documents[name] = self._board.get(name) or self.documents[name]
-
-    def _run(self) -> None:
-        while not self._stopped.wait(EXCHANGE_INTERVAL_S):
-            try:
-                self.carry()
-                self._problem = ""
-            except Exception as error:  # the policy decides on without it, and this goes on trying
-                if repr(error) != self._problem:
-                    self._problem = repr(error)
-                    logger.exception("autoscaling: decisions cannot be shown; scaling goes on")
-
-
-class ScalingView:
-    """What the router, or one ingress replica, knows of autoscaling, and tells it."""
-
-    def __init__(self, board: ClusterBoard) -> None:
-        self._board = board
-        self._asked_s = self._reported_s = float("-inf")
-        self._reporting: asyncio.Task[None] | None = None
-
-    async def document(self) -> dict[str, Any] | None:
-        """The newest decision as the target's policy shows it; None before the first, or where none can be read."""
+    async def decide(self, k_policy: KPolicy, now_s: float) -> None:
+        """Decide and publish. What goes wrong is logged; policies go by queue length when the record is old."""
         try:
-            return await asyncio.to_thread(self._board.get, DECISION)
-        except Exception:
-            logger.exception("the decision of autoscaling cannot be read")
-            return None
-
-    async def ask(self) -> None:
-        """Say that a request found no target replica, which alone wakes a target scaled to zero. At most every
-        `ASK_INTERVAL_S`."""
-        if time.monotonic() - self._asked_s < ASK_INTERVAL_S:
+            pools = await asyncio.to_thread(self._pools_of, self._app_name)
+            target, drafter = pools[TARGET_NAME], pools.get(DRAFTER_NAME)
+            decision = self.policy.decide(now_s, target, drafter, k_policy.posteriors, k_policy.latency)
+            numbers = {TARGET_NAME: decision.target, DRAFTER_NAME: decision.drafter}
+            record = {"version": RECORD_VERSION, "time_s": time.time(), **numbers}
+            await asyncio.to_thread(self._channel.put, RECORD, record)
+            self._problem = ""
+        except Exception as error:
+            if repr(error) != self._problem:  # each is logged once
+                self._problem = repr(error)
+                logger.exception("autoscaling: no decision can be made or published")
             return
-        self._asked_s = time.monotonic()
-        await self._tell(ASKED, {"time_s": time.time()})
-
-    def report(self, reports: Sequence[TargetReport]) -> None:
-        """Hand on what the targets report, at most every `REPORT_INTERVAL_S`."""
-        if time.monotonic() - self._reported_s < REPORT_INTERVAL_S or (self._reporting and not self._reporting.done()):
-            return
-        self._reported_s = time.monotonic()
-        document = {report.replica: report.to_wire() for report in reports}
-        self._reporting = asyncio.get_running_loop().create_task(self._tell(REPORTS, document))
-
-    async def _tell(self, name: str, document: Mapping[str, Any]) -> None:
-        try:
-            await asyncio.to_thread(self._board.put, name, document)
-        except Exception:
-            logger.exception("autoscaling cannot be told: %s", name)
+        self._num_decisions += 1
+        if self._last is None or (self._last.target, self._last.drafter) != (decision.target, decision.drafter):
+            logger.info("autoscaling: %s", json.dumps({**dataclasses.asdict(decision), "pool": vars(target)}))
+        self._last = decision
+        self.document = {
+            "policy": self._settings.policy,
+            "num_decisions": self._num_decisions,
+            "time_s": record["time_s"],
+            **dataclasses.asdict(decision),
+            "target": _shown(decision.target, target, self._settings.target),
+            "drafter": _shown(decision.drafter, drafter, self._settings.drafter),
+        }
 
 
-# ====================================================================================================
-# The policies.
+def _shown(number: int | None, pool: Pool | None, bounds: ReplicaRange | None) -> dict[str, Any] | None:
+    if pool is None or bounds is None:
+        return None
+    wanted = pool.num_wanted if number is None else number
+    return {"num_running": pool.num_running, "num_wanted": wanted, **bounds.model_dump()}
+
+
+# ---- in Serve's controller
+
+READ_INTERVAL_S = 1.0
 
 POLLS = 0.1
-"""Mean ongoing requests that the questions of monitors make up at most: below, a target is idle."""
-
-ASKED_S = 15.0
-"""A request that found no replica this long ago still wants one."""
-
-SILENT_S = 60.0
-"""Without a new decision for this long, the number of drafters stays."""
+"""Mean ongoing requests that the questions of the router make up at most: below, a target is idle."""
 
 
-class _Autoscaler:
-    """What both policies have in common: a board, and no exception for Serve.
+class ReplicaPolicy:
+    """Serve's policy of one deployment: the number in the router's record. Without one, or with one that is stale, as
+    many as the queue length asks for and never fewer than there are.
 
     Args:
+        target_ongoing_requests: of a replica, by queue length; None: the number stays where the record says none.
+        shrinks: queue length decides by itself while the router is there, and may take replicas away.
         clock: seconds that never go back.
-        board: where decisions are shown; by default Ray's key-value store.
     """
 
-    reads: tuple[str, ...] = ()
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic, board: ClusterBoard | None = None) -> None:
-        self._clock, self._board = clock, board
-        self._exchange: Exchange | None = None
+    def __init__(
+        self,
+        deployment: str,
+        target_ongoing_requests: float | None = None,
+        shrinks: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        channel: KVChannel | None = None,
+    ) -> None:
+        self._deployment, self._clock, self._channel = deployment, clock, channel
+        self._target_ongoing_requests, self._shrinks = target_ongoing_requests, shrinks
+        self._thread = ThreadPoolExecutor(1, "peagle-autoscaling")
+        self._reading: Future[dict[str, Any] | None] | None = None
+        self._record: dict[str, Any] = {}
+        self._asked_s = self._seen_s = -math.inf
         self._problem = ""
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether the record is being read."""
+        return self._reading is not None
 
     def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         """The wanted number of replicas; the present one, after an error."""
         try:
-            if self._exchange is None:
-                self._exchange = Exchange(self._board or ClusterBoard(ctx.app_name or ""), self.reads)
-                if self._board is None:
-                    self._exchange.start(self)
-            return self._wanted(ctx, self._exchange), {}
+            return self._wanted(ctx), {}
         except Exception as error:
             if repr(error) != self._problem:  # each is logged once, not several times a second
                 self._problem = repr(error)
-                logger.exception("autoscaling: the number of replicas of %s stays as it is", ctx.deployment_name)
+                logger.exception("autoscaling: the number of replicas of %s stays as it is", self._deployment)
             return ctx.target_num_replicas, {}
 
-    def _wanted(self, ctx: AutoscalingContext, exchange: Exchange) -> int:
-        raise NotImplementedError
-
-
-class TargetAutoscaler(_Autoscaler):
-    """Serve's policy of the target.
-
-    Args:
-        settings, limits, max_ongoing_requests: of `cluster.scaling.ScalingPolicy` and its model, as JSON.
-    """
-
-    reads = (DRAFTERS, ASKED, REPORTS)
-
-    def __init__(
-        self,
-        settings: Mapping[str, Any],
-        limits: Mapping[str, Any],
-        max_ongoing_requests: int,
-        clock: Callable[[], float] = time.monotonic,
-        board: ClusterBoard | None = None,
-    ) -> None:
-        super().__init__(clock, board)
-        self._settings = AutoscalingSettings.model_validate(settings)
-        self._policy = ScalingPolicy(self._settings, CapacityModel(**limits), max_ongoing_requests)
-        self._decision: Decision | None = None
-        self._decided_s = 0.0
-        self._num_decisions = 0
-
-    def _wanted(self, ctx: AutoscalingContext, exchange: Exchange) -> int:
-        now_s, before = self._clock(), self._decision
-        is_due = before is None or now_s - self._decided_s >= self._settings.decision_interval_s
-        asked = exchange.documents[ASKED]
-        # The ingress may run on another node, whose clock may be ahead.
-        is_asked = ctx.target_num_replicas == 0 and asked is not None and abs(time.time() - asked["time_s"]) < ASKED_S
-        if before is not None and not is_due and not (is_asked and before.target == 0):
-            return before.target
-        # Serve computes these when they are read, so most ticks read none of them.
-        ongoing, queued = ctx.total_num_requests, ctx.total_queued_requests
-        if 0 <= ongoing < POLLS:
-            ongoing = queued = 0.0
-        drafters = exchange.documents[DRAFTERS]
-        decision = self._policy.decide(
-            now_s,
-            Pool(ctx.current_num_replicas, ctx.target_num_replicas, ongoing + is_asked, queued + is_asked),
-            [replica.unique_id for replica in ctx.running_replicas],
-            exchange.documents[REPORTS] or {},
-            None if drafters is None else Pool(drafters["num_running"], drafters["num_wanted"]),
-        )
-        self._decision, self._decided_s, self._problem = decision, now_s, ""
-        self._num_decisions += 1
-        if before is None or (before.target, before.drafter) != (decision.target, decision.drafter):
-            logger.info("autoscaling: %s", msgspec.json.encode(decision).decode())
-        exchange.put(DECISION, self._document(decision))
-        return decision.target
-
-    def _document(self, decision: Decision) -> dict[str, Any]:
-        """What the ingress shows."""
-        document: dict[str, Any] = {
-            "policy": self._settings.policy,
-            "num_decisions": self._num_decisions,
-            "time_s": time.time(),
-            "ongoing_requests": decision.inputs.target.ongoing_requests,
-            "source": decision.source,
-            "reason": decision.reason,
-            "target": None,
-            "drafter": None,
-        }
-        for key in ("demand_tokens_per_s", "capacity_tokens_per_s", "acceptance_length", "needed"):
-            document[key] = getattr(decision, key)
-        for name in ("target", "drafter"):
-            bounds, wanted = getattr(self._settings, name), getattr(decision, name)
-            if bounds is not None and wanted is not None:
-                pool: Pool | None = getattr(decision.inputs, name)
-                num_running = None if pool is None else pool.num_running
-                document[name] = {"num_running": num_running, "num_wanted": wanted, **bounds.model_dump()}
-        return document
-
-
-class DrafterAutoscaler(_Autoscaler):
-    """Serve's policy of the drafter: the number that the target's policy decided on, while that one decides.
-
-    Drafters get their work past Serve, which therefore sees none of it: queue length would never ask for a second one.
-    """
-
-    reads = (DECISION,)
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic, board: ClusterBoard | None = None) -> None:
-        super().__init__(clock, board)
-        self._pool: tuple[int, int] | None = None
-        self._decided_s, self._decision_seen_s = -1.0, 0.0
-
-    def _wanted(self, ctx: AutoscalingContext, exchange: Exchange) -> int:
-        now_s = self._clock()
-        pool = ctx.current_num_replicas, ctx.target_num_replicas
-        if pool != self._pool:
-            self._pool = pool
-            exchange.put(DRAFTERS, {"num_running": pool[0], "num_wanted": pool[1]})
-        decision = exchange.documents[DECISION]
-        if decision is None or decision["drafter"] is None:
+    def _wanted(self, ctx: AutoscalingContext) -> int:
+        self._read_record(ctx.app_name or "")
+        is_fresh = self._clock() - self._seen_s <= STALE_AFTER_S
+        if is_fresh and (number := self._record.get(self._deployment)) is not None:
+            return int(number)
+        if self._target_ongoing_requests is None:
             return ctx.target_num_replicas
-        if decision["time_s"] != self._decided_s:
-            self._decided_s, self._decision_seen_s = decision["time_s"], now_s
-        wanted: int = decision["drafter"]["num_wanted"]
-        return wanted if now_s - self._decision_seen_s < SILENT_S else ctx.target_num_replicas
+        ongoing = ctx.total_num_requests
+        if not POLLS <= ongoing < math.inf:
+            ongoing = 0.0
+        wanted = math.ceil(ongoing / self._target_ongoing_requests - 1e-9)
+        least = 0 if is_fresh and self._shrinks else ctx.target_num_replicas
+        return max(wanted, least, int(is_fresh))  # only the record takes the target to zero
+
+    def _read_record(self, app_name: str) -> None:
+        """Begin to read the record once a second, and take what has been read. Another node's clock may be wrong, so
+        only that the record changes says that it is fresh."""
+        now_s = self._clock()
+        if self._reading is None and now_s - self._asked_s >= READ_INTERVAL_S:
+            self._asked_s, channel = now_s, self._channel or KVChannel(app_name)
+            self._reading = self._thread.submit(channel.get, RECORD)
+        if self._reading is not None and self._reading.done():
+            reading, self._reading = self._reading, None
+            record = reading.result() or {}
+            if record.get("version") == RECORD_VERSION and record["time_s"] != self._record.get("time_s"):
+                self._record, self._seen_s = record, now_s

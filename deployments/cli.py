@@ -213,11 +213,13 @@ def prepare(
 def convert(
     source: Annotated[Path, typer.Argument(help="directory with config.json and safetensors")],
     out: Annotated[Path, typer.Argument(help="directory of the head")],
+    target: Annotated[Path | None, typer.Option(help="of a head without tables: its target's directory")] = None,
+    without_tables: Annotated[bool, typer.Option("--without-tables", help="a small head, which vLLM refuses")] = False,
 ) -> None:
-    """Convert a head of another trainer (speculators, NeMo AutoModel) to vLLM's own format."""
-    from peagle.checkpoint import convert as convert_head
+    """Convert a head (of speculators, NeMo AutoModel, or without tables) to the form that stock vLLM loads."""
+    from peagle.heads import convert as convert_head
 
-    config, num_tensors, left_out = convert_head(source, out)
+    config, num_tensors, left_out = convert_head(source, out, target, has_tables=not without_tables)
     method = "EAGLE-3" if config.ptd_token_id is None else f"P-EAGLE, mask token {config.ptd_token_id}"
     typer.echo(f"{out}: {method}, layers {config.num_hidden_layers}, taps {json.dumps(config.aux_layer_ids)}")
     typer.echo(f"tensors written: {num_tensors}; left to the target: {', '.join(left_out) or 'none'}")

@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import logging
 import logging.handlers
+import math
 import os
 import socket
 import time
@@ -19,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deployments import INGRESS_NAME, ROUTER_NAME, TARGET_NAME
+from deployments import ROUTER_NAME, TARGET_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,9 @@ ENGINE_SEAMS = (
     "ray.llm._internal.common.callbacks.base:CallbackCtx.run_init_node",
     "ray.serve.llm:LLMConfig.get_or_create_callback",
 )
+
+
+KV_NAMESPACE = "peagle"
 
 
 class CompatError(RuntimeError):
@@ -187,18 +191,26 @@ def check_engine(server: Any) -> None:
             raise CompatError(f"Ray {version} is not supported, {RAY_VERSION} is: its vLLM engine has no {name}")
 
 
-def kv_get(key: str, namespace: str) -> bytes | None:
-    """A value in the key-value store of the Ray cluster."""
-    from ray.experimental import internal_kv
+class KVChannel:
+    """JSON documents of one application in the key-value store of the Ray cluster that this process belongs to. They
+    outlive every process of the application."""
 
-    value: bytes | None = internal_kv._internal_kv_get(key, namespace=namespace)
-    return value
+    def __init__(self, app_name: str) -> None:
+        self._prefix = f"autoscaling/{app_name}/"
 
+    def get(self, name: str) -> dict[str, Any] | None:
+        """None where there is none. Raises what Ray raises when the store does not answer."""
+        from ray.experimental import internal_kv
 
-def kv_put(key: str, value: str, namespace: str) -> None:
-    from ray.experimental import internal_kv
+        value = internal_kv._internal_kv_get(self._prefix + name, namespace=KV_NAMESPACE)
+        document: dict[str, Any] | None = None if value is None else json.loads(value)
+        return document
 
-    internal_kv._internal_kv_put(key, value, namespace=namespace)
+    def put(self, name: str, document: Mapping[str, Any]) -> None:
+        from ray.experimental import internal_kv
+
+        value = json.dumps(document, allow_nan=False)
+        internal_kv._internal_kv_put(self._prefix + name, value, namespace=KV_NAMESPACE)
 
 
 def listening_host() -> str:
@@ -381,14 +393,14 @@ class NoReplica:
         while not hasattr(app, "proxy_router") and hasattr(app, "_app"):
             app = app._app
         self._routes = getattr(app, "proxy_router", None)
-        self._scaling: dict[str, Any] = {}
+        self._woken_s = -math.inf
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         path = str(scope.get("path", ""))
         match = None
         if self._routes is not None and scope["type"] == "http" and not path.startswith("/-/"):
             match = self._routes.match_route(path)
-        if match is None or match[1].deployment_name not in (TARGET_NAME, INGRESS_NAME):
+        if match is None or match[1].deployment_name != TARGET_NAME:
             await self._app(scope, receive, send)
         elif not await self._is_answered(match[1], scope, receive, send):
             await (await self._refusal(match[1].app_name, scope))(scope, receive, send)
@@ -431,14 +443,14 @@ class NoReplica:
         from ray import serve
         from starlette.responses import JSONResponse, Response
 
-        from deployments.autoscaling import ClusterBoard, ScalingView  # it needs this module
-
-        if scope["path"].endswith("/metrics"):
-            with contextlib.suppress(Exception):  # no router either, or another application
-                async with asyncio.timeout(1.0):
+        with contextlib.suppress(Exception):  # no router either, or another application
+            async with asyncio.timeout(1.0):
+                if scope["path"].endswith("/metrics"):
                     return Response(await serve.get_deployment_handle(ROUTER_NAME, app_name).metrics.remote())
-        if scope["method"] == "POST":  # a probe wakes nothing
-            await self._scaling.setdefault(app_name, ScalingView(ClusterBoard(app_name))).ask()
+                # A probe wakes nothing.
+                if scope["method"] == "POST" and time.monotonic() - self._woken_s >= WATCH_INTERVAL_S:
+                    self._woken_s = time.monotonic()
+                    await serve.get_deployment_handle(ROUTER_NAME, app_name).wake_target.remote()
         error = {"message": NOT_READY.format("The service"), "type": "server_error", "param": None}
         headers = {"Retry-After": str(RETRY_AFTER_S)}
         return JSONResponse({"error": {**error, "code": NOT_READY_CODE}}, status_code=503, headers=headers)

@@ -305,7 +305,6 @@ class DrafterReplica:
             port=0,
             device=loader.device,
             key=self._key,
-            shares_gpu=bool((settings.drafter.replicas.num_gpus or 0.0) % 1.0),
         )
         self._server.start()
         logger.info("drafting at %s on %s", self._server.address, loader.device)

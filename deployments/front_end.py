@@ -2,8 +2,8 @@
 
 Enters: the body of an HTTP request, or a dictionary by deployment handle, with its caller and headers. Leaves: an
 `Admitted` request that the engine can take as it is (checked, within the limits, with its workload and K), and the
-engine's answer with a `drafting` field, or an `ApiError` in OpenAI's form. The same code runs in a target replica and,
-where there are any, in ingress replicas: nothing here knows Ray, or where the engine is.
+engine's answer with a `drafting` field, or an `ApiError` in OpenAI's form. Nothing here knows Ray, or where the engine
+is.
 """
 
 import contextlib

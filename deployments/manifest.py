@@ -17,7 +17,7 @@ import yaml
 
 from cluster.settings import ClusterSettings, key_variables
 from deployments.autoscaling import MAX_STREAM_S
-from deployments.up import INGRESS_ENVIRONMENT, RAY_ENVIRONMENT, UpError, live_form, read_config, replica_resources
+from deployments.up import RAY_ENVIRONMENT, UpError, live_form, read_config, replica_resources
 
 Json = dict[str, Any]
 
@@ -63,7 +63,7 @@ class Machine:
     head_memory: str
     worker_memory: str
     shared_memory: str
-    """/dev/shm: Ray's object store, the engine's own segments and the mailboxes of remote drafters."""
+    """/dev/shm: Ray's object store, the engine's own segments and the rings of remote drafters."""
 
 
 # One replica on CPUs was seen to need about 6.5 GB with the embedded target (engine 4.1 GB; replica, router and proxy
@@ -230,7 +230,7 @@ class Manifest:
         one of its own."""
         settings, scaling = self._settings, self._settings.autoscaling
         needed = replica_resources(settings)
-        cpus = needed["CPU"] + settings.ingress.num_cpus * max(1, settings.ingress.num_replicas)
+        cpus = needed["CPU"] + settings.ingress.num_cpus
         gpus = needed.get("GPU", 0.0)
         fewest, most = settings.target.num_replicas, settings.max_num_targets
         groups = []
@@ -282,8 +282,6 @@ class Manifest:
     def _pod(self, name: str, ports: dict[str, int], resources: dict[str, str]) -> Json:
         """A pod template of one container, `name`."""
         environment = {"RAY_USAGE_STATS_ENABLED": "0", **RAY_ENVIRONMENT}
-        if self._settings.ingress.num_replicas:
-            environment |= INGRESS_ENVIRONMENT
         variables: list[Json] = [{"name": variable, "value": value} for variable, value in environment.items()]
         variables += [_secret(variable, KEYS_SECRET, variable) for variable in self.key_variables]
         mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]

@@ -25,19 +25,17 @@ REMOTE, SCALED, LEARNED = "drafter.placement: remote", "autoscaling", "learning"
 FAMILIES = {
     "target_replicas": Family("gauge", "", "Target replicas that run."),
     "running_requests": Family("gauge", "model replica", "Sequences in the engine, waiting ones included."),
-    "queued_requests": Family("gauge", "edge replica", "Requests that wait for a place before the engine."),
-    "answers": Family("counter", "workload status edge replica", "Requests by HTTP status; 499: the client left."),
+    "queued_requests": Family("gauge", "replica", "Requests that wait for a place before the engine."),
+    "answers": Family("counter", "workload status replica", "Requests by HTTP status; 499: the client left."),
     "requests": Family("counter", "model workload replica outcome", "Sequences ended: finished, or aborted."),
     "generated_tokens": Family("counter", "model replica", "Output tokens, running sequences included."),
     "output_tokens": Family("counter", "model workload replica", "Output tokens of ended sequences."),
     "prompt_tokens": Family("counter", "model workload replica", "Prompt tokens of ended sequences."),
-    "time_to_first_token_seconds": Family(
-        "histogram", "workload edge replica", "Arrival to first chunk; streams only."
-    ),
+    "time_to_first_token_seconds": Family("histogram", "workload replica", "Arrival to first chunk; streams only."),
     "time_per_output_token_seconds": Family(
-        "histogram", "workload edge replica", "Time of a token after the first; streams only."
+        "histogram", "workload replica", "Time of a token after the first; streams only."
     ),
-    "request_latency_seconds": Family("histogram", "workload edge replica", "Arrival to the end of a complete answer."),
+    "request_latency_seconds": Family("histogram", "workload replica", "Arrival to the end of a complete answer."),
     "verification_steps": Family("counter", "model workload replica", "Steps that verified draft tokens."),
     "draft_tokens": Family("counter", "model workload replica depth", "Draft tokens verified at this position."),
     "reached_draft_tokens": Family(
@@ -49,9 +47,9 @@ FAMILIES = {
         "gauge", "model workload depth bound", "Believed cumulative acceptance rate; bound: mean, low, high (90 %)."
     ),
     "step_seconds": Family("gauge", "model", "Expected time of an engine's step at the present load."),
-    "head_verification_steps": Family("counter", "head ingress", "Steps that verified this head's draft tokens."),
-    "head_draft_tokens": Family("counter", "head ingress depth", "This head's draft tokens that were verified."),
-    "head_accepted_tokens": Family("counter", "head ingress depth", "This head's draft tokens that were accepted."),
+    "head_verification_steps": Family("counter", "head", "Steps that verified this head's draft tokens."),
+    "head_draft_tokens": Family("counter", "head depth", "This head's draft tokens that were verified."),
+    "head_accepted_tokens": Family("counter", "head depth", "This head's draft tokens that were accepted."),
     "head_change": Family("gauge", "head against state", "1: the head is in this state (loading, running, ...)."),
     "head_gain": Family(
         "gauge", "head against bound", "AL relative to the other head's, minus 1; bound: mean, low, high."
@@ -60,12 +58,6 @@ FAMILIES = {
     "drafter_head": Family("gauge", "replica index head", "1: the head is live on this drafter.", REMOTE),
     "drafter_head_refused": Family("gauge", "replica", "1: the last `user_config` was refused.", REMOTE),
     "drafter_passes": Family("counter", "replica", "Passes of the drafter's network.", REMOTE),
-    "drafter_prepared_passes": Family(
-        "counter", "replica", "Passes that were prepared before the target's step arrived.", REMOTE
-    ),
-    "drafter_armed_passes": Family(
-        "counter", "replica", "Passes already queued on the GPU when the target's step arrived.", REMOTE
-    ),
     "drafter_rows": Family("counter", "replica", "Rows of these passes, mask rows included.", REMOTE),
     "drafter_drafts": Family("counter", "replica", "Draft tokens proposed.", REMOTE),
     "drafter_batches": Family("counter", "replica", "Batches of targets' steps, answered together.", REMOTE),

@@ -34,7 +34,7 @@ from cluster.k_policy import PolicyUpdate
 from cluster.learning import LearnerReport
 from cluster.settings import ClusterSettings, live_config
 from deployments import TARGET_NAME, compat
-from deployments.autoscaling import ClusterBoard, ScalingView
+from deployments.autoscaling import Autoscaler, capacity_model
 from deployments.replicas import POLL_TIMEOUT_S, REPLICA_LOST, ReplicaMonitor, settings_with
 from deployments.telemetry import (
     HeadCounts,
@@ -63,13 +63,12 @@ SEND_TIMEOUT_S = 120.0
 
 
 def make_head_manager(settings: ClusterSettings) -> HeadManager | None:
-    """None without remote drafters, or where several ingress replicas would decide side by side."""
+    """None without remote drafters."""
     drafter = settings.drafter
-    if drafter is None or not drafter.is_remote or settings.ingress.num_replicas > 1:
+    if drafter is None or not drafter.is_remote:
         return None
     index_of = {workload: drafter.head_index(workload) for workload in drafter.heads_by_workload}
-    num_spare = 0 if settings.ingress.num_replicas else drafter.spare_heads
-    return HeadManager(index_of, num_spare, drafter.trial_share)
+    return HeadManager(index_of, drafter.spare_heads, drafter.trial_share)
 
 
 class Router:
@@ -79,19 +78,16 @@ class Router:
         self,
         settings: ClusterSettings,
         drafter: DeploymentHandle[Any] | None = None,
-        target: DeploymentHandle[Any] | None = None,
         learner: DeploymentHandle[Any] | None = None,
     ) -> None:
-        """`drafter`: the deployment of remote drafters, where there is one. `target`: of the targets; None where they
-        stand before this deployment in the application, which then cannot be bound to them. `learner`: of heads."""
+        """`drafter`: the deployment of remote drafters, where there is one. `learner`: of heads."""
         compat.prepare_replica()
         context = serve.get_replica_context()
         self._settings = settings
-        self._replica = context.replica_id.unique_id
-        self._target = target or serve.get_deployment_handle(TARGET_NAME, app_name=context.app_name)
-        self._edges = {"target": self._target}
-        self._board = ClusterBoard(context.app_name)
-        self._state = StateStore(settings.depth.state, self._board)
+        # The targets stand before this deployment in the application, so it cannot be bound to them.
+        self._target = serve.get_deployment_handle(TARGET_NAME, app_name=context.app_name)
+        self._channel = compat.KVChannel(context.app_name)
+        self._state = StateStore(settings.depth.state, self._channel)
         self.k_policy = make_k_policy(settings)
         self._heads = make_head_manager(settings)
         self._state.restore(self.k_policy, self._heads)
@@ -101,7 +97,9 @@ class Router:
         self._drafters = None if drafter is None else ReplicaMonitor(drafter, DrafterReport, self._manage_heads)
         self._handing_out: asyncio.Task[None] | None = None
         self._learner = None if learner is None else ReplicaMonitor(learner, LearnerReport, lambda _: None)
-        self._scaling = None if settings.autoscaling is None else ScalingView(self._board)
+        self._autoscaler: Autoscaler | None = None
+        if settings.autoscaling is not None:
+            self._autoscaler = Autoscaler(settings, context.app_name, self._channel)
         self._warn_without_callers()
         compat.warn_without_haproxy()
         # A replica that takes another's place must know the targets before its first request.
@@ -118,7 +116,9 @@ class Router:
             return
         self._settings = settings_with(self._settings, user_config)
         self.k_policy = make_k_policy(self._settings, self.k_policy)
-        self._state = StateStore(self._settings.depth.state, self._board)
+        self._state = StateStore(self._settings.depth.state, self._channel)
+        if self._autoscaler is not None:
+            self._autoscaler.policy.model = capacity_model(self._settings)
         self._warn_without_callers()
 
     def _warn_without_callers(self) -> None:
@@ -137,7 +137,7 @@ class Router:
 
     def _manager(self) -> HeadManager:
         if self._heads is None:
-            raise ValueError("heads are managed where drafter.placement is remote and one router decides")
+            raise ValueError("heads are managed where drafter.placement is remote")
         return self._heads
 
     async def propose(self, proposal: HeadProposal) -> HeadChange:
@@ -213,20 +213,19 @@ class Router:
         """Prometheus text over all replicas. Whoever asks, it says the same, but for counts by head."""
         reports = await self._monitor.refresh()
         families = target_metrics(reports, self._monitor.num_ready or 0)
-        families += head_metrics(self._head_counts.by_head(), self._replica)
+        families += head_metrics(self._head_counts.by_head())
         families += [] if self._heads is None else change_metrics(self._heads.document())
         families += depth_metrics(self._document(), self._settings.model.id)
-        families += scaling_metrics(await self._scaled())
+        families += scaling_metrics(self._scaling_document())
         if self._drafters is not None:
             families += drafter_metrics(await self._drafters.refresh(), reports)
         if self._learner is not None:
             families += learner_metrics(self._learner.reports)
-        for where, handle in self._edges.items():
-            with contextlib.suppress(*REPLICA_LOST, TimeoutError):  # what nobody counts is not shown
-                for answer in await compat.ask_each(handle, "edge_metrics", POLL_TIMEOUT_S):
-                    if isinstance(answer, tuple):
-                        replica, found = answer
-                        families += labelled(found, edge=where, replica=replica)
+        with contextlib.suppress(*REPLICA_LOST, TimeoutError):  # what nobody counts is not shown
+            for answer in await compat.ask_each(self._target, "front_end_metrics", POLL_TIMEOUT_S):
+                if isinstance(answer, tuple):
+                    replica, found = answer
+                    families += labelled(found, replica=replica)
         return prometheus_text(families)
 
     async def drafting(self) -> dict[str, Any]:
@@ -240,28 +239,32 @@ class Router:
             **self._document(),
             **drafting_document(reports, by_head, drafters),
             "head_changes": [] if self._heads is None else self._heads.document(),
-            "autoscaling": await self._scaled(),
+            "autoscaling": self._scaling_document(),
             "learner": None if self._learner is None else learner_document(self._learner.reports),
         }
 
-    async def _scaled(self) -> dict[str, Any] | None:
-        return None if self._scaling is None else await self._scaling.document()
+    def _scaling_document(self) -> dict[str, Any] | None:
+        return None if self._autoscaler is None else self._autoscaler.document
+
+    async def wake_target(self) -> None:
+        """A request found no target replica, which alone wakes a target scaled to zero."""
+        if self._autoscaler is not None:
+            self._autoscaler.wake()
 
     def _document(self) -> dict[str, Any]:
         return {"model": self._settings.model.id, **self.k_policy.document(time.monotonic())}
 
     def _observe(self, reports: Sequence[TargetReport]) -> None:
-        if reports:
-            if self._scaling is not None:
-                self._scaling.report(reports)
-            deltas = self.k_policy.observe(reports, time.monotonic())
-            if deltas is None:
-                return
-            self._head_counts.add(deltas)
-            # The first reports count from the targets' start, and heads may have changed since.
-            if self._heads is not None and self._counts_are_new:
-                weights = "+".join(sorted({report.weights for report in reports} - {""}))
-                self._heads.record_counts(deltas, self._num_running(reports), weights)
-                self._save_head_events()
-            self._counts_are_new = True
-            self._state.save_soon(self.k_policy, self._heads)
+        deltas = self.k_policy.observe(reports, time.monotonic())
+        if self._autoscaler is not None:
+            self._autoscaler.observe(deltas, reports, self.k_policy)
+        if deltas is None:
+            return
+        self._head_counts.add(deltas)
+        # The first reports count from the targets' start, and heads may have changed since.
+        if self._heads is not None and self._counts_are_new:
+            weights = "+".join(sorted({report.weights for report in reports} - {""}))
+            self._heads.record_counts(deltas, self._num_running(reports), weights)
+            self._save_head_events()
+        self._counts_are_new = True
+        self._state.save_soon(self.k_policy, self._heads)

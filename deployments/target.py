@@ -1,7 +1,7 @@
 """The target: a replica of `ray.serve.llm`'s server with P-EAGLE inside its vLLM engine, and with HTTP of its own.
 
 Enters: requests, over HTTP past every other Python process (Ray Serve's HAProxy forwards bytes to this one) or by
-deployment handle, which go through the same front end; or what the front end of an ingress replica has admitted.
+deployment handle, which go through the same front end.
 Leaves: the engine's answers with a `drafting` field that says how they were drafted, and counts. K is chosen as the
 router says (`deployments.router`). How the engine is configured from the settings stands here too.
 """
@@ -88,8 +88,8 @@ class TargetServer(LLMServer):
         router: DeploymentHandle[Any] | None = None,
     ) -> None:
         """The engine's configuration is made here, where the checkpoints are prepared: each node has its own cache.
-        `drafter`: the deployment of remote drafters, where there is one. `router`: None where ingress replicas stand
-        before the targets; K of calls by handle is then chosen by what this replica alone has seen."""
+        `drafter`: the deployment of remote drafters, where there is one. Without a `router` K is chosen by what this
+        replica alone has seen."""
         compat.check(compat.ENGINE_SEAMS)
         compat.be_no_nicer()
         compat.prepare_replica()
@@ -114,6 +114,7 @@ class TargetServer(LLMServer):
             on_answer=None if self._answers is None else self._keep,
         )
         self._recorder.attach(self._client)
+        self._started_s = time.monotonic()
         self._grammars = guard(self._client, grammar_limits(settings.limits))
         self._grammars.start()
         render_at_once(self._client)
@@ -161,17 +162,18 @@ class TargetServer(LLMServer):
             logger.exception("the scheduler's step latency is left out of the report")
         counted = self._recorder.workloads()
         return TargetReport(
-            self._replica,
-            self.front_end.model,
-            self.front_end.head_of(),
-            self.front_end.own_heads(counted),
-            counted,
-            self._recorder.context_tokens(),
-            latency,
-            () if self._links is None else self._links.links,
-            self._recorder.num_output_tokens,
-            self._weights,
-            time.monotonic(),
+            replica=self._replica,
+            model=self.front_end.model,
+            head=self.front_end.head_of(),
+            heads=self.front_end.own_heads(counted),
+            workloads=counted,
+            context_tokens=self._recorder.context_tokens(),
+            step_latency=latency,
+            links=() if self._links is None else self._links.links,
+            num_output_tokens=self._recorder.num_output_tokens,
+            weights=self._weights,
+            num_queued=self.front_end.admission.num_queued,
+            uptime_s=time.monotonic() - self._started_s,
         )
 
     async def check_health(self) -> None:
@@ -196,8 +198,8 @@ class TargetServer(LLMServer):
         """What the learner has not fetched yet of answers that may be learned from."""
         return [] if self._answers is None else self._answers.take_all()
 
-    async def edge_metrics(self) -> tuple[str, list[Any]]:
-        """This replica, and what its clients saw, as `EdgeMetrics.families`."""
+    async def front_end_metrics(self) -> tuple[str, list[Any]]:
+        """This replica, and what its clients saw, as `FrontEnd.families`."""
         return self._replica, self.front_end.families()
 
     async def _learn_forever(self) -> None:
@@ -267,8 +269,7 @@ class TargetServer(LLMServer):
             yield {**error.body(), "status": error.status}
 
     async def generate(self, admitted: Admitted) -> Answer:
-        """The engine's answer to what a front end has admitted, see `deployments.front_end.Answer`."""
-        self.front_end.know(admitted.drafting.workload)  # found by an ingress: calls by handle find the same workloads
+        """The engine's answer to what the front end has admitted, see `deployments.front_end.Answer`."""
         if not self._ids.isdisjoint(engine_ids(admitted)):  # clients name requests, and vLLM aborts all of a name
             admitted.body.request_id += f"-{uuid.uuid4().hex[:8]}"
         ids, is_complete = engine_ids(admitted), False

@@ -33,7 +33,7 @@ from cluster.heads import DrafterReport, HeadManager
 from cluster.k_policy import KPolicy
 from cluster.learning import LearnerReport
 from cluster.settings import ClusterSettings
-from deployments.autoscaling import ClusterBoard
+from deployments.compat import KVChannel
 from deployments.metrics import counter, gauge
 from peagle.store import write_bytes
 
@@ -182,15 +182,15 @@ def target_metrics(reports: Sequence[TargetReport], num_ready: int) -> list[Metr
     return [ready, running, generated, requests, tokens, prompts, steps, drafted, reached, accepted]
 
 
-def head_metrics(by_head: Mapping[str, Counts], ingress: str) -> list[Metric]:
-    """Steps and tokens by the head that drafted them, as one ingress replica has counted them."""
+def head_metrics(by_head: Mapping[str, Counts]) -> list[Metric]:
+    """Steps and tokens by the head that drafted them, as the router has counted them."""
     steps = counter("head_verification_steps")
     drafted = counter("head_draft_tokens")
     accepted = counter("head_accepted_tokens")
     for head, found in by_head.items():
-        steps.add_metric([head, ingress], found.num_steps)
-        _add_depths(drafted, [head, ingress], found.drafted)
-        _add_depths(accepted, [head, ingress], found.accepted)
+        steps.add_metric([head], found.num_steps)
+        _add_depths(drafted, [head], found.drafted)
+        _add_depths(accepted, [head], found.accepted)
     return [steps, drafted, accepted]
 
 
@@ -322,13 +322,12 @@ class StateStore:
     again: in the file that `depth.state` names, else in the key-value store of the Ray cluster, which outlives every
     replica and needs no disk. It ends with the cluster, unless that keeps it in a Redis.
 
-    Replicas of the ingress may share one store, also from several containers: each writes the whole state, which they
-    derive from the same reports, to a file of its own first.
+    A router that takes another's place may write beside it for a moment: each writes a file of its own first.
     """
 
-    def __init__(self, path: str | None, board: ClusterBoard | None = None) -> None:
+    def __init__(self, path: str | None, channel: KVChannel | None = None) -> None:
         """With neither nothing is saved."""
-        self._path, self._board = None if path is None else Path(path), board
+        self._path, self._channel = None if path is None else Path(path), channel
         self._name = "the state in Ray's key-value store" if path is None else f"depth.state: {path}"
         self._saved_s = time.monotonic()
         self._task: asyncio.Task[None] | None = None
@@ -357,7 +356,7 @@ class StateStore:
         """None where there is none."""
         if self._path is not None:
             return json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else None
-        return None if self._board is None else self._board.get(LEARNED)
+        return None if self._channel is None else self._channel.get(LEARNED)
 
     def save_soon(self, policy: KPolicy, heads: HeadManager | None = None, *, is_urgent: bool = False) -> None:
         """Save in a thread, when it is time again and the last save is done: a slow disk holds up no request.
@@ -378,8 +377,8 @@ class StateStore:
         try:
             if self._path is not None:
                 self._replace_file(self._path, json.dumps(snapshot).encode())
-            elif self._board is not None:
-                self._board.put(LEARNED, snapshot)
+            elif self._channel is not None:
+                self._channel.put(LEARNED, snapshot)
         except Exception as error:  # noqa: BLE001  # of a disk or of Ray
             if not self._fails:
                 again = f"the service goes on, and tries again every {SAVE_INTERVAL_S:.0f} s"

@@ -26,7 +26,7 @@ from pydantic import ValidationError
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.settings import SPECULATIVE_CONFIG_ENV, ClusterSettings, key_variables, live_config, load_settings
-from deployments import DRAFTER_NAME, INGRESS_NAME, ROUTER_NAME, TARGET_NAME, compat
+from deployments import DRAFTER_NAME, ROUTER_NAME, TARGET_NAME, compat
 from deployments.app import catalog, check_heads
 from deployments.autoscaling import MAX_STREAM_S
 from deployments.host import TERMINATE_S
@@ -63,8 +63,6 @@ RAY_ENVIRONMENT = {
 }
 """Of the processes that start Ray, on every node."""
 
-INGRESS_ENVIRONMENT = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
-"""Also, where HTTP goes through ingress replicas: chunks go from process to process by gRPC and not as Ray objects."""
 
 LOCAL_ENVIRONMENT = {
     # Where other programs fill the memory, Ray's monitor would end replicas, which gives little of it back.
@@ -177,30 +175,20 @@ def live_form(config: Mapping[str, Any], settings: ClusterSettings) -> dict[str,
     """The config with what can be changed while requests run taken out of `args`, and put under `deployments`.
 
     Serve starts every replica of an application anew when its `args` change, so engines would be stopped for a limit or
-    a number of replicas. Where autoscaling decides, it reads `depth` from `args`, which stays there.
+    a number of replicas.
     """
     made = copy.deepcopy(dict(config))
     application = made["applications"][0]
     args = application["args"]
     live = live_config(settings)
-    for section in ("callers", "limits"):
+    for section in ("callers", "limits", "depth"):
         args.pop(section, None)
-    if settings.autoscaling is None:
-        args.pop("depth", None)
     args["model"] = {key: value for key, value in args["model"].items() if key != "aliases"}
-    section, ingress = args.pop("ingress", {}), settings.ingress
-    # Their presence decides on the way of HTTP, their number does not.
-    kept = {"num_replicas": min(1, ingress.num_replicas)}
-    kept |= {name: section.get(name) for name in ("allow_origins", "allowed_hosts")}
-    if kept := {key: value for key, value in kept.items() if value}:
+    section = args.pop("ingress", {})
+    if kept := {key: section[key] for key in ("allow_origins", "allowed_hosts") if section.get(key)}:
         args["ingress"] = kept
     changes: dict[str, dict[str, Any]] = {
-        INGRESS_NAME if ingress.num_replicas else ROUTER_NAME: {
-            "num_replicas": max(1, ingress.num_replicas),
-            "max_ongoing_requests": ingress.max_ongoing_requests,
-            "ray_actor_options": {"num_cpus": ingress.num_cpus},
-            "user_config": live,
-        },
+        ROUTER_NAME: {"ray_actor_options": {"num_cpus": settings.ingress.num_cpus}, "user_config": live},
         TARGET_NAME: {"user_config": live},
     }
     if settings.autoscaling is None:
@@ -236,7 +224,7 @@ def replica_resources(settings: ClusterSettings) -> dict[str, float]:
 def resources(settings: ClusterSettings) -> dict[str, float]:
     """Ray resources of all replicas together, at the most."""
     needed = {name: settings.max_num_targets * number for name, number in replica_resources(settings).items()}
-    needed["CPU"] += max(1, settings.ingress.num_replicas) * settings.ingress.num_cpus
+    needed["CPU"] += settings.ingress.num_cpus
     if settings.drafter is not None and (drafters := settings.drafter.replicas) is not None:
         needed["CPU"] += settings.max_num_drafters * drafters.num_cpus
         needed["GPU"] = needed.get("GPU", 0.0) + settings.max_num_drafters * (drafters.num_gpus or 0.0)
@@ -292,16 +280,16 @@ def ray_cluster(config: Mapping[str, Any], settings: ClusterSettings, detach: bo
             num_cpus = num_logical_cpus(settings)
             say(f"starting Ray on this machine ({num_cpus} logical CPUs)")
             local = {} if detach else LOCAL_ENVIRONMENT
-            env = {**ray_environment(settings.ingress.num_replicas > 0, say), **local, **os.environ}
+            env = {**ray_environment(say), **local, **os.environ}
             address = stack.enter_context(_own_ray(num_cpus, env, detach))
             context = ray.init(address=address, **quiet)
         stack.callback(ray.shutdown)
         yield f"http://{context.dashboard_url}"
 
 
-def ray_environment(has_ingress: bool, say: Say) -> dict[str, str]:
+def ray_environment(say: Say) -> dict[str, str]:
     """What a Ray that starts on this machine is to have in its environment, ports that are free here included."""
-    made = RAY_ENVIRONMENT | (INGRESS_ENVIRONMENT if has_ingress else {})
+    made = dict(RAY_ENVIRONMENT)
     made[compat.ADDRESS_HEADER_ENV] += f"-{secrets.token_hex(8)}"
     if reason := compat.why_no_haproxy():
         say(f"without HAProxy, streams go through Serve's slower proxy in Python: {reason}")
@@ -540,7 +528,6 @@ WAITS_FOR = {
     TARGET_NAME: "the engine to load the model",
     DRAFTER_NAME: "the head to load",
     ROUTER_NAME: "the router",
-    INGRESS_NAME: "the HTTP API",
 }
 
 

@@ -4,11 +4,12 @@ All is checked, so that a plain head which loads here also loads in stock vLLM w
 not name a missing tensor: the parameter keeps whatever memory it was given.) Checks read the headers of the safetensors
 files and import no torch.
 
-Three forms are accepted. The *plain* form is vLLM's own. The *shipped* form leaves out what the target has: instead of
-`embed_tokens.weight` it holds `mask_embedding` [H], the one row of the target's table that differs, and with a reduced
-draft vocabulary it has no `lm_head.weight`, whose rows are the target's at `d2t`. The third is that of other trainers:
-the speculators package's `config.json`, or other names (`convert` writes it as a plain head, `peagle.heads` does so by
-itself where a head is served).
+Three forms are read. The *plain* form is vLLM's own, and what training writes. The *shipped* form leaves out what the
+target has, so that a repository can hold it: instead of `embed_tokens.weight` it has `mask_embedding` [H], the one row
+of the target's table that differs, and with a reduced draft vocabulary no `lm_head.weight`, whose rows are the target's
+at `d2t`. Its `config.json` names an architecture that vLLM refuses. The third is that of other trainers: the
+speculators package's `config.json`, or other names. `convert` writes each as a plain head, and `peagle.heads` does so
+by itself where a head is served.
 
 Values that a shape cannot tell are checked too: `d2t` [V_draft] holds *offsets* (target token = i + d2t[i]), `t2d` [V]
 marks the target tokens that the draft vocabulary has.
@@ -19,12 +20,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peagle.config import (
     MASK_TOKEN_KEYS,
     MAX_JSON_BYTES,
+    SHIPPED_PREFIX,
     DrafterConfig,
     HeadError,
     check_head_fits,
@@ -174,10 +177,20 @@ def is_plain(head_dir: str | Path, config: DrafterConfig) -> bool:
     """
     names = stored_names(head_dir)
     has_whole_vocabulary = config.draft_vocab_size == config.vocab_size
-    complete = "lm_head.weight" in names or has_whole_vocabulary
-    has_others = names & {"mask_embedding", *TARGET_TENSORS} or any(name.startswith("model.") for name in names)
+    has_others = names & {*TARGET_TENSORS} or any(name.startswith("model.") for name in names)
     has_others = has_others or (has_whole_vocabulary and "d2t" in names)
-    return complete and not has_others and is_vllms_own(read_json(Path(head_dir) / "config.json"))
+    return (
+        not tables_left_out(config, names)
+        and not has_others
+        and is_vllms_own(read_json(Path(head_dir) / "config.json"))
+    )
+
+
+def tables_left_out(config: DrafterConfig, names: Collection[str]) -> list[str]:
+    """The target's tables that vLLM needs of a head, and that one with these tensors, in the shipped form, lacks."""
+    left_out = ["embed_tokens.weight"] if "mask_embedding" in names else []
+    is_reduced = config.draft_vocab_size < config.vocab_size
+    return left_out + (["lm_head.weight"] if is_reduced and "lm_head.weight" not in names else [])
 
 
 def stored_names(head_dir: str | Path) -> set[str]:
@@ -249,7 +262,7 @@ def check_head(head_dir: str | Path, target: dict[str, Any] | None = None) -> Dr
 
 
 def load_head(head_dir: str | Path) -> tuple[DrafterConfig, dict[str, Tensor]]:
-    """Load a head, in the plain or the shipped form, onto the CPU and in its stored types.
+    """Load a head, in any form, onto the CPU and in its stored types.
 
     Returns its tensors by the names of `expected_tensors`; `mask_hidden` is [1, 1, C * S] whatever its stored shape.
     Raises HeadError as `check_head`, and for tables `d2t`/`t2d` that contradict each other or the vocabulary.
@@ -282,8 +295,9 @@ def load_tensors(head_dir: str | Path) -> dict[str, Tensor]:
 def save_head(head_dir: str | Path, config: DrafterConfig, tensors: dict[str, Tensor]) -> Path:
     """Write a head directory: `config.json` and `model.safetensors`, each complete or not at all. Returns it.
 
-    tensors: by checkpoint name, in the types to be stored; on any device. Raises HeadError as `load_head`, before
-    anything is written, and OSError when the disk is full or not writable; what was there before is still whole.
+    tensors: by checkpoint name, in the types to be stored; on any device. Without the tables that vLLM needs, the head
+    is of the shipped form. Raises HeadError as `load_head`, before anything is written, and OSError when the disk is
+    full or not writable; what was there before is still whole.
     """
     from safetensors.torch import save
 
@@ -293,43 +307,71 @@ def save_head(head_dir: str | Path, config: DrafterConfig, tensors: dict[str, Te
     check_tensors(config, specs, head_dir)
     check_tables(config, tensors, head_dir)
     stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    raw = config.to_dict()
+    if tables_left_out(config, tensors):
+        raw["architectures"] = [SHIPPED_PREFIX + name for name in raw["architectures"]]
     head_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=head_dir, prefix=".writing-") as scratch:
         weights, settings = Path(scratch) / "model.safetensors", Path(scratch) / "config.json"
         write_bytes(weights, save(stored, metadata={"format": "pt"}))
-        write_bytes(settings, (json.dumps(config.to_dict(), indent=2) + "\n").encode())
+        write_bytes(settings, (json.dumps(raw, indent=2) + "\n").encode())
         weights.replace(head_dir / weights.name)
         settings.replace(head_dir / settings.name)
     return head_dir
 
 
-def convert(source_dir: str | Path, out_dir: str | Path) -> tuple[DrafterConfig, int, list[str]]:
-    """Write a head in any form but the shipped one as a plain head into `out_dir`; types of tensors stay.
-
-    Returns its configuration, the number of tensors written, and the names of the target's tensors that were left out.
-    Raises HeadError as `load_head`, before anything is written, OSError when the disk is full.
+def with_tables(
+    config: DrafterConfig, tensors: dict[str, Tensor], embed_VH: Tensor | None = None, lm_head_VH: Tensor | None = None
+) -> dict[str, Tensor]:
+    """The tensors of a head's plain form, from those of any form: the mask token's embedding becomes a row of the
+    table, and a reduced draft vocabulary gets its output rows. embed_VH, lm_head_VH: the target's tables [V, H], for a
+    head that lacks them.
     """
-    config, tensors = load_head(source_dir)
-    save_head(out_dir, config, tensors)
-    return config, len(tensors), [name for name in TARGET_TENSORS if name in read_tensor_specs(source_dir)]
+    tensors = dict(tensors)
+    if (mask_H := tensors.pop("mask_embedding", None)) is not None:
+        table_VH = tensors.get("embed_tokens.weight", embed_VH)
+        assert table_VH is not None
+        # The row takes the table's type: vLLM casts the whole table anyway, and one type keeps the file plain.
+        tensors["embed_tokens.weight"] = table_VH = table_VH.clone()
+        table_VH[config.ptd_token_id] = mask_H.to(table_VH)
+    if config.draft_vocab_size == config.vocab_size:  # vLLM refuses tables of token ids beside the whole vocabulary
+        return {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
+    if "lm_head.weight" not in tensors:
+        assert lm_head_VH is not None
+        tensors["lm_head.weight"] = lm_head_VH[target_ids(tensors["d2t"]).to(lm_head_VH.device)]
+    return tensors
+
+
+def without_tables(config: DrafterConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of the shipped form of a plain head whose tables are the target's, but for the mask token's row."""
+    left = {name: tensor for name, tensor in tensors.items() if name not in ("embed_tokens.weight", "lm_head.weight")}
+    if config.ptd_token_id is not None and "embed_tokens.weight" in tensors:
+        left["mask_embedding"] = tensors["embed_tokens.weight"][config.ptd_token_id].clone()
+    return left
 
 
 def save_drafter(
     head_dir: str | Path, drafter: Drafter, values: dict[str, Tensor] | None = None, dtype: torch.dtype | None = None
 ) -> Path:
-    """Write a drafter in the shipped form: what it owns, and the tables of a reduced draft vocabulary.
+    """Write a drafter as a plain head: what it owns, and the target's tables as far as vLLM does not share them.
 
     values: its parameters, by the names of `Drafter.trainable`, when they are not the live ones (a moving average).
-    dtype: stored type of them, by default bfloat16. Returns the directory; raises as `save_head`.
+    dtype: stored type of all, by default bfloat16. Returns the directory; raises as `save_head`.
     """
     import torch
 
+    def stored(value: Tensor) -> Tensor:
+        return value.detach().to(dtype or torch.bfloat16)
+
     config = drafter.config
+    assert drafter.embed_tokens is not None
+    assert drafter.lm_head is not None
     owned: dict[str, Tensor] = dict(drafter.trainable()) if values is None else values
-    tensors = {name: value.to(dtype or torch.bfloat16) for name, value in owned.items()}
+    tensors = {name: stored(value) for name, value in owned.items()}
     if config.draft_vocab_size < config.vocab_size:
+        tensors["lm_head.weight"] = stored(drafter.lm_head.weight)
         tensors |= {"d2t": offsets(drafter.target_ids), "t2d": marks(drafter.target_ids, config.vocab_size)}
-    return save_head(head_dir, config, tensors)
+    return save_head(head_dir, config, with_tables(config, tensors, stored(drafter.embed_tokens.weight)))
 
 
 def build_drafter(

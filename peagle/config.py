@@ -26,6 +26,9 @@ LLAMA_NAMES = (
     "Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM", "LlamaEagle3DraftModel",
 )  # fmt: skip
 QWEN_NAMES = (QWEN_ARCHITECTURE, "PeagleQwen3ForCausalLM")
+#: Before the architecture of a head without the tables that vLLM needs of it, which vLLM must refuse: it would draft
+#: with whatever is in the memory that a missing tensor has.
+SHIPPED_PREFIX = "Tableless"
 #: Names of the mask token, in the order in which vLLM looks for them.
 MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 #: Draft tokens by default of a head whose file does not say what it was trained for (`num_depths`).
@@ -421,7 +424,12 @@ class DrafterConfig:
 
 def is_qwen(raw: dict[str, Any]) -> bool:
     """Whether a `config.json` names a drafter with Qwen 3's layers."""
-    return not set(QWEN_NAMES).isdisjoint(raw.get("architectures") or [])
+    return not set(QWEN_NAMES).isdisjoint(_architectures(raw))
+
+
+def _architectures(raw: dict[str, Any]) -> list[str]:
+    """Names of the kind of layers, of a head in the shipped form, too."""
+    return [name.removeprefix(SHIPPED_PREFIX) for name in raw.get("architectures") or [ARCHITECTURE]]
 
 
 def _mask_tokens(raw: dict[str, Any]) -> dict[str, int]:
@@ -434,8 +442,8 @@ def is_vllms_own(raw: dict[str, Any]) -> bool:
 
     It does not where the file is of the speculators package (of a P-EAGLE head vLLM drops `fc_norm` and `norm_output`),
     where vLLM would put `Eagle3` before the architecture's name and so know no such model, where `target_hidden_size`
-    is null, where a Llama drafter's taps, other than three, stand at the top only, or where YaRN's magnitude has a name
-    that one of the versions does not read.
+    is null, where a Llama drafter's taps, other than three, stand at the top only, where YaRN's magnitude has a name
+    that one of the versions does not read, or where the head lacks tables.
     """
     names, top = raw.get("architectures") or (), raw.get(_LAYER_IDS) or ()
     inner = (raw.get("eagle_config") or {}).get(_LAYER_IDS)
@@ -447,6 +455,7 @@ def is_vllms_own(raw: dict[str, Any]) -> bool:
         and (not magnitudes or {"attention_factor", "attn_factor"} <= {*magnitudes})
         and raw.get("model_type") in ("llama", "qwen3")
         and any(name.startswith("Eagle3") or name.endswith("Eagle3") for name in names)
+        and not any(name.startswith(SHIPPED_PREFIX) for name in names)
         and raw.get("target_hidden_size", 0) is not None
         and counts_taps
     )
@@ -530,10 +539,9 @@ def _problems(raw: dict[str, Any]) -> list[str]:
         HeadFile.model_validate(raw)
     except ValidationError as error:
         return problem_lines(error, HeadFile)
-    architectures = set(raw.get("architectures") or [ARCHITECTURE])
-    if not architectures & {*LLAMA_NAMES, *QWEN_NAMES}:
+    if set(_architectures(raw)).isdisjoint({*LLAMA_NAMES, *QWEN_NAMES}):
         return [
-            f"architectures = {sorted(architectures)}, expected ['{ARCHITECTURE}'] or ['{QWEN_ARCHITECTURE}'] "
+            f"architectures = {sorted(raw['architectures'])}, expected ['{ARCHITECTURE}'] or ['{QWEN_ARCHITECTURE}'] "
             "(a P-EAGLE/EAGLE-3 head)"
         ]
     problems = []

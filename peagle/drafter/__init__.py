@@ -2,22 +2,16 @@
 
 The way of one hidden row, from a target's step to the draft tokens, and the form that it has:
 
-    peagle/vllm   EngineBatch   what the host knows of a step; `LinkPool` picks the requests' drafters
-    client        StepPlan      announced by `Link.announce`, so that the drafter prepares while the step runs
-    peagle/vllm   SampledRows   the target's tapped hidden states after sampling; reduced by the head's `Reducer`,
-                                handed over by `Link.send`
-    mailbox                     through shared memory of one host, in the order of the GPU's stream; usual steps by one
-                                CUDA graph (`replay`),
-    protocol                    or over TCP between hosts
-    server        TargetStep    its host part read, checked and prepared for while the target runs, the rest when it is
-                                ready, together with those of other targets
-    engine        PassBatch     the request's cache blocks (`kvcache`), and the row's place in its payload
+    peagle/vllm     EngineStep  what vLLM's runner has after sampling; `pool` picks the drafter of each request
+    projection                  auxiliary hidden states become the row, of the drafter's width
+    client          Step        `Link.send` writes the descriptor (`protocol`) and the tensors into a ring
+    shared_memory               of three slots, which both processes share; between hosts the same is carried over TCP
+    server          Step        read and checked when it is ready, together with those of other targets
+    engine          PassBatch   the request's cache blocks (`kvcache`), and the address of each row
     graphs                      on a GPU: one copy of the integers, one CUDA graph
-    armed                       of the only target also before its step is ready, which the GPU then awaits, checks and
-                                answers by itself
-    parallel_pass Rows          the P-EAGLE pass: `rows` lays them out, `attention` reads and writes the paged cache
-    engine        drafts [B, K] tokens with their chances (`drafts`), -1 where there is none; the same way back, to
-                                `Link.wait` or `Link.enqueue_wait`
+    parallel_pass   Rows        the P-EAGLE pass: `rows` lays them out, `attention` reads and writes the paged cache
+    server          drafts      [B, K] tokens with their chances (`drafts`), -1 where there is none, into the slot;
+                                `Link.wait` or `Link.enqueue_wait` reads them, or goes on without when they are late
 
 `serving` loads heads; `deployments.drafter` runs the server as Ray Serve replicas. Nothing here imports vLLM or Ray.
 """

@@ -1,28 +1,21 @@
-"""A target's links to its drafters: steps out, drafts back, within a deadline.
+"""A target's link to one drafter: steps out, drafts back, within a deadline.
 
 Whatever goes wrong costs drafts, never a request.
 
-`LinkPool` gives each request its drafter, a `Link` is the way to one of them. An engine's step is
-
-    for link, members_M in pool.assign(slots_B, heads_B, new_slots):
-        link.announce(StepPlan(...))                  # as soon as the host knows the step
-    link.send(starts, valid rows, next tokens, rows)  # reduced by `link.reducers`
-    link.wait()  or  link.enqueue_wait(out_MK, chance_MK)  # on the host, or in the order of a GPU's stream
-
-One thread (the engine's) does this; a thread of each link connects, watches the drafter and, where the mailbox is not
-shared, carries steps and drafts over TCP: whoever sends and waits sees no difference.
+The engine's thread sends and waits; a thread of the link connects, watches the drafter and, where the ring is not
+shared, carries steps and drafts over TCP: whoever sends and waits sees no difference. `peagle.drafter.pool` keeps the
+links of a target.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -33,42 +26,38 @@ from torch import Tensor
 from zmq.utils.monitor import recv_monitor_message
 
 from peagle.drafter.drafts import token_ids
-from peagle.drafter.mailbox import NUM_AREAS, REACHED, TIMED_OUT, Mailbox, host_identity
+from peagle.drafter.projection import InputProjection
 from peagle.drafter.protocol import (
     FROM_DRAFTER,
+    MAX_FRAME_BYTES,
+    MAX_PROMPT_TOKENS,
     MAX_REPLY_BYTES,
     NO_DRAFT,
     USER,
     Alive,
     Answer,
-    Attached,
     Bye,
     DrafterMessage,
-    HeadIndex,
     Hello,
     Int32Array,
-    Reducer,
     Refused,
-    StepPlan,
+    StepDescriptor,
     Swapped,
-    TargetShape,
     Waker,
     Welcome,
     WireError,
-    frames_of,
-    read_drafts,
+    message_frames,
     read_message,
-    set_up,
-    step_frames,
+    set_up_socket,
 )
+from peagle.drafter.shared_memory import NUM_SLOTS, REACHED, TIMED_OUT, Ring
+from peagle.drafter.step import Step
 
 HELLO_TIMEOUT_S = 10.0
 MAX_SILENCE_S = 10.0  # of a drafter with a step in hand, before the connection counts as lost
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
-DEFAULT_MIN_DEADLINE_S, DEFAULT_MAX_DEADLINE_S = 0.05, 1.0
 _CHECK_S, _POLL_S = 0.5, 50e-6
 _NUM_QUICK_READS, _HOST_POLL_S = 50, 0.3e-3  # seldom where the host waits: the drafter may need its cores
-_CLOSE_S = 2.0
 _NO_TOKENS = np.zeros(0, np.int32)
 _LOST = zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
 _MECHANISM_MISMATCH = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
@@ -92,7 +81,7 @@ class Deadlines:
     WEIGHT = 0.1  # of the newest answer
     NUM_PASSES = 3  # expected passes that a target waits: its own, and one each of others in front and of bad luck
 
-    def add(self, service_s: float, num_rows: int) -> None:
+    def record_answer(self, service_s: float, num_rows: int) -> None:
         """An answer to a step of num_rows rows took service_s seconds."""
         if self.average_s is None:
             self.average_s, self.average_rows = service_s, max(1.0, num_rows)
@@ -147,14 +136,14 @@ class Connection:
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.reconnect_ivl = -1  # a connection that is lost takes its agreement with it
-        set_up(self._socket, MAX_REPLY_BYTES)
+        set_up_socket(self._socket, MAX_REPLY_BYTES)
         if key:
             self._socket.plain_username, self._socket.plain_password = USER, key.encode()
         self._monitor = self._socket.get_monitor_socket(_LOST | _FOREIGN | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
         self._poller = zmq.Poller()
         for source in (self._socket, self._monitor, waker.fileno()):
             self._poller.register(source, zmq.POLLIN)
-        self._is_known = False
+        self._has_answered = False
         self.last_message_s = time.monotonic()
         self._socket.connect(f"tcp://{address}")
 
@@ -171,12 +160,12 @@ class Connection:
         ready = dict(self._poller.poll(int(timeout_s * 1e3)))
         if self._waker.fileno() in ready:
             self._waker.clear()
-        if self._socket in ready:  # before the monitor: what a drafter says last is read
+        if self._socket in ready:  # before the monitor: a drafter's last message is read
             try:
                 received = read_message(self._socket.recv_multipart(copy=False), FROM_DRAFTER)
             except WireError as error:
                 raise WireError(f"{self.peer}: {error}") from error
-            self._is_known, self.last_message_s = True, time.monotonic()
+            self._has_answered, self.last_message_s = True, time.monotonic()
             return received
         if self._monitor in ready:
             event = recv_monitor_message(self._monitor)
@@ -185,7 +174,7 @@ class Connection:
             if event["event"] & _FOREIGN:
                 raise WireError(f"{self.peer} does not speak this protocol")
             raise WireError(
-                f"{self.peer} " + ("closed the connection" if self._is_known else "refused: nobody listens")
+                f"{self.peer} " + ("closed the connection" if self._has_answered else "refused: nobody listens")
             )
         return None
 
@@ -197,6 +186,12 @@ class Connection:
                 return received
         raise WireError(f"{self.peer} sent no message within {timeout_s:g} s")
 
+    def check_silence(self) -> None:
+        """While a step is unanswered. Raises WireError for a drafter that gives no sign of life."""
+        silence_s = time.monotonic() - self.last_message_s
+        if silence_s > MAX_SILENCE_S:
+            raise WireError(f"{self.peer} gave no sign of life for {silence_s:.0f} s")
+
     def close(self) -> None:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
@@ -205,85 +200,102 @@ class Connection:
 
 @dataclasses.dataclass(eq=False)
 class Session:
-    """An agreed connection. From `sent` on, fields belong to the thread that sends; `lock` to whoever uses `mailbox`.
+    """An agreed connection. From `sent` on, fields belong to the thread that sends; `lock` to whoever uses `ring`.
 
-    heads: index -> digest. reducers: of these, by digest, on the host where they came with the welcome. is_shared: one
-    host, so that the drafter reads the mailbox. is_unwanted: other heads are wanted, so the connection is to end.
-    sent: number of the step sent last. known: by slot, whether the drafter has the request. has_drafts: by slot,
-    whether the last answer held drafts, if any were asked for. num_rows: of the last steps, by area. waited: steps
-    whose drafts a GPU waits for. enqueued: after the GPU's last work on the mailbox.
+    heads: index -> digest. projections: of these, by digest, on the host where they came with the welcome. is_shared:
+    one host, so that the drafter reads the ring. is_unwanted: other heads are wanted, so the connection is to end.
+    sent: number of the step sent last. is_awaited: whether its answer was waited for. has_request: by request slot,
+    whether the drafter has the request. has_drafts: by request slot, whether the last answer held drafts, if any were
+    asked for. descriptors: of the last steps, by slot of the ring. waited: steps whose drafts a GPU waits for.
+    enqueued: after the GPU's last work on the ring.
     """
 
-    mailbox: Mailbox
+    ring: Ring
     is_shared: bool
-    no_mailbox_reason: str
     heads: Mapping[int, str]
-    reducers: Mapping[str, Reducer]
+    projections: Mapping[str, InputProjection]
     device: torch.device
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     is_closed: bool = False
     is_unwanted: bool = False
     sent: int = 0
     is_late: bool = False
-    known: npt.NDArray[np.bool_] = dataclasses.field(init=False)
+    is_awaited: bool = True
+    has_request: npt.NDArray[np.bool_] = dataclasses.field(init=False)
     has_drafts: npt.NDArray[np.bool_] = dataclasses.field(init=False)
-    num_rows: list[int] = dataclasses.field(default_factory=lambda: [0] * NUM_AREAS)
+    descriptors: list[StepDescriptor | None] = dataclasses.field(default_factory=lambda: [None] * NUM_SLOTS)
     waited: collections.deque[int] = dataclasses.field(default_factory=collections.deque)
     enqueued: torch.cuda.Event | None = None
 
     def __post_init__(self) -> None:
-        self.known = np.zeros(self.mailbox.shape.max_num_requests, bool)
-        self.has_drafts = np.ones(self.mailbox.shape.max_num_requests, bool)
+        self.has_request = np.zeros(self.ring.shape.max_num_requests, bool)
+        self.has_drafts = np.ones(self.ring.shape.max_num_requests, bool)
         if self.device.type == "cuda":
             self.enqueued = torch.cuda.Event()
-            self.mailbox.pin(self.device, will_wait=True)
+            self.ring.pin(self.device, will_wait=True)
+
+    def descriptor(self, number: int) -> StepDescriptor:
+        """Of one of the steps sent last."""
+        found = self.descriptors[number % NUM_SLOTS]
+        assert found is not None
+        return found
+
+    def num_rows(self, number: int) -> int:
+        """Rows and drafts of one of the steps sent last."""
+        descriptor = self.descriptor(number)
+        return descriptor.num_rows + int(descriptor.depth_B.sum())
 
     def close(self) -> None:
         """Release whoever waits and let the memory go. Nothing may be sent afterwards."""
-        self.mailbox.set_abort(True)
+        self.ring.set_abort(True)
         with self.lock:
-            self.mailbox.set_abort(True)  # again: a step that began meanwhile may have taken it back
+            self.ring.set_abort(True)  # again: a step that began meanwhile may have undone it
             self.is_closed = True
         if self.enqueued is not None:
             self.enqueued.synchronize()
-            self.mailbox.unpin(self.device)
+            self.ring.unpin(self.device)
 
 
-def introduce(connection: Connection, hello: Hello, known: Mapping[str, Reducer], device: torch.device) -> Session:
-    """Agree with a drafter. known: reducers that the target has already, by digest.
+def agree(connection: Connection, hello: Hello, known: Mapping[str, InputProjection], device: torch.device) -> Session:
+    """Introduce this target to a drafter. known: input projections that the target has already, by digest.
 
     Raises WireError with the words of a drafter that refuses, WireError or ValueError for a peer that is no drafter,
-    RuntimeError where CUDA refuses the mailbox.
+    RuntimeError where CUDA refuses the ring.
     """
-    connection.send(frames_of(msgspec.structs.replace(hello, known_reducers=tuple(known))))
+    connection.send(message_frames(msgspec.structs.replace(hello, known_projections=tuple(known))))
     welcome, raw = connection.receive_within(HELLO_TIMEOUT_S)
     if isinstance(welcome, Refused):
         raise WireError(f"{connection.peer} refused: {welcome.reason}")
-    if not isinstance(welcome, Welcome) or len(raw) != len(welcome.reducers):
+    if not isinstance(welcome, Welcome) or len(raw) != len(welcome.projections):
         raise WireError(f"{connection.peer} answered the hello with {type(welcome).__name__} and {len(raw)} frames")
-    reducers = dict(known)
-    for digest, frame in zip(welcome.reducers, raw, strict=True):
-        reducers[digest] = Reducer.from_bytes(frame.bytes)
-        if reducers[digest].hidden_size != hello.shape.hidden_size:
-            raise WireError(f"the reducer of head {digest} leaves {reducers[digest].hidden_size} columns")
-    if missing := set(hello.heads.values()) - set(reducers):
-        raise WireError(f"{connection.peer} sent no reducer of {', '.join(sorted(missing))}")
-    mailbox, problem = None, welcome.no_mailbox_reason
-    if welcome.mailbox:
-        try:
-            mailbox = Mailbox.attach(welcome.mailbox, hello.shape)
-        except (OSError, ValueError) as error:
-            problem = str(error)
-        connection.send(frames_of(Attached(mailbox is not None)))
+    projections = dict(known)
+    for digest, frame in zip(welcome.projections, raw, strict=True):
+        projections[digest] = InputProjection.from_bytes(frame.bytes)
+        if projections[digest].hidden_size != hello.shape.hidden_size:
+            raise WireError(f"the input projection of head {digest} leaves {projections[digest].hidden_size} columns")
+    if missing := set(hello.heads.values()) - set(projections):
+        raise WireError(f"{connection.peer} sent no input projection of {', '.join(sorted(missing))}")
+    name = welcome.shared_memory
+    if not name:
+        logger.info("steps go to %s over TCP: %s", connection.peer, welcome.tcp_reason)
     return Session(
-        mailbox=mailbox or Mailbox.private(hello.shape),
-        is_shared=mailbox is not None,
-        no_mailbox_reason=problem,
+        ring=Ring.attach(name, hello.shape) if name else Ring.create_private(hello.shape),
+        is_shared=bool(name),
         heads=dict(hello.heads),
         # The known ones too: the target may forget them before it has a use for these.
-        reducers={digest: reducers[digest] for digest in hello.heads.values()},
+        projections={digest: projections[digest] for digest in hello.heads.values()},
         device=device,
     )
+
+
+def step_frames(step: Step) -> list[Any]:
+    """A checked step over TCP: its integers, and the valid ones of its hidden rows, in pieces of `MAX_FRAME_BYTES`."""
+    rows, bytes_RX = step.valid_rows(), step.hidden_RH.view(torch.uint8).numpy()
+    is_whole = np.array_equal(rows, np.arange(len(bytes_RX)))
+    payload = (bytes_RX if is_whole else bytes_RX[rows]).reshape(-1).data
+    integers = np.concatenate([step.start_B, step.num_valid_B, step.next_tokens_R])
+    pieces = [payload[first : first + MAX_FRAME_BYTES] for first in range(0, len(payload), MAX_FRAME_BYTES)]
+    return message_frames(step.descriptor, integers.data, *pieces)
 
 
 # The link
@@ -305,16 +317,15 @@ class Link:
         hello: Hello,
         deadlines: Deadlines,
         device: torch.device,
-        reducers: dict[str, Reducer],
+        projections: dict[str, InputProjection],
     ) -> None:
-        """key, hello: with what to connect. reducers: by digest, filled here, kept by the caller for all its links."""
+        """key, hello: with what to connect. projections: by digest, filled here, the same for all links of a pool."""
         self.address, self._key, self.stats = address, key, LinkStats()
         self.problem = ""  # the last thing that went wrong, in words
-        self._hello, self._deadlines, self._device, self._reducers = hello, deadlines, device, reducers
+        self._hello, self._deadlines, self._device, self._projections = hello, deadlines, device, projections
         self._session: Session | None = None  # of the link's thread, read by the engine's
         self._current: Session | None = None  # of the engine's step
         self._finished: set[int] = set()
-        self._announced: Session | None = None  # whose next step's rest is to be sent
         self._sent_s = 0.0
         self._stopped, self._hello_lock = threading.Event(), threading.Lock()
         self._waker = Waker()
@@ -340,116 +351,104 @@ class Link:
         return {} if self._current is None else self._current.heads
 
     @property
-    def reducers(self) -> Mapping[int, Reducer]:
-        """Head index -> what reduces hidden states for it, on the device: put there at first use, by this thread."""
+    def projections(self) -> Mapping[int, InputProjection]:
+        """Head index -> its input projection, on the device: put there at first use, by this thread."""
         if (session := self._current) is None:
             return {}
-        for digest in session.reducers.keys() - self._reducers.keys():
-            self._reducers[digest] = session.reducers[digest].to(self._device)
-        return {index: self._reducers[digest] for index, digest in session.heads.items()}
+        for digest in session.projections.keys() - self._projections.keys():
+            self._projections[digest] = session.projections[digest].to(self._device)
+        return {index: self._projections[digest] for index, digest in session.heads.items()}
 
     def begin_step(self) -> bool:
-        """Take up the connection as it is now; whether steps can be sent."""
+        """Use the connection as it is now; whether steps can be sent."""
         if (session := self._session) is not self._current:
             self._current = session
             self._finished.clear()
         if session is None:
             return False
-        self._settle_device_waits(session)
-        mailbox = session.mailbox
-        if session.is_late and mailbox.is_done(session.sent):
-            mailbox.set_abort(False)
-            session.is_late = False
+        self._record_outcomes(session)
+        ring = session.ring
+        if session.is_late and ring.is_done(session.sent):
+            ring.set_abort(False)
+            session.is_late, session.is_awaited = False, True
             session.has_drafts[:] = True
             # No more than it was waited for: a drafter that became slower gets more time by and by, one hang little.
-            late_s = min(mailbox.service_s(session.sent), self._deadline_s(session, session.sent))
-            self._deadlines.add(late_s, session.num_rows[session.sent % NUM_AREAS])
-        if not session.is_late and not mailbox.is_free(session.sent + 1):
+            late_s = min(ring.service_s(session.sent), self._deadline_s(session))
+            self._deadlines.record_answer(late_s, session.num_rows(session.sent))
+        if not session.is_late and not ring.is_free(session.sent + 1):
             self._give_up(session)
         return not session.is_late
 
-    def announce(self, plan: StepPlan) -> bool:
-        """Tell the drafter what it can prepare for; `send` follows. False where it does not get the step (no drafts,
-        then).
+    def send(
+        self,
+        descriptor: StepDescriptor,
+        start_B: Tensor,
+        num_valid_B: Tensor,
+        next_tokens_R: Tensor,
+        hidden_RH: Tensor,
+    ) -> bool:
+        """A step, as `StepDescriptor` and `Step` describe it: int32 tensors on the device, and rows projected by
+        `projections`. On a GPU everything is enqueued on the current stream. False where the drafter does not get the
+        step (no drafts, then).
 
-        The plan's prompts are those of requests that are new to the target, those of other drafters may be among them.
-
-        Raises:
-            ValueError: more requests or rows than the shape that was agreed on, which is the caller's mistake.
+        The descriptor has no number and no finished slots yet. Its prompts are those of requests that are new to the
+        target, those of other drafters may be among them.
         """
         session = self._current
+        if session is not None and not session.is_awaited and not session.is_late:
+            self._await_last(session)  # so a drafter is at most one step behind
         if session is None or session.is_late or session.is_closed:
             self.stats.num_skipped += 1
             return False
-        if self._announced is session:  # a step that never ran: the drafter may have prepared for it
-            session.is_unwanted = True
-            self._waker.wake()
-            return False
-        shape = self._hello.shape
-        if plan.num_requests > shape.max_num_requests or plan.num_rows > shape.max_num_rows:
-            raise ValueError(
-                f"{plan.num_requests} requests, {plan.num_rows} rows; agreed were {shape.max_num_requests}, "
-                f"{shape.max_num_rows}"
-            )
-        prompts: dict[int, Int32Array] = {}
-        if plan.prompts or not session.known[plan.slots_B].all():
-            slots, new = set(plan.slots_B.tolist()), plan.slots_B[~session.known[plan.slots_B]].tolist()
-            prompts = {slot: token_ids for slot, token_ids in plan.prompts.items() if slot in slots}
-            prompts |= {slot: prompts.get(slot, _NO_TOKENS) for slot in new}
-        number = session.sent + 1
-        plan = dataclasses.replace(plan, number=number, finished_slots=sorted(self._finished), prompts=prompts)
+        number, prompts = session.sent + 1, self._prompts(session, descriptor)
+        descriptor = msgspec.structs.replace(
+            descriptor, number=number, finished_slots=tuple(sorted(self._finished)), prompts=prompts
+        )
         with session.lock:
             if session.is_closed:
                 return False
-            self.stats.num_cut_prompts += session.mailbox.write_host_part(plan)
-        session.num_rows[number % NUM_AREAS] = plan.num_rows + int(plan.depth_B.sum())
-        if prompts:
-            session.known[plan.slots_B] = True
-            session.has_drafts[list(prompts)] = True
-        self._finished.clear()
-        self._announced = session
-        return True
-
-    def send(self, start_B: Tensor, num_valid_B: Tensor, next_tokens_R: Tensor, hidden_RH: Tensor) -> bool:
-        """The rest of the step that was announced, as in `TargetStep`; False where the connection ended meanwhile.
-
-        On a GPU everything is enqueued on the current stream.
-        """
-        return self._send(
-            lambda mailbox, number: mailbox.write_device_part(number, start_B, num_valid_B, next_tokens_R, hidden_RH)
-        )
-
-    def send_and_wait(self, run: Callable[[Tensor], None], num_requests: int, num_rows: int) -> bool:
-        """`send` and `enqueue_wait` in one, for `peagle.drafter.replay`: `run` does the work of both, given the step's
-        words. As `send`; where it is False nothing was run."""
-        if (session := self._announced) is None:
-            return False
-        wait = num_requests, self._deadline_s(session, session.sent + 1)
-        is_sent = self._send(
-            lambda mailbox, number: run(mailbox.words(number, request=(num_requests, num_rows), wait=wait))
-        )
-        if is_sent:
-            session.waited.append(session.sent)
-        return is_sent
-
-    def _send(self, write: Callable[[Mailbox, int], None]) -> bool:
-        """write: enqueues or does what hands over the rest of the step of this number."""
-        session, self._announced = self._announced, None
-        if session is None or session is not self._current:
-            return False
-        number = session.sent + 1
-        with session.lock:
-            if session.is_closed:
-                return False
-            # `Session.close` waits for work on the mailbox that came before this.
-            write(session.mailbox, number)
+            session.ring.write_descriptor(descriptor)
+            # `Session.close` waits for work on the ring that came before this.
+            session.ring.write_tensors(number, start_B, num_valid_B, next_tokens_R, hidden_RH)
             if session.enqueued is not None:
                 session.enqueued.record()
-        session.sent, self._sent_s = number, time.monotonic()
+        session.descriptors[number % NUM_SLOTS] = descriptor
+        session.has_request[descriptor.slots_B] = True
+        session.has_drafts[list(prompts)] = True
+        self._finished.clear()
+        session.sent, session.is_awaited, self._sent_s = number, False, time.monotonic()
         self.stats.num_steps += 1
         if not session.is_shared:
             self._waker.wake()
         return True
+
+    def _prompts(self, session: Session, descriptor: StepDescriptor) -> dict[int, Int32Array]:
+        """Tokens of the step's requests that are new to the target or to the drafter, as far as they are known and
+        fit."""
+        new_slots = descriptor.slots_B[~session.has_request[descriptor.slots_B]].tolist()
+        if not descriptor.prompts and not new_slots:
+            return {}
+        slots, prompts, room = set(descriptor.slots_B.tolist()), dict[int, Int32Array](), MAX_PROMPT_TOKENS
+        for slot in {**descriptor.prompts, **dict.fromkeys(new_slots)}:
+            if slot not in slots:
+                continue
+            token_ids = descriptor.prompts.get(slot, _NO_TOKENS)
+            if len(token_ids) > room:
+                token_ids = _NO_TOKENS
+                self.stats.num_cut_prompts += 1
+            prompts[slot], room = token_ids, room - len(token_ids)
+        return prompts
+
+    def _await_last(self, session: Session) -> None:
+        """Wait for the answer to a step for which no drafts were wanted."""
+        if self._device.type == "cuda":
+            shape = session.ring.shape
+            size = (session.descriptor(session.sent).num_requests, shape.max_depth)
+            self.enqueue_wait(
+                torch.empty(size, dtype=torch.int64, device=self._device), torch.empty(size, device=self._device)
+            )
+        else:
+            self.wait()
 
     def wait(self) -> Int32Array | None:
         """Token ids of the drafts of the step sent last, [M, K], `NO_DRAFT` where there are none; None when they do not
@@ -457,17 +456,17 @@ class Link:
         session = self._current
         if session is None or session.is_late or session.sent == 0:
             return None
-        mailbox, number, begin_s = session.mailbox, session.sent, time.monotonic()
-        end_s, num_reads = self._sent_s + self._deadline_s(session, number), 0
-        while not mailbox.is_done(number):
-            if mailbox.is_aborted():
+        ring, number, begin_s = session.ring, session.sent, time.monotonic()
+        end_s, num_reads, session.is_awaited = self._sent_s + self._deadline_s(session), 0, True
+        while not ring.is_done(number):
+            if ring.is_aborted():
                 return None
             if time.monotonic() > end_s:
                 self._give_up(session)
                 return None
             if (num_reads := num_reads + 1) > _NUM_QUICK_READS:
                 time.sleep(_HOST_POLL_S)
-        return token_ids(self._answered(session, number, time.monotonic() - begin_s))
+        return token_ids(self._record_answer(session, number, time.monotonic() - begin_s))
 
     def enqueue_wait(self, out_MK: Tensor, chance_MK: Tensor) -> None:
         """Let the current stream wait for the drafts of the step sent last and put them into out_MK, int64 [M, K], and
@@ -478,11 +477,11 @@ class Link:
         if (session := self._current) is not None and session.sent:
             with session.lock:
                 if not session.is_closed:
-                    deadline_s = self._deadline_s(session, session.sent)
-                    session.mailbox.enqueue_wait(session.sent, deadline_s, out_MK, chance_MK)
+                    session.ring.enqueue_wait(session.sent, self._deadline_s(session), out_MK, chance_MK)
                     if session.enqueued is not None:
                         session.enqueued.record()
                     session.waited.append(session.sent)
+                    session.is_awaited = True
                     return
         out_MK.zero_()
         chance_MK.zero_()
@@ -495,14 +494,14 @@ class Link:
             return np.zeros(len(slots_B), bool)
         return session.has_drafts[slots_B]
 
-    def finish(self, slots: Iterable[int]) -> None:
+    def finish_requests(self, slots: Iterable[int]) -> None:
         """These requests ended: the drafter hears of it with the next step."""
         if (session := self._current) is not None:
-            ended = [slot for slot in slots if session.known[slot]]
-            session.known[ended] = False
+            ended = [slot for slot in slots if session.has_request[slot]]
+            session.has_request[ended] = False
             self._finished.update(ended)
 
-    def want(self, heads: Mapping[int, str], key: str = "") -> None:
+    def want_heads(self, heads: Mapping[int, str], key: str = "") -> None:
         """Ask for other heads, or with another key: the connection is made anew, unless it has these."""
         with self._hello_lock:
             if (heads, key) == (self._hello.heads, self._key):
@@ -524,46 +523,43 @@ class Link:
         session = self._session
         return {
             "address": self.address,
-            "heads": {str(index): digest for index, digest in self.heads.items()},  # read before the state: see `_swap`
+            "heads": {str(i): digest for i, digest in self.heads.items()},  # read before the state: see `_swap_head`
             "state": self.state,
             "path": None if session is None else "shared memory" if session.is_shared else "tcp",
-            "no_mailbox_reason": "" if session is None else session.no_mailbox_reason,
             "problem": self.problem,
             "average_pass_s": self._deadlines.average_s,
             **dataclasses.asdict(self.stats),
         }
 
-    def _settle_device_waits(self, session: Session) -> None:
-        """Learn what became of the waits that a GPU did meanwhile."""
-        while session.waited and (outcome := int(session.mailbox.area(session.waited[0]).outcome[0])):
+    def _record_outcomes(self, session: Session) -> None:
+        """Of the waits that a GPU did meanwhile."""
+        while session.waited and (outcome := int(session.ring.slot(session.waited[0]).outcome[0])):
             number = session.waited.popleft()
             if outcome == REACHED:
-                self._answered(session, number, 1e-9 * int(session.mailbox.area(number).outcome[1]))
+                self._record_answer(session, number, 1e-9 * int(session.ring.slot(number).outcome[1]))
             elif outcome == TIMED_OUT:
                 self._give_up(session)
 
-    def _deadline_s(self, session: Session, number: int) -> float:
-        return self._deadlines.deadline_s(session.num_rows[number % NUM_AREAS])
+    def _deadline_s(self, session: Session) -> float:
+        return self._deadlines.deadline_s(session.num_rows(session.sent))
 
-    def _answered(self, session: Session, number: int, wait_s: float) -> Int32Array:
-        """Count an answer that came in time, and take its drafts, as they travel."""
-        area, stats = session.mailbox.area(number), self.stats
-        service_s = session.mailbox.service_s(number)
+    def _record_answer(self, session: Session, number: int, wait_s: float) -> Int32Array:
+        """Count an answer that came in time, and return its drafts, as they travel."""
+        descriptor, stats, service_s = session.descriptor(number), self.stats, session.ring.service_s(number)
         stats.num_answered += 1
         stats.last_service_s = service_s
         stats.sum_service_s += service_s
         stats.sum_wait_s += wait_s
-        self._deadlines.add(service_s, session.num_rows[number % NUM_AREAS])
-        num_requests = int(area.counts[1])
-        drafts_MK, is_asked_M = session.mailbox.read_drafts(number, num_requests), area.host_4B[2, :num_requests] > 0
-        session.has_drafts[area.host_4B[0, :num_requests][is_asked_M]] = drafts_MK[is_asked_M, 0] != NO_DRAFT
+        self._deadlines.record_answer(service_s, session.num_rows(number))
+        drafts_MK, is_asked_M = session.ring.read_drafts(number, descriptor.num_requests), descriptor.depth_B > 0
+        session.has_drafts[descriptor.slots_B[is_asked_M]] = drafts_MK[is_asked_M, 0] != NO_DRAFT
         return drafts_MK
 
     def _give_up(self, session: Session) -> None:
         """A deadline passed: steps that are waited for already are let go too."""
         if not session.is_late:
             session.is_late = True
-            session.mailbox.set_abort(True)
+            session.ring.set_abort(True)
             self.stats.num_timeouts += 1
             self.problem = f"{self.address} missed a deadline"
 
@@ -571,14 +567,16 @@ class Link:
 
     def _run(self) -> None:
         context: zmq.Context[Any] = zmq.Context()
-        backoff_s = MIN_BACKOFF_S
+        backoff_s, can_share = MIN_BACKOFF_S, True
         while not self._stopped.is_set():
             connection: Connection | None = None
             try:
                 connection = Connection(context, self.address, self._key, self._waker)
-                session = introduce(connection, self._hello, dict(self._reducers), self._device)
+                hello = self._hello if can_share else msgspec.structs.replace(self._hello, host="")
+                can_share = True  # tried again by the next connection
+                session = agree(connection, hello, dict(self._projections), self._device)
                 try:
-                    if not self._take_up(session):
+                    if not self._open_session(session):
                         continue
                     backoff_s = MIN_BACKOFF_S
                     self._serve(session, connection)
@@ -586,9 +584,11 @@ class Link:
                 finally:
                     session.close()
             except HeadSwapped as swap:
-                self._swap(*swap.args)
+                self._swap_head(*swap.args)
                 continue
-            except (WireError, zmq.ZMQError, OSError, ValueError) as error:
+            except OSError as error:  # the drafter's shared memory cannot be had here: the next hello asks for none
+                self.problem, can_share = str(error), False
+            except (WireError, zmq.ZMQError, ValueError) as error:
                 self.problem = str(error) or type(error).__name__
             except Exception as error:  # a thread that died would leave the link down for good
                 logger.exception("drafter link %s", self.address)
@@ -601,7 +601,7 @@ class Link:
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
         context.term()
 
-    def _take_up(self, session: Session) -> bool:
+    def _open_session(self, session: Session) -> bool:
         """False where other heads are wanted meanwhile."""
         with self._hello_lock:  # who wants others from here on finds the session, and ends it
             if session.heads != self._hello.heads:
@@ -610,7 +610,7 @@ class Link:
             self._session = session
         return True
 
-    def _swap(self, old: str, new: str) -> None:
+    def _swap_head(self, old: str, new: str) -> None:
         # Before the new heads show: with them, a link that is up has a session that knows them.
         self.problem, self._session = f"head {old} was swapped for {new}", None
         with self._hello_lock:
@@ -618,43 +618,35 @@ class Link:
             self._hello = msgspec.structs.replace(self._hello, heads=heads)
 
     def _serve(self, session: Session, connection: Connection) -> None:
-        """Watch the connection, and carry steps where the mailbox is not shared, until somebody wants it to end.
+        """Watch the connection, and carry steps where the ring is not shared, until somebody wants it to end.
 
         Raises HeadSwapped, or WireError or ZMQError when the connection is lost: what happened.
         """
-        number = 1
+        ring, carried, sent_ns = session.ring, 0, 0
         while not (self._stopped.is_set() or session.is_unwanted):
-            if not session.is_shared and session.sent >= number:
-                self._carry(session, connection, number)
-                number += 1
-            elif (received := connection.receive(_CHECK_S)) is not None:
-                self._act_on(connection, received[0])
-            is_waiting = session.sent > 0 and not session.mailbox.is_done(session.sent)
-            self._check_silence(connection, is_waiting)
+            if not session.is_shared and carried < session.sent and ring.is_done(carried):
+                carried, sent_ns = carried + 1, time.monotonic_ns()
+                self._carry_step(ring, carried, connection)
+            if (received := connection.receive(_CHECK_S)) is not None:
+                message, raw = received
+                if isinstance(message, Answer) and not session.is_shared:
+                    drafts_BK = read_drafts(message, raw, carried, session)
+                    self.stats.num_bytes += drafts_BK.nbytes
+                    ring.write_drafts(carried, drafts_BK, time.monotonic_ns() - sent_ns)
+                else:
+                    self._obey(connection, message)
+            if session.sent > 0 and not ring.is_done(session.sent):
+                connection.check_silence()
 
-    def _carry(self, session: Session, connection: Connection, number: int) -> None:
-        """Send a step once it is ready, and put its answer into the mailbox."""
-        mailbox = session.mailbox
-        while not mailbox.is_ready(number):  # a GPU may still be at it
+    def _carry_step(self, ring: Ring, number: int, connection: Connection) -> None:
+        """Send a step over TCP once it is ready."""
+        while not ring.is_ready(number):  # a GPU may still be at it
             if self._stopped.wait(_POLL_S):
                 return
-        begin_ns = time.monotonic_ns()
-        step = mailbox.read_step(number, 0)
-        self.stats.num_bytes += connection.send(step_frames(step))
+        self.stats.num_bytes += connection.send(step_frames(ring.read_step(number)))
         connection.last_message_s = time.monotonic()  # silence counts from here on
-        while not (self._stopped.is_set() or session.is_unwanted):
-            if (received := connection.receive(_CHECK_S)) is None:
-                self._check_silence(connection, True)
-                continue
-            message, raw = received
-            if isinstance(message, Answer):
-                drafts_BK = read_drafts(message, raw, number, step.num_requests, mailbox.shape.max_depth)
-                self.stats.num_bytes += drafts_BK.nbytes
-                mailbox.answer(number, drafts_BK, time.monotonic_ns() - begin_ns)
-                return
-            self._act_on(connection, message)
 
-    def _act_on(self, connection: Connection, message: DrafterMessage) -> None:
+    def _obey(self, connection: Connection, message: DrafterMessage) -> None:
         if isinstance(message, Swapped):
             raise HeadSwapped(message.old, message.new)
         if isinstance(message, Bye):
@@ -662,175 +654,10 @@ class Link:
         if not isinstance(message, Alive):
             raise WireError(f"{connection.peer} sent {type(message).__name__} out of turn")
 
-    def _check_silence(self, connection: Connection, is_waiting: bool) -> None:
-        silence_s = time.monotonic() - connection.last_message_s
-        if is_waiting and silence_s > MAX_SILENCE_S:
-            raise WireError(f"{connection.peer} gave no sign of life for {silence_s:.0f} s")
 
-
-# The pool
-
-
-class DrafterEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A drafter to connect to. address: "host:port". heads: index -> digest. key: with which it lets targets in."""
-
-    address: Annotated[str, msgspec.Meta(pattern=r"^\S+:\d+$")]
-    heads: dict[HeadIndex, str]
-    key: str = ""
-
-
-def _read_entry(drafter: Any) -> DrafterEntry:
-    try:
-        return msgspec.convert(drafter, DrafterEntry, strict=False)
-    except msgspec.ValidationError as error:
-        shown = {**drafter, "key": "..."} if isinstance(drafter, Mapping) else drafter
-        raise ValueError(f"the drafter {shown!r:.200} cannot be used: {error}") from error
-
-
-class LinkPool:
-    """A target's drafters: which one each request belongs to, as they come, go and fail. For the engine's thread only.
-
-    A request stays with the drafter of its first step, which holds its cache; that one is chosen by rendezvous hash
-    over those that serve. Requests of a lost drafter go to another and begin cold there; those of a drafter that is
-    drained stay until they end.
-    """
-
-    def __init__(
-        self,
-        shape: TargetShape,
-        *,
-        aux_layer_ids: Sequence[int],
-        device: torch.device | str = "cpu",
-        name: str = "target",
-        min_deadline_s: float = DEFAULT_MIN_DEADLINE_S,
-        max_deadline_s: float = DEFAULT_MAX_DEADLINE_S,
-        use_shared_memory: bool = True,
-    ) -> None:
-        """Without drafters yet. use_shared_memory: False takes TCP also on one host."""
-        self.device = torch.device(device)
-        self._deadlines = Deadlines(min_deadline_s, max_deadline_s)
-        self._hello = Hello(name, shape, tuple(aux_layer_ids), {}, host_identity() if use_shared_memory else "")
-        self._reducers: dict[str, Reducer] = {}
-        self._links: dict[int, Link] = {}  # by a number that is never used again
-        self._draining: set[int] = set()
-        self._num_made = 0
-        self._link_of = np.full(shape.max_num_requests, -1, np.int64)  # by slot
-        self._key_of: dict[int, str] = {}
-        # The groups of the last step and what they follow from; None: `_link_of` or the links may have changed since.
-        self._last: tuple[object, list[tuple[Link, npt.NDArray[np.int64]]]] | None = None
-
-    def set_drafters(self, drafters: Iterable[Any]) -> None:
-        """The drafters to use from now on; does not wait for them. Those that are not named any more are drained.
-
-        drafters: the fields of `DrafterEntry` each. On a GPU their mailboxes are registered with CUDA as they connect,
-        so CUDA graphs are captured before.
-
-        Raises ValueError naming the drafter and its wrong field; nothing has changed then.
-        """
-        self._last = None
-        wanted = {entry.address: entry for entry in map(_read_entry, drafters)}
-        number_of = {link.address: number for number, link in self._links.items()}
-        for address, entry in wanted.items():
-            if (number := number_of.get(address)) is not None:
-                self._links[number].want(entry.heads, entry.key)
-                self._draining.discard(number)
-                continue
-            hello = msgspec.structs.replace(self._hello, heads=entry.heads)
-            deadlines = dataclasses.replace(self._deadlines)
-            self._links[self._num_made] = Link(address, entry.key, hello, deadlines, self.device, self._reducers)
-            self._num_made += 1
-        self._draining |= {number for address, number in number_of.items() if address not in wanted}
-        self._close_drained()
-
-    def assign(
-        self, slots_B: Int32Array, heads_B: Int32Array, new_slots: Mapping[int, str] | None = None
-    ) -> list[tuple[Link, npt.NDArray[np.int64]]]:
-        """Begin a step: for each link that takes part, the positions 0 .. B - 1 of its requests, in their order.
-
-        new_slots: ids of requests that are new to the target. Requests are in no group while their drafter is late or
-        none serves their head.
-        """
-        if new_slots:
-            self.finish(slot for slot in new_slots if self._link_of[slot] >= 0)
-            self._key_of.update(new_slots)
-            self._last = None
-        usable = {number: link for number, link in self._links.items() if link.begin_step()}
-        states = {number: (link.state, link.served_heads) for number, link in self._links.items()}
-        reasons = (slots_B.tobytes(), heads_B.tobytes(), list(usable), states)
-        if self._last is not None and self._last[0] == reasons:
-            return self._last[1]
-        links_B = self._link_of[slots_B]
-        connected = [number for number, (state, _) in states.items() if state != "connecting"]
-        self._forget_reducers()
-        for i in np.flatnonzero(~_is_one_of(links_B, connected)).tolist():
-            slot, head = int(slots_B[i]), int(heads_B[i])
-            links_B[i] = self._link_of[slot] = self._choose(self._key_of.get(slot, f"{slot}"), head, usable)
-        groups = []
-        for number, link in usable.items():
-            is_served_B = _is_one_of(heads_B, link.served_heads)
-            if len(members_M := np.flatnonzero((links_B == number) & is_served_B)):
-                groups.append((link, members_M))
-            # The link's heads changed: next time the request goes to another one.
-            self._link_of[slots_B[(links_B == number) & ~is_served_B]] = -1
-        self._last = (reasons, groups) if (self._link_of[slots_B] == links_B).all() else None
-        return groups
-
-    def finish(self, slots: Iterable[int]) -> None:
-        """These requests ended or were aborted."""
-        for slot in slots:
-            self._last = None
-            if (link := self._links.get(int(self._link_of[slot]))) is not None:
-                link.finish([slot])
-            self._link_of[slot] = -1
-            self._key_of.pop(slot, None)
-        self._close_drained()
-
-    @property
-    def num_up(self) -> int:
-        """Links that take steps now."""
-        return sum(link.state == "up" for link in self._links.values())
-
-    def report(self) -> dict[str, Any]:
-        """Plain values: the links and how many requests each has."""
-        numbers, counts = np.unique(self._link_of, return_counts=True)
-        num_requests = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
-        links = [
-            {**link.report(), "draining": number in self._draining, "num_requests": num_requests.get(number, 0)}
-            for number, link in self._links.items()
-        ]
-        return {"num_up": self.num_up, "links": links}
-
-    def close(self) -> None:
-        for link in self._links.values():
-            link.close(_CLOSE_S)
-        self._links.clear()
-
-    def _choose(self, key: str, head: int, usable: Mapping[int, Link]) -> int:
-        """Number of the link with the highest hash, of those that serve the head and stay; -1 without one."""
-        serving = [n for n, link in usable.items() if n not in self._draining and head in link.served_heads]
-        return max(serving, key=lambda number: rank(key, self._links[number].address), default=-1)
-
-    def _forget_reducers(self) -> None:
-        """Of heads that were swapped for others, or that nobody serves any more."""
-        links = self._links.values()
-        used = {digest for link in links for heads in (link.heads, link.served_heads) for digest in heads.values()}
-        for digest in self._reducers.keys() - used:
-            del self._reducers[digest]
-
-    def _close_drained(self) -> None:
-        for number in [number for number in self._draining if not np.any(self._link_of == number)]:
-            self._draining.discard(number)
-            self._links.pop(number).close()
-
-
-def _is_one_of(values_B: npt.NDArray[Any], numbers: Iterable[int]) -> npt.NDArray[np.bool_]:
-    """As `np.isin`, which takes ten times as long for a few numbers."""
-    found_B = np.zeros(len(values_B), bool)
-    for number in numbers:
-        found_B |= values_B == number
-    return found_B
-
-
-def rank(key: str, address: str) -> bytes:
-    """Of a drafter for a request: the highest gets it."""
-    return hashlib.blake2b(f"{key}\n{address}".encode(), digest_size=8).digest()
+def read_drafts(message: Answer, raw: Sequence[zmq.Frame], number: int, session: Session) -> Int32Array:
+    """[B, K] of the answer to a step, as they travel. Raises WireError for one to another step or of another size."""
+    shape, sizes = (session.descriptor(number).num_requests, session.ring.shape.max_depth), [len(f.buffer) for f in raw]
+    if message.number != number or sizes != [4 * shape[0] * shape[1]]:
+        raise WireError(f"an answer to step {message.number} with {sizes} bytes, to step {number} wanted")
+    return np.frombuffer(raw[0].buffer, np.int32).reshape(shape)

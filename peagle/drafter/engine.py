@@ -4,96 +4,56 @@ The requests' cache blocks are looked up or given (`peagle.drafter.kvcache`), an
 requests of the call, more where they do not fit in one. The engine knows nothing of connections: a `session` is a
 number, and whoever opened it drops it. Steps have been checked where they came in.
 
-What of this needs only a step's host part may happen before the step is ready (`DraftEngine.prepare`): requests end and
-begin, and the pass is made ready but for its valid rows and tokens. It may then also be started (`DraftEngine.arm`):
-it waits for its step and answers it without the engine, which hears of it afterwards.
-
 A request is a slot of a session. Without a prompt in its first step it still drafts, but its blocks answer for no
 prefix. The cache follows what a target sends: a start before the cached rows truncates, a start after them begins cold,
 a step that is repeated gives the same drafts again.
 
-G requests of one head, F requests of a call, R rows of a payload or of several joined, K drafts at most.
+G requests of one head, F requests of a call, R rows of all its payloads, K drafts at most.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from peagle.drafter.armed import ArmedPass, ArmedWords
 from peagle.drafter.kvcache import NO_ROW, BlockPool, Counters, Int64Array, RequestTable
-from peagle.drafter.parallel_pass import ParallelPass, PassBatch, PassLimits, PendingDrafts
-from peagle.drafter.protocol import NO_DRAFT, Int32Array, TargetStep
+from peagle.drafter.parallel_pass import ParallelPass, PassBatch, PendingDrafts, row_addresses
+from peagle.drafter.protocol import NO_DRAFT, Int32Array
+from peagle.drafter.step import Step, valid_rows
 
-HostStep = TargetStep[Int32Array]
 MIN_IDLE_CALLS = 32
 
+REQUEST = np.dtype([(name, np.int64) for name in ("place", "cache_row", "start", "num_valid", "row", "depth")])
+"""A request of a call. place: among all of the call. cache_row: its row in the request table. row: its first one of the
+rows of all steps together. The others as in `Step` and its descriptor."""
+Requests = npt.NDArray[np.void]
 
-@dataclasses.dataclass(frozen=True)
-class Requests:
-    """Requests of one head in one call, or what of them goes into one pass.
 
-    flat_G: place among all requests of the call. step_G: index of the target's step, ascending; its payload has the
-    rows. table_rows_G: their rows in the request table. The others as in `TargetStep`.
-    """
-
-    flat_G: Int64Array
-    step_G: Int64Array
-    table_rows_G: Int64Array
-    start_G: Int64Array
-    num_valid_G: Int64Array
-    row_offset_G: Int64Array
-    depth_G: Int64Array
-
-    def __len__(self) -> int:
-        return len(self.flat_G)
-
-    def __getitem__(self, index: npt.NDArray[Any] | slice) -> Requests:
-        return Requests(*(getattr(self, field.name)[index] for field in dataclasses.fields(self)))
-
-    @property
-    def end_G(self) -> Int64Array:
-        """Position after the last row in the pass, those of the mask token included."""
-        return self.start_G + self.num_valid_G + np.maximum(self.depth_G - 1, 0)
-
-    def by_step(self) -> Iterator[tuple[int, slice]]:
-        """Each step's index and where its requests are."""
-        first = 0
-        while first < len(self):
-            index = int(self.step_G[first])
-            end = int(np.searchsorted(self.step_G, index, side="right"))
-            yield index, slice(first, end)
-            first = end
-
-    def payload_rows(self) -> Int64Array:
-        """Rows of the payloads that the requests have, one request after another."""
-        ends_G = np.cumsum(self.num_valid_G)
-        shift_G = self.row_offset_G - ends_G + self.num_valid_G
-        return np.arange(ends_G[-1]) + np.repeat(shift_G, self.num_valid_G)
+def end_positions(requests: Requests) -> Int64Array:
+    """Position after each request's last row in the pass, those of the mask token included."""
+    ends_G: Int64Array = requests["start"] + requests["num_valid"] + np.maximum(requests["depth"] - 1, 0)
+    return ends_G
 
 
 def split(requests: Requests, max_num_rows: int, max_num_requests: int) -> list[Requests]:
-    """Passes within the limits, each with its requests by step; one pass if they all fit.
+    """Requests of each pass within the limits; one pass if they all fit.
 
     Otherwise those that want drafts come before those that only enter the cache, and a request with more rows than a
     pass takes is cut into pieces, of which the last one drafts.
     """
-    num_rows_G = requests.end_G - requests.start_G
+    num_rows_G = end_positions(requests) - requests["start"]
     if len(requests) <= max_num_requests and int(num_rows_G.sum()) <= max_num_rows:
         return [requests]
-    pieces = _cut(requests[np.argsort(requests.depth_G == 0, kind="stable")], max_num_rows)
-    ends_G = np.cumsum(pieces.end_G - pieces.start_G)
+    pieces = _cut(requests[np.argsort(requests["depth"] == 0, kind="stable")], max_num_rows)
+    ends_G = np.cumsum(end_positions(pieces) - pieces["start"])
     passes, first, before = [], 0, 0
     while first < len(pieces):
         end = int(np.searchsorted(ends_G, before + max_num_rows, side="right"))
         end = min(end, first + max_num_requests)
-        part = pieces[first:end]
-        passes.append(part[np.argsort(part.step_G, kind="stable")])
+        passes.append(pieces[first:end])
         first, before = end, int(ends_G[end - 1])
     return passes
 
@@ -101,74 +61,17 @@ def split(requests: Requests, max_num_rows: int, max_num_requests: int) -> list[
 def _cut(requests: Requests, max_num_rows: int) -> Requests:
     """Requests with more rows than a pass takes in pieces, in order; the others as they are."""
     # Every piece leaves room for the mask rows, so that the last one, whatever its size, has it.
-    room_G = max_num_rows - np.maximum(requests.depth_G - 1, 0)
-    num_pieces_G = np.maximum(-(-requests.num_valid_G // room_G), 1)
+    room_G = max_num_rows - np.maximum(requests["depth"] - 1, 0)
+    num_pieces_G = np.maximum(-(-requests["num_valid"] // room_G), 1)
     request_P = np.repeat(np.arange(len(requests)), num_pieces_G)
     piece_P = np.arange(len(request_P)) - (np.cumsum(num_pieces_G) - num_pieces_G)[request_P]
     pieces, room_P = requests[request_P], room_G[request_P]
     is_last_P, skipped_P = piece_P == num_pieces_G[request_P] - 1, piece_P * room_P
-    return dataclasses.replace(
-        pieces,
-        start_G=pieces.start_G + skipped_P,
-        row_offset_G=pieces.row_offset_G + skipped_P,
-        num_valid_G=np.minimum(pieces.num_valid_G - skipped_P, room_P),
-        depth_G=np.where(is_last_P, pieces.depth_G, 0),
-    )
-
-
-def pass_batch(part: Requests, steps: Sequence[HostStep], table: RequestTable, limits: PassLimits) -> PassBatch:
-    """What the pass gets: of each payload the rows from the first to the last that is used, nothing copied.
-
-    Only where those are more than the pass takes, because rows of other requests lie between, are the used ones
-    gathered.
-    """
-    offset_G, last_G = part.row_offset_G.copy(), part.row_offset_G + part.num_valid_G
-    tokens, hidden, num_before = [], [], 0
-    for index, mine in part.by_step():
-        first, end = int(part.row_offset_G[mine].min()), int(last_G[mine].max())
-        offset_G[mine] += num_before - first
-        tokens.append(steps[index].next_tokens_R[first:end])
-        hidden.append(steps[index].hidden_RH[first:end])
-        num_before += len(tokens[-1])
-    if num_before > limits.max_payload_rows:
-        rows = [(steps[index], part[mine].payload_rows()) for index, mine in part.by_step()]
-        tokens = [step.next_tokens_R[rows_R] for step, rows_R in rows]
-        hidden = [step.hidden_RH[torch.from_numpy(rows_R)] for step, rows_R in rows]
-        offset_G = np.cumsum(part.num_valid_G) - part.num_valid_G
-    return PassBatch(
-        start_B=part.start_G.astype(np.int32),
-        num_valid_B=part.num_valid_G.astype(np.int32),
-        row_offset_B=offset_G.astype(np.int32),
-        depth_B=part.depth_G.astype(np.int32),
-        cache_start_B=table.cache_start_C[part.table_rows_G].astype(np.int32),
-        next_tokens_R=_joined(tokens),
-        hidden=hidden,
-        block_table_BN=table.block_table(part.table_rows_G, part.end_G),
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class PreparedPass:
-    """A pass that is ready but for what `DraftEngine.prepare` does not know, and had to assume.
-
-    requests: all of one step, each beginning where its rows end, a new one at the last token of its prompt, with the
-    most valid rows that are prepared for. batch: of these, as `ParallelPass.arm` takes it. ahead: of
-    `ParallelPass.send_ahead`.
-    """
-
-    table: RequestTable
-    head: ParallelPass
-    requests: Requests
-    batch: PassBatch
-    ahead: int | None
-
-
-@dataclasses.dataclass(frozen=True)
-class PreparedStep:
-    """A step whose requests that ended are released already, which must not happen twice: new ones may have begun in
-    their slots. one_pass: all of its work, None where that could not be prepared."""
-
-    one_pass: PreparedPass | None
+    pieces["start"] += skipped_P
+    pieces["row"] += skipped_P
+    pieces["num_valid"] = np.minimum(pieces["num_valid"] - skipped_P, room_P)
+    pieces["depth"] *= is_last_P
+    return pieces
 
 
 class DraftEngine:
@@ -220,206 +123,83 @@ class DraftEngine:
         for table in self.tables.values():
             table.drop_session(session)
 
-    def prepare(self, step: HostStep) -> PreparedStep:
-        """What `step` is to be given with the next step of a session, from the step's host part: starts, valid rows,
-        next tokens and hidden rows are not read, their sizes and places are.
-
-        Requests that ended are released. A pass is prepared where all requests are of one head, each in its cache
-        already or new with the tokens of its prompt, and one pass holds them; and as long as there are free blocks for
-        all rows that may come. New requests then enter the table, an idle one may be evicted for them as in `step`.
-        """
-        self._release_ended(step)
-        return PreparedStep(self._prepared_pass(step))
-
-    def _prepared_pass(self, step: HostStep) -> PreparedPass | None:
-        """The pass of a step whose requests that ended are released; None as `prepare` says."""
-        num_requests, num_rows = step.num_requests, len(step.next_tokens_R)
-        if not num_requests or (step.heads_B != (index := int(step.heads_B[0]))).any():
-            return None
-        table, head = self.tables[index], self._heads[index]
-        rows_B, limits = table.find(step.session, step.slots_B), head.limits
-        start_B = table.num_rows_C[rows_B]
-        for i in np.flatnonzero(rows_B == NO_ROW).tolist():
-            start_B[i] = len(step.prompts.get(int(step.slots_B[i]), ())) - 1
-        # A request has no more valid rows than lie before the next request's.
-        most_B = np.diff(step.row_offset_B, append=num_rows).astype(np.int64)
-        most_rows = num_rows + int(np.maximum(step.depth_B - 1, 0).sum())
-        is_one_pass = num_requests <= limits.max_num_requests and num_rows <= limits.max_payload_rows
-        is_one_pass &= most_rows <= limits.max_num_rows
-        is_known = int(start_B.min()) >= 0 and int(most_B.min()) >= 0
-        if not is_one_pass or not is_known or not self._open(table, step, step.slots_B, rows_B):
-            return None
-        requests = Requests(
-            flat_G=np.arange(num_requests),
-            step_G=np.zeros(num_requests, np.int64),
-            table_rows_G=rows_B,
-            start_G=start_B,
-            num_valid_G=most_B,
-            row_offset_G=step.row_offset_B.astype(np.int64),
-            depth_G=step.depth_B.astype(np.int64),
-        )
-        if not table.reserve(rows_B, start_B, requests.end_G):
-            return None
-        batch = pass_batch(requests, [step], table, limits)
-        batch = dataclasses.replace(batch, next_tokens_R=np.repeat(np.arange(num_requests, dtype=np.int32), most_B))
-        return PreparedPass(table, head, requests, batch, head.send_ahead(batch))
-
-    def arm(self, step: HostStep, prepared: PreparedStep, words: ArmedWords) -> ArmedPass | None:
-        """Start the pass of a step before the step is ready, right after `prepare`; None where that cannot be.
-
-        Until its outcome is known, nothing else of the engine is called, and after ANSWERED, `finish_armed` before
-        anything else. After another outcome `step` takes the step as it would have without. words: of the step in its
-        mailbox.
-        """
-        if (one := prepared.one_pass) is None or not self._is_held(step, one):
-            return None
-        return one.head.arm(one.batch, one.ahead, words._replace(first_row=int(one.requests.row_offset_G[0])))
-
-    def finish_armed(self, step: HostStep, prepared: PreparedStep) -> None:
-        """Take the rows of a pass that was armed, and has answered `step`, into the cache.
-
-        Raises ValueError for another step than the one that was answered.
-        """
-        one = prepared.one_pass
-        if one is None or not self._is_expected(step, one):
-            raise ValueError(f"step {step.number} is not the one that was answered")
-        batch = dataclasses.replace(one.batch, num_valid_B=step.num_valid_B)
-        self._count(batch)
-        self.counters.armed_passes += 1
-        self.counters.drafts += int(batch.drafts_B.sum())
-        self._take_prepared(step, one)
-
-    def step(
-        self, steps: Sequence[HostStep], prepared: Sequence[PreparedStep | None] | None = None
-    ) -> list[Int32Array]:
+    def step(self, steps: Sequence[Step]) -> list[Int32Array]:
         """Drafts of each step's requests, [B, K] each, as they travel, `NO_DRAFT` from a request's depth on.
 
-        A request that is refused for lack of cache has none. prepared: of each step, None for one that was not.
+        A request that is refused for lack of cache has none. Each session has one step at most.
         """
-        prepared = prepared or [None] * len(steps)
-        if len(steps) > 1 and len({step.session for step in steps}) < len(steps):
-            # A later step needs an earlier one's rows.
-            return [self.step([step], [ready])[0] for step, ready in zip(steps, prepared, strict=True)]
-        launched = []
-        if len(steps) == 1 and prepared[0] is not None and prepared[0].one_pass is not None:
-            launched = self._launch_prepared(steps[0], prepared[0].one_pass)
-        if not launched:
-            for step, ready in zip(steps, prepared, strict=True):
-                if ready is None:
-                    self._release_ended(step)
-            heads_F = _joined([step.heads_B for step in steps])
-            launched = [part for index in np.unique(heads_F).tolist() for part in self._launch(index, steps, heads_F)]
-        drafts_FK = self._gathered(launched, sum(step.num_requests for step in steps))
-        self.counters.drafts += int((drafts_FK != NO_DRAFT).sum())
-        return np.split(drafts_FK, np.cumsum([step.num_requests for step in steps])[:-1])
-
-    def _release_ended(self, step: HostStep) -> None:
-        """Release what ended before a step, also where only its slot says so: another request begins there."""
-        if ended := [*step.finished_slots, *step.prompts]:
-            self.release(step.session, ended)
-
-    def _gathered(self, launched: Sequence[tuple[Requests, PendingDrafts]], num_requests: int) -> Int32Array:
-        """[F, K] drafts of all requests of a call, once their passes are over."""
-        if len(launched) == 1 and len(launched[0][0]) == num_requests:
-            drafts_FK = launched[0][1]()
-            if drafts_FK.shape[1] == self.max_depth:
-                return drafts_FK
-        drafts_FK = np.full((num_requests, self.max_depth), NO_DRAFT, np.int32)
+        for step in steps:  # those too that ended without a word: another request begins in their slot
+            self.release(step.session, [*step.descriptor.finished_slots, *step.descriptor.prompts])
+        requests, num_rows = [], 0
+        for step in steps:
+            descriptor, mine = step.descriptor, np.zeros(step.descriptor.num_requests, REQUEST)
+            mine["start"], mine["num_valid"], mine["depth"] = step.start_B, step.num_valid_B, descriptor.depth_B
+            mine["row"] = descriptor.row_offset_B + num_rows
+            num_rows += descriptor.num_rows
+            requests.append(mine)
+        ends = np.cumsum([len(mine) for mine in requests])
+        requests_F = _joined(requests)
+        requests_F["place"] = np.arange(len(requests_F))
+        tokens_R = _joined([step.next_tokens_R for step in steps])
+        addresses_R = _joined([row_addresses(step.hidden_RH) for step in steps])
+        heads_F, launched = _joined([step.descriptor.heads_B for step in steps]), list[tuple[Requests, PendingDrafts]]()
+        for index in np.unique(heads_F).tolist():
+            self.tables[index].call += 1
+            for mine, step in zip(np.split(requests_F, ends[:-1]), steps, strict=True):
+                self._find_cache_rows(index, step, mine)
+            launched += self._launch(index, requests_F[heads_F == index], tokens_R, addresses_R)
+        drafts_FK = np.full((len(requests_F), self.max_depth), NO_DRAFT, np.int32)
         for part, pending in launched:
-            wanting = part.depth_G > 0  # a piece that does not draft must not undo one that does
+            wanting = part["depth"] > 0  # a piece that does not draft must not undo one that does
             drafts_GK = pending()
-            drafts_FK[part.flat_G[wanting], : drafts_GK.shape[1]] = drafts_GK[wanting]
-        return drafts_FK
+            drafts_FK[part["place"][wanting], : drafts_GK.shape[1]] = drafts_GK[wanting]
+        self.counters.drafts += int((drafts_FK != NO_DRAFT).sum())
+        return np.split(drafts_FK, ends[:-1])
 
-    def _open(self, table: RequestTable, step: HostStep, slots_G: Int32Array, rows_G: Int64Array) -> bool:
-        """Fill in table rows for those of a step's slots that have none; False where one stays without."""
+    def _find_cache_rows(self, index: int, step: Step, requests: Requests) -> None:
+        """Fill in `cache_row` of a step's requests of one head, opened where new; `NO_ROW` where none is free."""
+        is_mine_B = step.descriptor.heads_B == index
+        table, slots_G, prompts = self.tables[index], step.descriptor.slots_B[is_mine_B], step.descriptor.prompts
+        rows_G = table.find(step.session, slots_G)
         for i in np.flatnonzero(rows_G == NO_ROW).tolist():
             slot = int(slots_G[i])
             self.release(step.session, [slot])  # it may have rows of another head
-            rows_G[i] = table.open(step.session, slot, step.prompts.get(slot))
-        return bool((rows_G != NO_ROW).all())
-
-    def _admit(self, index: int, steps: Sequence[HostStep], heads_F: Int32Array) -> Requests:
-        """The requests of one head that have a table row and blocks now, and new rows to write."""
-        table, flat_G = self.tables[index], np.flatnonzero(heads_F == index)
-        table.call += 1
-        mine = [np.flatnonzero(step.heads_B == index) for step in steps]
-        slots = [step.slots_B[which] for step, which in zip(steps, mine, strict=True)]
-        rows = [table.find(step.session, slots_G) for step, slots_G in zip(steps, slots, strict=True)]
-        for step, slots_G, rows_G in zip(steps, slots, rows, strict=True):
-            self._open(table, step, slots_G, rows_G)
-        columns = [
-            np.array([step.start_B, step.num_valid_B, step.row_offset_B, step.depth_B], np.int64)[:, which]
-            for step, which in zip(steps, mine, strict=True)
-        ]
-        step_G = np.repeat(np.arange(len(steps)), [len(slots_G) for slots_G in slots])
-        requests = Requests(flat_G, step_G, _joined(rows), *_joined(columns, axis=1))
-        if not (opened_G := requests.table_rows_G != NO_ROW).all():
-            self.counters.refused += int((~opened_G).sum())
-            requests = requests[opened_G]
-        granted_G = table.place(requests.table_rows_G, requests.start_G, requests.num_valid_G, requests.depth_G)
-        granted_G &= requests.num_valid_G > 0
-        return requests if granted_G.all() else requests[granted_G]
-
-    def _launch_prepared(self, step: HostStep, prepared: PreparedPass) -> list[tuple[Requests, PendingDrafts]]:
-        """As `_launch`, of a step whose one pass was prepared; nothing where what was assumed is not so."""
-        if not self._is_expected(step, prepared):
-            return []
-        batch, first = prepared.batch, int(prepared.requests.row_offset_G[0])
-        tokens_R = step.next_tokens_R[first : first + len(batch.next_tokens_R)]
-        batch = dataclasses.replace(batch, num_valid_B=step.num_valid_B, next_tokens_R=tokens_R)
-        pending = self._start(prepared.head, batch, prepared.ahead)
-        return [(self._take_prepared(step, prepared), pending)]
-
-    def _is_expected(self, step: HostStep, prepared: PreparedPass) -> bool:
-        """Whether a step, now that it is ready, is what was assumed, with something to run, and its requests held."""
-        if (step.start_B != prepared.batch.start_B).any() or (step.num_valid_B > prepared.batch.num_valid_B).any():
-            return False
-        return bool(step.num_valid_B.any()) and self._is_held(step, prepared)
-
-    def _is_held(self, step: HostStep, prepared: PreparedPass) -> bool:
-        """False where meanwhile the head was swapped, or a request closed for others."""
-        rows_B = prepared.table.find(step.session, step.slots_B)
-        return prepared.table in self.tables.values() and bool((rows_B == prepared.requests.table_rows_G).all())
-
-    def _take_prepared(self, step: HostStep, prepared: PreparedPass) -> Requests:
-        """Take the rows of a prepared pass that was launched into the cache."""
-        table = prepared.table
-        table.call += 1
-        table.last_call_C[prepared.requests.table_rows_G] = table.call
-        self.counters.prepared_passes += 1
-        requests = dataclasses.replace(prepared.requests, num_valid_G=step.num_valid_B.astype(np.int64))
-        _commit(table, requests, [step])
-        return requests
+            rows_G[i] = table.open(step.session, slot, prompts.get(slot))
+        requests["cache_row"][is_mine_B] = rows_G
 
     def _launch(
-        self, index: int, steps: Sequence[HostStep], heads_F: Int32Array
+        self, index: int, requests: Requests, tokens_R: Int32Array, addresses_R: Int64Array
     ) -> list[tuple[Requests, PendingDrafts]]:
         """Start the passes of one head and take their rows into its cache."""
-        requests, table, head = self._admit(index, steps, heads_F), self.tables[index], self._heads[index]
+        table, head = self.tables[index], self._heads[index]
+        if not (opened_G := requests["cache_row"] != NO_ROW).all():
+            self.counters.refused += int((~opened_G).sum())
+            requests = requests[opened_G]
+        granted_G = table.place(requests["cache_row"], requests["start"], requests["num_valid"], requests["depth"])
+        requests = requests[granted_G & (requests["num_valid"] > 0)]
         if not len(requests):
             return []
         launched = []
         for part in split(requests, head.limits.max_num_rows, head.limits.max_num_requests):
-            launched.append((part, self._start(head, pass_batch(part, steps, table, head.limits))))
-        _commit(table, requests, steps)
+            rows_R = valid_rows(part["row"], part["num_valid"])
+            batch = PassBatch(
+                start_B=part["start"].astype(np.int32),
+                num_valid_B=part["num_valid"].astype(np.int32),
+                row_offset_B=(np.cumsum(part["num_valid"]) - part["num_valid"]).astype(np.int32),
+                depth_B=part["depth"].astype(np.int32),
+                cache_start_B=table.cache_start_C[part["cache_row"]].astype(np.int32),
+                next_tokens_R=tokens_R[rows_R].astype(np.int64),
+                addresses_R=addresses_R[rows_R],
+                block_table_BN=table.block_table(part["cache_row"], end_positions(part)),
+            )
+            self.counters.passes += 1
+            self.counters.rows += batch.num_rows
+            launched.append((part, head.launch(batch)))
+        rows_R = valid_rows(requests["row"], requests["num_valid"])
+        # Passes run in the order of their launch, so whoever finds these rows from now on reads them written.
+        table.commit(requests["cache_row"], requests["start"], requests["num_valid"], tokens_R[rows_R])
         return launched
 
-    def _start(self, head: ParallelPass, batch: PassBatch, ahead: int | None = None) -> PendingDrafts:
-        self._count(batch)
-        return head.launch(batch, ahead)
 
-    def _count(self, batch: PassBatch) -> None:
-        self.counters.passes += 1
-        self.counters.rows += batch.num_rows
-
-
-def _commit(table: RequestTable, requests: Requests, steps: Sequence[HostStep]) -> None:
-    """Take the rows of passes that were launched into the cache."""
-    tokens = [steps[i].next_tokens_R[requests[mine].payload_rows()] for i, mine in requests.by_step()]
-    # Passes run in the order of their launch, so whoever finds these rows from now on reads them written.
-    table.commit(requests.table_rows_G, requests.start_G, requests.num_valid_G, _joined(tokens))
-
-
-def _joined(arrays: Sequence[npt.NDArray[Any]], axis: int = 0) -> npt.NDArray[Any]:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=axis)
+def _joined(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

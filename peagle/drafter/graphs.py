@@ -1,14 +1,8 @@
 """The pass on a GPU: its integers moved by one copy, CUDA graphs by padded size, drafts written back.
 
 One launch of a pass is: an asynchronous copy of all integers (`PassLayout`), the graph, and the copy of the drafts to
-pinned memory with an event behind it. The graph reads hidden states where they lie, in pinned memory or on the GPU;
-others are copied there first. The host waits for none of these: pinned areas are used in turn, and one is used again
-only after its event.
-
-Most integers are known before a target's step is: `send_ahead` moves them, and a launch then only the rest. Integers
-have one place on the GPU, which the stream reads and writes in order: what was sent ahead holds until anything else is
-sent. Of what was sent ahead a pass may also be enqueued before the rest is there (`GraphRunner.arm`): its await kernel
-moves that, past the host.
+pinned memory with an event behind it. The graph reads hidden states where they lie. The host waits for none of
+these: pinned buffers are used in turn, and one is used again only after its event.
 
 A graph is made for (rows, requests, depth), each rounded up to one of few sizes. The requests that pad a batch have no
 rows; the rows that pad it are written nowhere. After warm-up a batch without a graph of its size runs on a larger one.
@@ -27,81 +21,65 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from triton import knobs
 
-from peagle.drafter.armed import (
-    TIMEOUT_S,
-    ArmedPass,
-    ArmedWords,
-    answer_step,
-    await_step,
-    compile_kernels,
-    new_flags,
-    reset,
-)
-from peagle.drafter.parallel_pass import PER_REQUEST, PassBatch, PassInputs, PassLimits, PendingDrafts, widened
+from peagle.drafter.parallel_pass import PassBatch, PassLimits, PendingDrafts, widened
 from peagle.drafter.protocol import Int32Array
-from peagle.drafter.rows import ALIGNMENT_BYTES
 
 logger = logging.getLogger(__name__)
 
-NUM_AREAS = 4  # passes that may be under way before the host waits for the oldest
+NUM_BUFFERS = 4  # passes that may be under way before the host waits for the oldest
 _MANY_ROWS = 1024  # of a pass; of more there are graphs for few numbers of requests and depths only
 _RECORD = 4  # int32 of a record
 
+PER_REQUEST = ("start_B", "row_offset_B", "depth_B", "cache_start_B", "num_valid_B")
 #: compute(inputs, num_rows, depth) -> drafts [B, depth] on the device, waiting for nothing.
-Compute = Callable[[PassInputs, int, int], Tensor]
+Compute = Callable[[PassBatch[Tensor], int, int], Tensor]
 Key = tuple[int, int, int]
 
 
 class PassLayout:
     """Where the integers of a pass lie in one buffer: written by the host, moved by one copy, read in place.
 
-    For n requests, the most of a pass, one area after another:
+    For n requests, the most of a pass, one part after another:
 
         columns    5 x n     start, row offset, depth, cache start, valid rows
         records    R x 2     int64: a payload row's address and the token after it
         blocks     B x N     block tables of the batch's own requests, as wide as it uses, to be copied to their place
 
     Columns and records begin at a multiple of 16 bytes. Their places are those of every batch, so a captured graph
-    finds them again. What is known last, valid rows and tokens, lies together.
+    finds them again.
     """
 
     def __init__(self, limits: PassLimits) -> None:
         # Columns are rounded up to 16 bytes: Triton compiles a kernel again for a pointer that is not aligned so.
         self._column = -(-limits.max_num_requests // 4) * 4
         self._records = len(PER_REQUEST) * self._column
-        self._num_before_blocks = self._records + _RECORD * limits.max_payload_rows
+        self._num_before_blocks = self._records + _RECORD * limits.max_num_rows
         self.num_integers = self._num_before_blocks + limits.max_num_requests * limits.max_blocks
 
-    def pack(self, batch: PassBatch, addresses_R: npt.NDArray[np.int64], into: Int32Array) -> slice:
+    def pack(self, batch: PassBatch[Any], into: Int32Array) -> slice:
         """Write a batch, padded by requests without rows; returns where its blocks are, the last of what is to be
-        moved. addresses_R: int64, of the payload's rows."""
+        moved."""
         columns = into[: self._records].reshape(len(PER_REQUEST), -1)
         for column, name in zip(columns, PER_REQUEST, strict=True):
             column[: batch.num_requests] = getattr(batch, name)
         columns[:, batch.num_requests :] = 0
-        last = self.pack_last(batch, into)
-        into[self._records : last.stop].view(np.int64)[::2] = addresses_R
-        blocks = slice(last.stop, last.stop + batch.block_table_BN.size)
+        num_rows = len(batch.addresses_R)
+        records_R2 = into[self._records : self._records + _RECORD * num_rows].view(np.int64).reshape(num_rows, 2)
+        records_R2[:, 0], records_R2[:, 1] = batch.addresses_R, batch.next_tokens_R
+        first = self._records + _RECORD * num_rows
+        blocks = slice(first, first + batch.block_table_BN.size)
         into[blocks] = batch.block_table_BN.reshape(-1)
         return blocks
 
-    def pack_last(self, batch: PassBatch, into: Int32Array) -> slice:
-        """Write the valid rows and tokens of a batch that is packed but for these; returns what is to be moved."""
-        place = slice(self._records - self._column, self._records + _RECORD * len(batch.next_tokens_R))
-        into[place.start : place.start + batch.num_requests] = batch.num_valid_B
-        into[self._records : place.stop].view(np.int64)[1::2] = batch.next_tokens_R
-        return place
-
-    def inputs(self, integers: Tensor, num_requests: int, blocks_BN: Tensor) -> PassInputs:
+    def inputs(self, integers: Tensor, num_requests: int, blocks_BN: Tensor) -> PassBatch[Tensor]:
         """Views of what `pack` wrote. blocks_BN: where block tables are copied to."""
         columns = integers[: self._records].view(len(PER_REQUEST), -1)[:, :num_requests]
         records = integers[self._records : self._num_before_blocks].view(torch.int64).view(-1, 2)
-        return PassInputs(
+        return PassBatch(
             **dict(zip(PER_REQUEST, columns, strict=True)),
             next_tokens_R=records[:, 1],
             block_table_BN=blocks_BN[:num_requests],
@@ -118,7 +96,7 @@ class GraphSizes:
     depths: tuple[int, ...]
 
     @classmethod
-    def of(cls, limits: PassLimits) -> GraphSizes:
+    def for_limits(cls, limits: PassLimits) -> GraphSizes:
         """Steps of about an eighth, so that padding costs little, and K with the powers of two below it.
 
         Each doubling of max_num_rows adds eight sizes of rows.
@@ -174,7 +152,7 @@ class GraphSizes:
         return sorted(found, reverse=True)
 
 
-class _PinnedArea:
+class _PinnedBuffer:
     """Pinned memory of one launch, and the drafts that its pass writes there."""
 
     def __init__(self, num_integers: int, limits: PassLimits) -> None:
@@ -186,16 +164,16 @@ class _PinnedArea:
         self.pending: PendingDrafts | None = None
 
     def enqueued(self, num_requests: int, depth: int, max_depth: int) -> PendingDrafts:
-        """Drafts on their way into the area; taken out when they are asked for or when the area is used again."""
+        """Drafts on their way into the buffer; taken out when they are asked for or when it is used again."""
 
         @functools.cache
-        def take() -> Int32Array:
+        def wait() -> Int32Array:
             self.event.synchronize()
             found_BK = self.drafts_array[: num_requests * depth].reshape(num_requests, depth)
             return widened(found_BK, max_depth)
 
-        self.pending = take
-        return take
+        self.pending = wait
+        return wait
 
 
 class GraphRunner:
@@ -207,50 +185,30 @@ class GraphRunner:
         limits: PassLimits,
         sizes: GraphSizes | None,
         device: torch.device,
-        dtype: torch.dtype,
         batches: Sequence[tuple[int, int]] = (),
     ) -> None:
         """batches: rows and requests of one batch for each kernel that a pass may need."""
-        self._batches, self._limits, self.sizes = batches, limits, sizes or GraphSizes.of(limits)
+        self._batches, self._limits, self.sizes = batches, limits, sizes or GraphSizes.for_limits(limits)
         self._compute, self._device = compute, device
         self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._graph_for: dict[Key, Key | None] = {}  # after warm-up
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         self._layout = PassLayout(limits)
-        self._areas = [_PinnedArea(self._layout.num_integers, limits) for _ in range(NUM_AREAS)]
-        self._row_begin_R = np.arange(limits.max_payload_rows, dtype=np.int64) * (limits.hidden_size * dtype.itemsize)
+        self._buffers = [_PinnedBuffer(self._layout.num_integers, limits) for _ in range(NUM_BUFFERS)]
         self._num_sent = 0
-        self._armed_words_W = torch.zeros(len(ArmedWords._fields), dtype=torch.int64, pin_memory=True)
-        self._armed_flags, self._armed_event = new_flags(pinned=True), torch.cuda.Event()
         self._is_warm = False
         with torch.cuda.stream(self._stream):
             self._integers = torch.zeros(self._layout.num_integers, dtype=torch.int32, device=device)
             self._blocks_BN = torch.zeros(limits.max_num_requests, limits.max_blocks, dtype=torch.int32, device=device)
-            self._payload_RH = torch.zeros(limits.max_payload_rows, limits.hidden_size, dtype=dtype, device=device)
-            self._words_W = torch.zeros_like(self._armed_words_W, device=device)
         # Weights and cache were made on the caller's stream.
         torch.cuda.synchronize(device)
 
-    def send_ahead(self, batch: PassBatch) -> int | None:
-        """Moves a batch whose valid rows and tokens mean nothing yet. Returns what `launch` takes; None where the
-        payload is not in pinned memory, because its rows are not there yet either."""
-        if any(piece.is_cuda or not self._is_reachable(piece) for piece in batch.hidden):
-            return None
-        with torch.cuda.stream(self._stream):
-            self._send(batch)
-        return self._num_sent
-
-    def launch(self, batch: PassBatch, ahead: int | None = None) -> PendingDrafts:
-        """Enqueues a pass and the way back of its drafts. ahead: of `send_ahead` for the same batch, used once."""
+    def launch(self, batch: PassBatch[Any]) -> PendingDrafts:
+        """Enqueues a pass and the way back of its drafts."""
         key = self._key_for(batch.num_rows, batch.num_requests, batch.depth)
         with torch.cuda.stream(self._stream):
-            if ahead == self._num_sent:
-                area = self._areas[ahead % NUM_AREAS]
-                last = self._layout.pack_last(batch, area.array)
-                self._integers[last].copy_(area.integers[last], non_blocking=True)
-            else:
-                area = self._send(batch)
+            buffer = self._move(batch)
             if key is None:
                 drafts_BK = self._compute(self._inputs(batch.num_requests), batch.num_rows, batch.depth)
             else:
@@ -260,27 +218,9 @@ class GraphRunner:
                 graph.replay()
             depth = drafts_BK.shape[1]
             wanted = drafts_BK.view(-1)[: batch.num_requests * depth]
-            area.drafts[: len(wanted)].copy_(wanted, non_blocking=True)
-            area.event.record(self._stream)
-        return area.enqueued(batch.num_requests, depth, self._limits.max_depth)
-
-    def arm(self, batch: PassBatch, ahead: int | None, words: ArmedWords) -> ArmedPass | None:
-        """As `ParallelPass.arm`, with the graph that holds all rows that may come, once one is there after warm-up."""
-        key = self._key_for(batch.num_rows, batch.num_requests, batch.depth)
-        if ahead != self._num_sent or not self._is_warm or key is None or key not in self._graphs:
-            return None
-        graph, drafts_BK = self._graphs[key]
-        # The pass that these served before is over.
-        self._armed_words_W[:] = torch.tensor(
-            reset(self._armed_flags, words, depth=drafts_BK.shape[1], timeout_s=TIMEOUT_S)
-        )
-        with torch.cuda.stream(self._stream):
-            self._words_W.copy_(self._armed_words_W, non_blocking=True)
-            await_step(self._words_W, *self._awaited(batch.num_requests))
-            graph.replay()
-            answer_step(self._words_W, drafts_BK)
-            self._armed_event.record(self._stream)
-        return ArmedPass(self._armed_flags, self._armed_event.synchronize)
+            buffer.drafts[: len(wanted)].copy_(wanted, non_blocking=True)
+            buffer.event.record(self._stream)
+        return buffer.enqueued(batch.num_requests, depth, self._limits.max_depth)
 
     def warm_up(self) -> int:
         """Captures the graphs of full batches that do not exist yet; returns how many graphs there are.
@@ -293,7 +233,6 @@ class GraphRunner:
             self._integers.zero_()
             for num_rows, num_requests in self._batches:  # passes without rows, to compile
                 self._compute(self._inputs(num_requests), num_rows, self._limits.max_depth)
-            compile_kernels(self._words_W, *self._awaited(1))
             for key in self.sizes.full_batches():
                 if key not in self._graphs:
                     self._graphs[key] = self._capture(key)
@@ -313,52 +252,20 @@ class GraphRunner:
             self._graph_for[key] = min(holds, key=lambda size: (size[0] + size[1] * size[2], size), default=None)
         return self._graph_for[key]
 
-    def _send(self, batch: PassBatch) -> _PinnedArea:
-        """Moves a batch to the GPU, through the area that it returns."""
+    def _move(self, batch: PassBatch[Any]) -> _PinnedBuffer:
+        """Moves a batch to the GPU, through the buffer that it returns."""
         self._num_sent += 1
-        area = self._areas[self._num_sent % NUM_AREAS]
-        if area.pending is not None:
-            area.pending()
-        # What was sent ahead through this area and never launched may still be on its way: nobody reads it.
-        addresses_R = self._addresses([piece for piece in batch.hidden if len(piece)])
-        blocks = self._layout.pack(batch, addresses_R, area.array)
-        self._integers[: blocks.stop].copy_(area.integers[: blocks.stop], non_blocking=True)
+        buffer = self._buffers[self._num_sent % NUM_BUFFERS]
+        if buffer.pending is not None:
+            buffer.pending()
+        blocks = self._layout.pack(batch, buffer.array)
+        self._integers[: blocks.stop].copy_(buffer.integers[: blocks.stop], non_blocking=True)
         given, width = batch.block_table_BN.shape
         self._blocks_BN[:given, :width].copy_(self._integers[blocks].view(given, width))
-        return area
+        return buffer
 
-    def _addresses(self, pieces: Sequence[Tensor]) -> npt.NDArray[np.int64]:
-        """Of every row of the payload, where the GPU can read it."""
-        if any(piece.is_cuda for piece in pieces):
-            self._stream.wait_stream(torch.cuda.default_stream(self._device))
-        found, first = [], 0
-        for piece in pieces:
-            found.append(self._row_begin_R[: len(piece)] + self._reachable(piece, first).data_ptr())
-            first += len(piece)
-        return found[0] if len(found) == 1 else np.concatenate([self._row_begin_R[:0], *found])
-
-    def _reachable(self, piece: Tensor, first: int) -> Tensor:
-        """The piece itself, or a copy on the GPU, in the payload's rows from `first` on."""
-        if self._is_reachable(piece):
-            return piece
-        place = self._payload_RH[first : first + len(piece)]
-        # A copy that also converts would wait: between devices only bytes move without the host.
-        place.copy_(piece if piece.dtype == place.dtype else piece.to(self._device, non_blocking=True), True)
-        return place
-
-    def _is_reachable(self, piece: Tensor) -> bool:
-        """Whether the GPU can read the piece's rows where they lie."""
-        is_placed = piece.dtype == self._payload_RH.dtype and piece.is_contiguous()
-        is_placed &= not piece.data_ptr() % ALIGNMENT_BYTES
-        return is_placed and (piece.device == self._payload_RH.device or piece.is_pinned())
-
-    def _awaited(self, num_requests: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What `await_step` compares with a step, and fills."""
-        inputs = self._inputs(num_requests)
-        return inputs.start_B, inputs.row_offset_B, inputs.num_valid_B, inputs.next_tokens_R
-
-    def _inputs(self, num_requests: int) -> PassInputs:
-        """Views of the places that `_send` fills."""
+    def _inputs(self, num_requests: int) -> PassBatch[Tensor]:
+        """Views of the places that `_move` fills."""
         return self._layout.inputs(self._integers, num_requests, self._blocks_BN)
 
     def _capture(self, key: Key) -> tuple[torch.cuda.CUDAGraph, Tensor]:

@@ -153,8 +153,6 @@ class Counters:
     evicted_blocks: int = 0
     refused: int = 0
     passes: int = 0
-    prepared_passes: int = 0  # of these, launched as they were prepared
-    armed_passes: int = 0  # of these, enqueued before their step was ready
     rows: int = 0  # of passes, mask rows included
     drafts: int = 0
 
@@ -246,19 +244,6 @@ class RequestTable:
             self.counters.cold_starts += int(granted_B[cold].sum())
         self._extend(rows_B, need_B)
         return granted_B
-
-    def reserve(self, rows_B: Int64Array, start_B: Int64Array, end_B: Int64Array) -> bool:
-        """As `place`, for requests that are new or go on where their rows end, with blocks for the positions below
-        `end_B`. False, and no block given, where others would have to lose theirs or a request would get too long."""
-        if (end_B > self.max_num_positions).any():
-            return False
-        for i in np.flatnonzero(self.num_rows_C[rows_B] != start_B).tolist():
-            self.counters.cold_starts += self._move(int(rows_B[i]), int(start_B[i]))
-        need_B = self._needed(rows_B, end_B)
-        if int(need_B.sum()) > self.pool.num_available:
-            return False
-        self._extend(rows_B, need_B)
-        return True
 
     def block_table(self, rows_B: Int64Array, end_B: Int64Array) -> Int32Array:
         """[B, N] blocks of these requests; N is as wide as the furthest of the positions below `end_B` needs."""

@@ -5,7 +5,7 @@ rows given are in the cache. For each request the tokens are those of `peagle.dr
 mask token leave no trace, because the next rows begin before them. On a CPU the pass runs at once; on a GPU as a CUDA
 graph of the batch's padded size (`peagle.drafter.graphs`).
 
-B requests, N rows of the pass, M sampled rows, R rows of the payload, H hidden size, A query heads and G key heads of
+B requests, N rows of the pass, M sampled rows, R rows that are given, H hidden size, A query heads and G key heads of
 D, I width of the MLP.
 """
 
@@ -13,19 +13,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from peagle.config import DrafterConfig, HeadError
-from peagle.drafter.armed import MAX_ROWS, ArmedPass, ArmedWords, answer_step, await_step, new_flags, reset
 from peagle.drafter.attention import distinct_batches, paged_attention, write_kv
 from peagle.drafter.drafts import MAX_VOCABULARY, best_drafts
-from peagle.drafter.mailbox import memory_at
 from peagle.drafter.protocol import NO_DRAFT, Int32Array
 from peagle.drafter.rows import (
     add_norm,
@@ -43,20 +42,19 @@ if TYPE_CHECKING:
 
 #: Waits for the drafts of a pass, as they travel: [B, K], -1 where none is wanted; an array of the caller's own.
 PendingDrafts = Callable[[], Int32Array]
-PER_REQUEST = ("start_B", "row_offset_B", "depth_B", "cache_start_B", "num_valid_B")
+Values = TypeVar("Values", npt.NDArray[Any], Tensor)
 
 
 @dataclasses.dataclass(frozen=True)
 class PassLimits:
     """The most that one pass takes.
 
-    max_num_rows: rows of the pass, those of the mask token included. max_payload_rows: rows given, rejected ones
-    included. max_blocks: columns of a block table that a request uses. max_depth: K.
+    max_num_rows: rows of the pass, those of the mask token included. max_blocks: columns of a block table that a
+    request uses. max_depth: K.
     """
 
     max_num_requests: int
     max_num_rows: int
-    max_payload_rows: int
     max_blocks: int
     num_blocks: int
     block_size: int
@@ -65,29 +63,32 @@ class PassLimits:
 
 
 @dataclasses.dataclass(frozen=True)
-class PassBatch:
-    """B requests of one pass; every array is int32 in host memory.
+class PassBatch(Generic[Values]):
+    """B requests of one pass: integers as arrays of the host, or as tensors of the pass's device. Tensors may hold more
+    rows than the batch has, and requests without rows may pad it.
 
     start_B: position of a request's first row. What the cache holds from there on is overwritten.
     num_valid_B: n, rows given: positions start .. start + n - 1. With 0, the request gets no drafts.
-    row_offset_B: where they begin in the payload.
+    row_offset_B: where they begin among the batch's R rows.
     depth_B: drafts wanted, 0 .. max_depth; 0: the rows only enter the cache.
     cache_start_B: first position that is in the cache at all: 0, or later after a cold start; at most start.
-    next_tokens_R: the token after each payload row.
-    hidden: reduced hidden states [.., H] of the payload, tensors whose rows follow each other. They may lie in pinned
-        host memory, which is read until the drafts are there.
+    next_tokens_R: int64, the token after each row.
+    addresses_R: int64, where each row's projected hidden state lies (`place_hidden`): on a GPU in its own memory, or in
+        pinned memory of the host, which must stay as it is until the drafts are there.
     block_table_BN: cache block of the positions [j * block_size, (j + 1) * block_size) in column j. A request needs
         blocks for the positions cache_start .. start + n + depth - 2: rows of the mask token take room as well.
+
+    The others are int32.
     """
 
-    start_B: Int32Array
-    num_valid_B: Int32Array
-    row_offset_B: Int32Array
-    depth_B: Int32Array
-    cache_start_B: Int32Array
-    next_tokens_R: Int32Array
-    hidden: Sequence[Tensor]
-    block_table_BN: Int32Array
+    start_B: Values
+    num_valid_B: Values
+    row_offset_B: Values
+    depth_B: Values
+    cache_start_B: Values
+    next_tokens_R: Values
+    addresses_R: Values
+    block_table_BN: Values
 
     @property
     def num_requests(self) -> int:
@@ -95,37 +96,23 @@ class PassBatch:
 
     @functools.cached_property
     def drafts_B(self) -> Int32Array:
-        """Drafts that each request gets: `depth_B`, but 0 without rows."""
-        return self.depth_B if self.num_valid_B.all() else np.where(self.num_valid_B > 0, self.depth_B, 0)
-
-    def rows_B(self) -> Int32Array:
-        """Rows that each request takes in the pass: n, and one of the mask token for each draft after the first."""
-        return self.num_valid_B + np.maximum(self.drafts_B - 1, 0)
+        """Of the host: drafts that each request gets, `depth_B`, but 0 without rows."""
+        return np.where(np.asarray(self.num_valid_B) > 0, self.depth_B, 0)
 
     @functools.cached_property
     def num_rows(self) -> int:
-        """Of the pass."""
-        return int(self.rows_B().sum())
+        """Of the host: rows of the pass, n of each request and one of the mask token for each draft after the first."""
+        return int(np.sum(np.asarray(self.num_valid_B) + np.maximum(self.drafts_B - 1, 0)))
 
     @functools.cached_property
     def depth(self) -> int:
-        """Drafts that the request with the most of them gets."""
+        """Of the host: drafts that the request with the most of them gets."""
         return int(self.drafts_B.max())
 
 
-@dataclasses.dataclass(frozen=True)
-class PassInputs:
-    """A batch on the pass's device. Tensors of the payload may be longer than the batch's, and requests without rows
-    may pad it. addresses_R: where each row of the payload lies (`place_hidden`)."""
-
-    start_B: Tensor
-    num_valid_B: Tensor
-    row_offset_B: Tensor
-    depth_B: Tensor
-    cache_start_B: Tensor
-    next_tokens_R: Tensor
-    block_table_BN: Tensor
-    addresses_R: Tensor
+def row_addresses(hidden_RH: Tensor) -> npt.NDArray[np.int64]:
+    """Where the rows of a payload lie."""
+    return hidden_RH.data_ptr() + np.arange(len(hidden_RH), dtype=np.int64) * (hidden_RH.stride(0) * hidden_RH.itemsize)
 
 
 def widened(drafts_BK: Int32Array, max_depth: int) -> Int32Array:
@@ -167,7 +154,7 @@ class LayerWeights:
     down: Linear
 
     @classmethod
-    def of(cls, layer: Layer, device: torch.device, dtype: torch.dtype) -> LayerWeights:
+    def from_layer(cls, layer: Layer, device: torch.device, dtype: torch.dtype) -> LayerWeights:
         def placed(tensor: Tensor) -> Tensor:
             return tensor.detach().to(device=device, dtype=dtype)
 
@@ -219,7 +206,6 @@ class ParallelPass:
         device: torch.device | str,
         dtype: torch.dtype,
         max_context: int | None = None,
-        max_payload_rows: int | None = None,
         graph_sizes: GraphSizes | None = None,
         with_chances: bool | None = None,
     ) -> None:
@@ -227,10 +213,9 @@ class ParallelPass:
         type already, its matrices become views of the joined ones.
 
         digest: `peagle.heads.head_digest`, which keeps apart the cached prefixes of different heads. max_context:
-        positions that a request may reach, by default what the head's config.json says and K more. max_payload_rows:
-        by default max_num_rows and K for each request. graph_sizes: batches that run as a CUDA graph; without effect on
-        a CPU. with_chances: of the drafts; by default where kernels find them on the way, and else 0: targets on a CPU
-        do not look at them. The others are those of `PassLimits`.
+        positions that a request may reach, by default what the head's config.json says and K more. graph_sizes: batches
+        that run as a CUDA graph; without effect on a CPU. with_chances: of the drafts; by default where kernels find
+        them on the way, and else 0: targets on a CPU do not look at them. The others are those of `PassLimits`.
 
         Raises HeadError for an EAGLE-3 head, and for a target of more than 2**20 tokens.
         """
@@ -244,7 +229,6 @@ class ParallelPass:
         self.limits = PassLimits(
             max_num_requests=max_num_requests,
             max_num_rows=max_num_rows,
-            max_payload_rows=max_payload_rows or max_num_rows + max_num_requests * max_depth,
             max_blocks=min(num_blocks, -(-context // block_size)),
             num_blocks=num_blocks,
             block_size=block_size,
@@ -258,7 +242,7 @@ class ParallelPass:
 
         layers = [layer for layer in drafter.layers if isinstance(layer, Layer)]
         self._mask_token_id = config.ptd_token_id
-        self._layers = [LayerWeights.of(layer, self.device, dtype) for layer in layers]
+        self._layers = [LayerWeights.from_layer(layer, self.device, dtype) for layer in layers]
         self._hidden_norm_H, self._norm_H = placed(layers[0].hidden_norm.weight), placed(drafter.norm.weight)
         self._embed_VH, self._lm_head = placed(drafter.embed_tokens.weight), linear(placed(drafter.lm_head.weight))
         # An embedding of the head's own has the mask token's in its row.
@@ -289,75 +273,26 @@ class ParallelPass:
                 max_context=num_positions,
                 num_sms=torch.cuda.get_device_properties(self.device).multi_processor_count,
             )
-            self._runner = GraphRunner(self._compute, self.limits, graph_sizes, self.device, dtype, batches)
+            self._runner = GraphRunner(self._compute, self.limits, graph_sizes, self.device, batches)
 
-    def run(self, batch: PassBatch) -> Int32Array:
+    def run(self, batch: PassBatch[Any]) -> Int32Array:
         """Drafts [B, K] as they travel, in host memory; waits for them."""
         return self.launch(batch)()
 
-    def send_ahead(self, batch: PassBatch) -> int | None:
-        """Moves to the GPU what is known before the valid rows and tokens of a batch are; those in it mean nothing.
-
-        Returns what the launch of the whole batch is given to use it; None, as on a CPU, where nothing was moved.
-        """
-        return None if self._runner is None else self._runner.send_ahead(batch)
-
     @torch.no_grad()
-    def launch(self, batch: PassBatch, ahead: int | None = None) -> PendingDrafts:
+    def launch(self, batch: PassBatch[Any]) -> PendingDrafts:
         """Starts a pass; what the batch points to must stay as it is until the drafts are there.
 
         The batch must fit the limits, and its blocks and rows must be there: on a GPU wrong ones are wild writes and
         reads. Passes run one after another, so the next may be launched before the drafts of this one are there.
-
-        ahead: of `send_ahead` for this batch but for its valid rows and tokens; void, and of no effect, after any other
-        call of the two.
         """
         if self._runner is not None:
-            return self._runner.launch(batch, ahead)
-        payload_RH = torch.cat([*batch.hidden, torch.empty(0, self.limits.hidden_size)]).to(self.dtype)
-        begin_R = torch.arange(len(payload_RH)) * (payload_RH.stride(0) * payload_RH.itemsize)
-        names = (*PER_REQUEST, "next_tokens_R", "block_table_BN")
-        tensors = {name: torch.from_numpy(np.ascontiguousarray(getattr(batch, name))) for name in names}
-        inputs = PassInputs(**tensors, addresses_R=payload_RH.data_ptr() + begin_R)
+            return self._runner.launch(batch)
+        values = (getattr(batch, field.name) for field in dataclasses.fields(batch))
+        inputs = PassBatch(*(torch.from_numpy(np.ascontiguousarray(value)) for value in values))
         drafts_BK = self._compute(inputs, batch.num_rows, batch.depth)
         found_BK = widened(drafts_BK.numpy(), self.limits.max_depth)
         return lambda: found_BK
-
-    def arm(self, batch: PassBatch, ahead: int | None, words: ArmedWords) -> ArmedPass | None:
-        """Starts the pass of a step that is not ready yet: it begins, and answers the step in its mailbox, by itself.
-
-        batch: its num_valid_B are the most rows that each request may have, its next_tokens_R name the request whose
-        row each row of the payload may be. ahead: of `send_ahead` for this batch; armed once, and as good as before
-        where the step was not answered. words: of the step, and where in its payload the batch's begins.
-
-        None where nothing was started: too many rows may come, or nothing holds them without a capture. On a CPU the
-        pass runs when the host looks for its outcome.
-        """
-        words = words._replace(num_rows=len(batch.next_tokens_R))
-        if batch.num_rows > MAX_ROWS:
-            return None
-        if self._runner is not None:
-            return self._runner.arm(batch, ahead, words)
-        flags = new_flags(pinned=False)
-        # The host finds out what comes first, so nothing is waited for.
-        words_W = torch.tensor(reset(flags, words, depth=self.limits.max_depth, timeout_s=0.0))
-        start_B, row_offset_B, num_valid_B, request_R = (
-            torch.from_numpy(column.copy())
-            for column in (batch.start_B, batch.row_offset_B, batch.num_valid_B, batch.next_tokens_R)
-        )
-        next_tokens_R, ready_1 = request_R.long(), memory_at(words.ready, 1, torch.int64).numpy()
-
-        def run() -> None:
-            await_step(words_W, start_B, row_offset_B, num_valid_B, next_tokens_R)
-            drafts_BK = np.empty((0, self.limits.max_depth), np.int32)
-            if num_valid_B.any():
-                tokens_R = next_tokens_R.int().numpy()
-                drafts_BK = self.run(
-                    dataclasses.replace(batch, num_valid_B=num_valid_B.numpy(), next_tokens_R=tokens_R)
-                )
-            answer_step(words_W, torch.from_numpy(drafts_BK))
-
-        return ArmedPass(flags, run, lambda: bool(ready_1[0] >= words.number))
 
     def warm_up(self) -> int:
         """Captures the CUDA graphs of full batches, so that serving does not begin with them; returns how many there
@@ -365,7 +300,7 @@ class ParallelPass:
         return 0 if self._runner is None else self._runner.warm_up()
 
     @torch.no_grad()
-    def _compute(self, inputs: PassInputs, num_rows: int, depth: int) -> Tensor:
+    def _compute(self, inputs: PassBatch[Tensor], num_rows: int, depth: int) -> Tensor:
         """Drafts [B, depth] as they travel, -1 where none is wanted; waits for nothing.
 
         num_rows may be more than the batch has.

@@ -216,7 +216,7 @@ def place_hidden(addresses_R: Tensor, sources_N: Tensor, mask_hidden_H: Tensor, 
     addresses_R: int64, where each row of the payload, H numbers of out_NH's type, begins in memory that out_NH's device
     reaches (its own, or pinned host memory); multiples of `ALIGNMENT_BYTES` where a row's size is. Whoever calls keeps
     that memory until the kernel has run; only rows that a source names are read. So a captured graph reads the
-    mailboxes of several targets where they are.
+    rings of several targets where they are.
     """
     num_rows, hidden_size = out_NH.shape
     if not num_rows:

@@ -1,11 +1,7 @@
 """A drafter's server: targets connect, one thread takes every step that is ready, drafts for all of them, answers.
 
-While none is ready, it prepares for those whose host part is there already. The only target's step it also arms: the
-pass waits for it on the GPU, and answers it without this thread, which takes it back before it does anything else with
-the engine or with the mailbox.
-
 The serving thread owns the engine, the socket and all that is known of targets; it waits for nobody. A target whose
-hello fits gets a mailbox, which another thread makes and registers with CUDA meanwhile; another one is told why not. An
+hello fits gets a ring, which another thread makes and registers with CUDA meanwhile; another one is told why not. An
 error of a target ends its connection, an error of the engine those of the steps in hand; the server goes on.
 """
 
@@ -19,56 +15,53 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from peagle.drafter.armed import ANSWERED, ArmedPass, armed_words
-from peagle.drafter.engine import DraftEngine, PreparedStep
-from peagle.drafter.mailbox import Mailbox, host_identity, sweep
-from peagle.drafter.parallel_pass import ParallelPass
+from peagle.drafter.engine import DraftEngine
+from peagle.drafter.parallel_pass import ParallelPass, widened
 from peagle.drafter.protocol import (
     FROM_TARGET,
     MAX_FRAME_BYTES,
-    NO_DRAFT,
     USER,
     Alive,
     Answer,
-    Attached,
     Bye,
     DrafterMessage,
     Hello,
     Int32Array,
     Refused,
     ServedHead,
-    Step,
+    StepDescriptor,
     Swapped,
-    TargetStep,
     Waker,
     Welcome,
     WireError,
     check_swap,
-    frames_of,
+    find_mismatch,
+    message_frames,
     read_message,
-    read_step,
-    refusal,
-    set_up,
+    set_up_socket,
 )
+from peagle.drafter.shared_memory import Ring, host_identity, sweep
+from peagle.drafter.step import Step
 
 logger = logging.getLogger(__name__)
 
 _LINGER_MS = 200  # for the last words of a server that stops
 _ALIVE_S = 0.5  # between signs of life, with which targets that went away are noticed too
-_CHECK_S = 0.01  # between looks at the socket while targets have mailboxes
-# Between looks at mailboxes. On a GPU without sleeping for _SPIN_S after the last step, which is longer than a target's
+_CHECK_S = 0.01  # between looks at the socket while all targets share their rings
+# Between looks at rings. On a GPU without sleeping for _SPIN_S after the last step, which is longer than a target's
 # step takes, letting other threads run, and often for _IDLE_AFTER_S. On a CPU seldom: each look takes time from the
 # target's threads.
 _SPIN_S, _SLEEP_S, _IDLE_AFTER_S, _IDLE_SLEEP_S = 50e-3, 50e-6, 1.0, 1e-3
-_BLOCK_S = 0.2  # without mailboxes: the socket wakes the thread
+_BLOCK_S = 0.2  # without shared rings: the socket wakes the thread
 _SWITCH_INTERVAL_S = 1e-4
 _MAX_FAILURES = 3  # passes in a row, after which the drafter counts as broken
 _MAX_MESSAGES = 64  # read in one turn
@@ -79,7 +72,7 @@ class ServerStats:
     num_batches: int = 0  # calls of the engine that were answered
     num_steps: int = 0  # targets' steps in them
     num_connections: int = 0
-    num_refused: int = 0  # newcomers that were no targets, did not fit, or whose mailbox CUDA did not take
+    num_refused: int = 0  # newcomers that were no targets, did not fit, or whose ring CUDA did not take
     num_dropped: int = 0  # targets dropped for what they sent
     num_failures: int = 0  # calls of the engine that raised
     busy_s: float = 0.0  # with steps in hand
@@ -89,49 +82,40 @@ class ServerStats:
 class Peer:
     """A target that was welcomed. Used by the serving thread only.
 
-    identity: of its connection. mailbox: None where steps come over TCP. engine_heads: the target's head index -> the
-    engine's. num_steps: answered. seen_ns: when its step was seen in the mailbox. host_part: of the next step, once it
-    was read. prepared: for that step. armed: likewise, its pass under way; until it is settled, the engine and the
-    mailbox are left alone.
+    identity: of its connection. is_shared: the target writes the ring itself; otherwise its steps come over TCP.
+    engine_heads: the target's head index -> the engine's. num_steps: answered. seen_ns: when its step was seen.
     """
 
     identity: bytes
     session: int
     hello: Hello
-    mailbox: Mailbox | None
+    ring: Ring
+    is_shared: bool
     engine_heads: Mapping[int, int]
     num_steps: int = 0
     seen_ns: int = 0
-    host_part: TargetStep[Int32Array] | None = None
-    prepared: PreparedStep | None = None
-    armed: ArmedPass | None = None
 
-    def poll_host_part(self) -> TargetStep[Int32Array] | None:
-        """Of the next step, if it is there and was not read before. Raises ValueError for one that does not fit."""
-        if self.mailbox is None or self.host_part is not None or not self.mailbox.has_host_part(self.num_steps + 1):
-            return None
-        self.host_part = self.translated(self.mailbox.read_host_part(self.num_steps + 1, self.session))
-        return self.host_part
-
-    def poll_mailbox(self) -> TargetStep[Int32Array] | None:
-        """The next step, if it is there. Raises ValueError for one that does not fit."""
-        assert self.mailbox is not None
-        if not self.mailbox.is_ready(self.num_steps + 1):
+    def read_step(self) -> Step | None:
+        """The next step, with the engine's heads, if it is there. Raises ValueError or WireError for one that does not
+        fit."""
+        if not self.ring.is_ready(self.num_steps + 1):
             return None
         self.seen_ns = time.monotonic_ns()
-        host_part = self.host_part or self.translated(self.mailbox.read_host_part(self.num_steps + 1, self.session))
-        self.host_part = None
-        return self.mailbox.read_device_part(host_part)
-
-    def translated(self, step: TargetStep[Int32Array]) -> TargetStep[Int32Array]:
-        """The step with the engine's heads. Raises ValueError for a head that was not agreed."""
-        named = np.unique(step.heads_B).tolist()
+        step = self.ring.read_step(self.num_steps + 1, self.session)
+        heads_B = step.descriptor.heads_B
+        named = np.unique(heads_B).tolist()
         if unknown := set(named) - self.engine_heads.keys():
             raise ValueError(f"heads_B names head {min(unknown)}, agreed were {sorted(self.engine_heads)}")
         if all(self.engine_heads[head] == head for head in named):
             return step
-        engine_heads_H = np.array([self.engine_heads.get(head, -1) for head in range(max(named) + 1)], np.int32)
-        return dataclasses.replace(step, heads_B=engine_heads_H[step.heads_B])
+        renamed_B = np.array([self.engine_heads[head] for head in heads_B.tolist()], np.int32)
+        return dataclasses.replace(step, descriptor=msgspec.structs.replace(step.descriptor, heads_B=renamed_B))
+
+    def receive_step(self, descriptor: StepDescriptor, raw: Sequence[zmq.Frame]) -> None:
+        """Write a step that came over TCP into the ring. Raises WireError or ValueError for one that does not fit."""
+        if self.is_shared or descriptor.number != self.num_steps + 1:
+            raise WireError(f"step {descriptor.number} came out of turn")
+        self.ring.write_received(descriptor, [frame.buffer for frame in raw])
 
 
 class DrafterServer:
@@ -146,12 +130,10 @@ class DrafterServer:
         *,
         device: torch.device | str = "cpu",
         key: str = "",
-        shares_gpu: bool = False,
     ) -> None:
         """heads: by the engine's numbers. port: 0 for a free one. device: of the engine. key: up to 255 bytes, which
         targets must name before anything of theirs is read; "" lets in whoever reaches the port. The key goes over the
-        wire as it is. shares_gpu: with other processes, whose time there a pass would take that waits for its step:
-        then none does.
+        wire as it is.
 
         Raises ValueError without a head or with one twice, OSError when the port is taken.
         """
@@ -159,12 +141,11 @@ class DrafterServer:
         if not digests or len(set(digests)) < len(digests):
             raise ValueError(f"heads = {digests} must be one or more, each once")
         self.engine, self._heads, self._device = engine, dict(heads), torch.device(device)
-        self._shares_gpu = shares_gpu
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.router_mandatory = 1  # a message to a target that is gone raises
         self._socket.linger = _LINGER_MS
-        set_up(self._socket, MAX_FRAME_BYTES)
+        set_up_socket(self._socket, MAX_FRAME_BYTES)
         self._authenticator: ThreadAuthenticator | None = None
         if key:
             quiet = logging.getLogger(f"{__name__}.authenticator")
@@ -181,8 +162,8 @@ class DrafterServer:
         self.address = f"{host}:{str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT)).rpartition(':')[2]}"
         self.stats, self.last_error = ServerStats(), ""
         self._peers: dict[bytes, Peer] = {}
-        self._greeted: dict[bytes, tuple[Hello, concurrent.futures.Future[Mailbox]]] = {}
-        self._maker = concurrent.futures.ThreadPoolExecutor(1, "drafter mailboxes")
+        self._greeted: dict[bytes, tuple[Hello, concurrent.futures.Future[tuple[Ring, str]]]] = {}
+        self._maker = concurrent.futures.ThreadPoolExecutor(1, "drafter rings")
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waker, self._stopped = Waker(), threading.Event()
         self._failures_in_a_row, self._beat_s = 0, time.monotonic()
@@ -243,7 +224,7 @@ class DrafterServer:
         targets = [
             {
                 "name": peer.hello.name,
-                "path": "tcp" if peer.mailbox is None else "shared memory",
+                "path": "shared memory" if peer.is_shared else "tcp",
                 "heads": {str(index): digest for index, digest in peer.hello.heads.items()},
                 "num_steps": peer.num_steps,
             }
@@ -259,25 +240,21 @@ class DrafterServer:
         checked_s = alive_s = time.monotonic()
         while not self._stopped.is_set():
             self._beat_s = now_s = time.monotonic()
-            has_mailboxes = any(peer.mailbox is not None for peer in self._peers.values())
-            steps = []
-            has_tcp = any(peer.mailbox is None for peer in self._peers.values())
-            if not has_mailboxes or now_s - checked_s > _CHECK_S or has_tcp:
-                steps = self._look_around()
+            paths = {peer.is_shared for peer in self._peers.values()}
+            if paths != {True} or now_s - checked_s > _CHECK_S:
+                self._handle_events()
                 checked_s = now_s
             if now_s - alive_s > _ALIVE_S:
-                for peer in list(self._peers.values()):
-                    self._tell(peer, Alive())
+                self._send_alive()
                 alive_s = now_s
-            steps += self._read_mailboxes()
-            if steps := [(peer, step) for peer, step in steps if peer.identity in self._peers]:
+            if steps := self._read_steps():
                 self._draft(steps)
                 self.stats.busy_s += time.monotonic() - now_s
                 self._last_step_s = time.monotonic()
-            elif not self._prepare():
-                self._pause(now_s - self._last_step_s, has_mailboxes)
+            else:
+                self._pause(now_s - self._last_step_s, True in paths)
         self._maker.shutdown()
-        self._look_around()  # who has just been welcomed hears it too
+        self._handle_events()  # who has just been welcomed hears it too
         for peer in list(self._peers.values()):
             self._drop(peer, Bye("the drafter ends"))
         self._end()
@@ -287,8 +264,8 @@ class DrafterServer:
             self._authenticator.stop()
         self._context.destroy(linger)
 
-    def _pause(self, idle_s: float, has_mailboxes: bool) -> None:
-        if has_mailboxes:
+    def _pause(self, idle_s: float, shares_rings: bool) -> None:
+        if shares_rings:
             if self._device.type != "cuda" or idle_s > _IDLE_AFTER_S:
                 time.sleep(_IDLE_SLEEP_S)
             elif idle_s < _SPIN_S:
@@ -301,8 +278,8 @@ class DrafterServer:
         poller.register(self._waker.fileno(), zmq.POLLIN)
         poller.poll(int(_BLOCK_S * 1e3))
 
-    def _look_around(self) -> list[tuple[Peer, TargetStep[Int32Array]]]:
-        """Jobs of other threads, mailboxes that were made, messages; returns the steps among them."""
+    def _handle_events(self) -> None:
+        """Jobs of other threads, rings that were made, messages."""
         self._waker.clear()
         while not self._jobs.empty():
             self._jobs.get()()
@@ -310,190 +287,112 @@ class DrafterServer:
             if future.done():
                 del self._greeted[identity]
                 self._welcome(identity, hello, future)
-        steps = []
         for _ in range(_MAX_MESSAGES):
             if not int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
                 break
             frames: list[zmq.Frame] = self._socket.recv_multipart(copy=False)
-            if (step := self._take(frames[0].bytes, frames[1:])) is not None:
-                steps.append(step)
-        return steps
+            self._handle_message(frames[0].bytes, frames[1:])
 
-    def _take(self, identity: bytes, frames: list[zmq.Frame]) -> tuple[Peer, TargetStep[Int32Array]] | None:
-        """Act on one message; a step is returned."""
+    def _handle_message(self, identity: bytes, frames: list[zmq.Frame]) -> None:
         peer = self._peers.get(identity)
         try:
             message, raw = read_message(frames, FROM_TARGET)
-            if peer is None:
-                if not isinstance(message, Hello) or identity in self._greeted:
-                    raise WireError(f"{type(message).__name__} came where a hello was due")
-                self._greet(identity, message)
-                return None
-            if isinstance(message, Step) and peer.mailbox is None:
-                return peer, peer.translated(read_step(message, raw, peer.session, peer.hello.shape))
-            if not isinstance(message, Attached) or peer.mailbox is None:
-                raise WireError(f"{type(message).__name__} came out of turn")
-            if not message.has_mailbox:
-                self._release(peer)
-            if peer.mailbox is not None:
-                peer.mailbox.memory.unlink()
+            if peer is not None:
+                if not isinstance(message, StepDescriptor):
+                    raise WireError(f"{type(message).__name__} came out of turn")
+                peer.receive_step(message, raw)
+            elif not isinstance(message, Hello) or identity in self._greeted:
+                raise WireError(f"{type(message).__name__} came where a hello was due")
+            elif (reason := find_mismatch(message, self._heads)) is not None:
+                self._refuse(identity, reason)
+            else:
+                self._greeted[identity] = message, self._maker.submit(self._make_ring, message)
         except Exception as error:  # noqa: BLE001 - whatever a target sends, others are served
             if peer is not None:
                 self._reject(peer, error)
             else:
                 self._refuse(identity, str(error))
-        return None
 
-    def _greet(self, identity: bytes, hello: Hello) -> None:
-        if (reason := refusal(hello, self._heads)) is not None:
-            self._refuse(identity, reason)
-        elif hello.host and hello.host == host_identity():
-            self._greeted[identity] = hello, self._maker.submit(self._make_mailbox, hello)
-        else:
-            self._join(identity, hello, None, "it runs on another host, or one of the two has no shared memory")
-
-    def _make_mailbox(self, hello: Hello) -> Mailbox:
-        """For the thread beside: memory is reserved and registered page by page."""
-        mailbox = Mailbox.create(hello.shape)
+    def _make_ring(self, hello: Hello) -> tuple[Ring, str]:
+        """A ring, and why it is not shared, "" where it is. For the thread beside: memory is reserved and registered
+        page by page."""
+        try:
+            reason = "" if hello.host and hello.host == host_identity() else "it runs on another host"
+            ring = Ring.create_private(hello.shape) if reason else Ring.create(hello.shape)
+        except OSError as error:
+            ring, reason = Ring.create_private(hello.shape), f"no room for its ring in /dev/shm: {error}"
         if self._device.type == "cuda":
             try:
-                mailbox.pin(self._device, will_wait=False)
+                ring.pin(self._device, will_wait=False)
             except BaseException:
-                mailbox.memory.unlink()
+                ring.memory.unlink()
                 raise
         self._waker.wake()
-        return mailbox
+        return ring, reason
 
-    def _welcome(self, identity: bytes, hello: Hello, made: concurrent.futures.Future[Mailbox]) -> None:
+    def _welcome(self, identity: bytes, hello: Hello, made: concurrent.futures.Future[tuple[Ring, str]]) -> None:
         try:
-            self._join(identity, hello, made.result(), "")
-        except OSError as error:
-            self._join(identity, hello, None, f"no room for its mailbox in /dev/shm: {error}")
-        except RuntimeError as error:  # CUDA does not take it
+            ring, tcp_reason = made.result()
+        except Exception as error:  # noqa: BLE001 - CUDA does not take it
             self._refuse(identity, str(error))
-
-    def _join(self, identity: bytes, hello: Hello, mailbox: Mailbox | None, problem: str) -> None:
+            return
         index_of = {head.digest: index for index, head in self._heads.items()}
         self.stats.num_connections += 1
-        peer = Peer(identity, self.stats.num_connections, hello, mailbox, {})
+        peer = Peer(identity, self.stats.num_connections, hello, ring, not tcp_reason, {})
         if not set(hello.heads.values()) <= set(index_of):
             self._release(peer)
             self._refuse(identity, "its head was swapped while it connected")
             return
         peer.engine_heads = {index: index_of[digest] for index, digest in hello.heads.items()}
         self._peers[identity] = peer
-        wanted = set(hello.heads.values()) - set(hello.known_reducers)
-        reducers = {head.digest: head.reducer for head in self._heads.values() if head.digest in wanted}
-        name = mailbox.memory.name if mailbox else ""
-        self._tell(peer, Welcome(name, problem, tuple(reducers)), *reducers.values())
+        wanted = set(hello.heads.values()) - set(hello.known_projections)
+        projections = {head.digest: head.projection for head in self._heads.values() if head.digest in wanted}
+        self._send(peer, Welcome(ring.memory.name, tcp_reason, tuple(projections)), *projections.values())
 
     def _refuse(self, identity: bytes, reason: str) -> None:
         self.stats.num_refused += 1
         logger.warning("refused a target: %s", reason)
-        self._send(identity, Refused(reason))
+        self._try_send(identity, Refused(reason))
 
-    def _send(self, identity: bytes, message: DrafterMessage, *raw: Any) -> bool:
+    def _try_send(self, identity: bytes, message: DrafterMessage, *raw: Any) -> bool:
         """False where the target is gone, or reads nothing."""
         try:
-            self._socket.send_multipart([identity, *frames_of(message, *raw)], zmq.NOBLOCK, copy=False)
+            self._socket.send_multipart([identity, *message_frames(message, *raw)], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError:
             return False
         return True
 
-    def _tell(self, peer: Peer, message: DrafterMessage, *raw: Any) -> None:
-        if not self._send(peer.identity, message, *raw):
+    def _send(self, peer: Peer, message: DrafterMessage, *raw: Any) -> None:
+        if not self._try_send(peer.identity, message, *raw):
             logger.info("lost %s", peer.hello.name)
             self._drop(peer, Bye("it is gone"))
 
-    def _read_mailboxes(self) -> list[tuple[Peer, TargetStep[Int32Array]]]:
+    def _send_alive(self) -> None:
+        """Not in `_serve`, whose variable would keep the last target and its ring."""
+        for peer in list(self._peers.values()):
+            self._send(peer, Alive())
+
+    def _read_steps(self) -> list[tuple[Peer, Step]]:
+        """The next step of every target that has one ready."""
         steps = []
         for peer in list(self._peers.values()):
-            if peer.armed is not None:
-                self._poll_armed(peer)
-            if peer.mailbox is None or peer.armed is not None:
-                continue
             try:
-                if (step := peer.poll_mailbox()) is not None:
+                if (step := peer.read_step()) is not None:
                     steps.append((peer, step))
             except Exception as error:  # noqa: BLE001 - as above
                 self._reject(peer, error)
         return steps
 
-    def _prepare(self) -> bool:
-        """Prepare for the next step of one target, if anything of it can be; False where nothing was done."""
-        for peer in list(self._peers.values()):
-            try:
-                host_part = peer.poll_host_part()
-            except Exception as error:  # noqa: BLE001 - as above
-                self._reject(peer, error)
-                return True
-            if host_part is not None:
-                self._disarm()
-                try:
-                    peer.prepared = self.engine.prepare(host_part)
-                    self._arm(peer, host_part)
-                except Exception as error:  # noqa: BLE001 - `_fail` logs it
-                    self._fail([peer], error)
-                return True
-        return False
-
-    def _arm(self, peer: Peer, host_part: TargetStep[Int32Array]) -> None:
-        """Let the next step's pass wait for it, where nobody else's can come in between."""
-        is_alone = len(self._peers) == 1 and not self._greeted
-        if is_alone and not self._shares_gpu and peer.prepared is not None and peer.mailbox is not None:
-            words = armed_words(peer.mailbox, host_part.number, host_part.num_requests)
-            peer.armed = self.engine.arm(host_part, peer.prepared, words)
-
-    def _poll_armed(self, peer: Peer) -> None:
+    def _draft(self, steps: Sequence[tuple[Peer, Step]]) -> None:
         try:
-            is_over = peer.armed is not None and peer.armed.poll() != 0
-        except Exception as error:  # noqa: BLE001 - `_fail` logs it
-            peer.armed = None
-            self._fail([peer], error)
-            return
-        if is_over:
-            self._settle(peer)
-
-    def _disarm(self) -> None:
-        """Take back what is armed: from here on the engine and all mailboxes are this thread's."""
-        for peer in list(self._peers.values()):
-            self._settle(peer)
-
-    def _settle(self, peer: Peer) -> None:
-        """Finish what a peer's armed pass has answered; otherwise its step goes the usual way."""
-        armed, peer.armed = peer.armed, None
-        if armed is None:
-            return
-        try:
-            if armed.settle() != ANSWERED:
-                return
-            assert peer.mailbox is not None
-            assert peer.host_part is not None
-            assert peer.prepared is not None
-            step = peer.mailbox.read_device_part(peer.host_part)
-            self.engine.finish_armed(step, peer.prepared)
-        except ValueError as error:  # it wrote another step over one that was answered
-            self._reject(peer, error)
-            return
-        except Exception as error:  # noqa: BLE001 - `_fail` logs it
-            self._fail([peer], error)
-            return
-        peer.host_part = peer.prepared = None
-        peer.num_steps += 1
-        self._failures_in_a_row, self._last_step_s = 0, time.monotonic()
-        self.stats.num_batches += 1
-        self.stats.num_steps += 1
-        self.stats.busy_s += peer.mailbox.service_s(step.number)
-
-    def _draft(self, steps: Sequence[tuple[Peer, TargetStep[Int32Array]]]) -> None:
-        self._disarm()
-        prepared = [peer.prepared for peer, _ in steps]
-        for peer, _ in steps:
-            peer.prepared = None
-        try:
-            answers = self.engine.step([step for _, step in steps], prepared)
-        except Exception as error:  # noqa: BLE001 - `_fail` logs it
-            self._fail({id(peer): peer for peer, _ in steps}.values(), error)
+            answers = self.engine.step([step for _, step in steps])
+        except Exception as error:
+            # The engine's caches may be in any state: these targets begin anew.
+            logger.exception("the engine failed")
+            self.last_error, self._failures_in_a_row = repr(error), self._failures_in_a_row + 1
+            self.stats.num_failures += 1
+            for peer, _ in steps:
+                self._drop(peer, Bye(f"the drafter failed: {error!r:.200}"))
             return
         self._failures_in_a_row = 0
         self.stats.num_batches += 1
@@ -501,26 +400,15 @@ class DrafterServer:
         for (peer, step), drafts_BK in zip(steps, answers, strict=True):
             self._answer(peer, step, drafts_BK)
 
-    def _fail(self, peers: Iterable[Peer], error: Exception) -> None:
-        """The engine raised, so its caches may be in any state: these targets begin anew. In an `except` only."""
-        logger.exception("the engine failed")
-        self.last_error, self._failures_in_a_row = repr(error), self._failures_in_a_row + 1
-        self.stats.num_failures += 1
-        for peer in peers:
-            self._drop(peer, Bye(f"the drafter failed: {error!r:.200}"))
-
-    def _answer(self, peer: Peer, step: TargetStep[Int32Array], drafts_BK: Int32Array) -> None:
+    def _answer(self, peer: Peer, step: Step, drafts_BK: Int32Array) -> None:
         """Give the drafts of a step, of any number of columns."""
-        max_depth = peer.hello.shape.max_depth
-        if drafts_BK.shape[1] < max_depth:
-            padding = ((0, 0), (0, max_depth - drafts_BK.shape[1]))
-            drafts_BK = np.pad(drafts_BK, padding, constant_values=NO_DRAFT)
-        drafts_BK = drafts_BK[:, :max_depth]
+        if drafts_BK.shape[1] != (max_depth := peer.hello.shape.max_depth):
+            drafts_BK = widened(drafts_BK[:, :max_depth], max_depth)
         peer.num_steps += 1
-        if peer.mailbox is None:
-            self._tell(peer, Answer(step.number), np.ascontiguousarray(drafts_BK).data)
+        if peer.is_shared:
+            peer.ring.write_drafts(step.descriptor.number, drafts_BK, time.monotonic_ns() - peer.seen_ns)
         else:
-            peer.mailbox.answer(step.number, drafts_BK, time.monotonic_ns() - peer.seen_ns)
+            self._send(peer, Answer(step.descriptor.number), np.ascontiguousarray(drafts_BK).data)
 
     def _reject(self, peer: Peer, error: Exception) -> None:
         self.stats.num_dropped += 1
@@ -529,26 +417,18 @@ class DrafterServer:
 
     def _drop(self, peer: Peer, last_words: Bye | Swapped) -> None:
         """Say why, as far as the target listens, and let everything of it go."""
-        self._disarm()
-        if peer.identity not in self._peers:  # dropped for another step of the same batch
-            return
         self.engine.drop_session(peer.session)
         del self._peers[peer.identity]
-        self._send(peer.identity, last_words)
+        self._try_send(peer.identity, last_words)
         self._release(peer)
 
     def _release(self, peer: Peer) -> None:
-        """Let the mailbox go."""
-        self._settle(peer)
-        if (mailbox := peer.mailbox) is None:
-            return
-        peer.mailbox = peer.host_part = peer.prepared = None
-        mailbox.memory.unlink()
+        """Let the ring go."""
+        peer.ring.memory.unlink()
         if self._device.type == "cuda":
-            mailbox.unpin(self._device)
+            peer.ring.unpin(self._device)
 
     def _swap(self, index: int, head: ParallelPass, old: ServedHead | None, served: ServedHead) -> None:
-        self._disarm()
         self.engine.swap(index, head)
         self._heads = {**self._heads, index: served}  # other threads read it
         if old is None:

@@ -15,7 +15,8 @@ from peagle.checkpoint import build_drafter, check_head_fits, load_head
 from peagle.config import UNNAMED_LAYERS, default_aux_layer_ids, read_target_config
 from peagle.drafter.graphs import warn_of_compilations
 from peagle.drafter.parallel_pass import ParallelPass, cache_bytes_per_block, check_parallel
-from peagle.drafter.protocol import Reducer, ServedHead
+from peagle.drafter.projection import InputProjection
+from peagle.drafter.protocol import ServedHead
 from peagle.heads import head_digest, target_table
 from peagle.model import Drafter, RMSNorm
 
@@ -58,11 +59,11 @@ def load_runtime_head(
     return drafter.requires_grad_(False)
 
 
-def reducer_of(drafter: Drafter) -> Reducer:
+def input_projection(drafter: Drafter) -> InputProjection:
     """The part of a drafter that runs at the target, in the drafter's type and on its device (weights shared)."""
     config = drafter.config
     norms = [norm for norm in drafter.fc_norm if isinstance(norm, RMSNorm)] if config.fc_norm else []
-    return Reducer(
+    return InputProjection(
         drafter.fc.weight.detach(),
         input_norm_X=drafter.input_norm.weight.detach() if config.norm_before_fc else None,
         fc_norm_CS=torch.stack([norm.weight.detach() for norm in norms]) if norms else None,
@@ -115,7 +116,7 @@ def load_served_head(
         layer_ids = default_aux_layer_ids(read_target_config(target_dir)["num_hidden_layers"])
     served = ServedHead(
         digest=parallel_pass.digest,
-        reducer=reducer_of(drafter).to_bytes(),
+        projection=input_projection(drafter).to_bytes(),
         hidden_size=config.hidden_size,
         dtype=str(dtype).removeprefix("torch."),
         vocab_size=config.vocab_size,

@@ -1,11 +1,8 @@
 """The heads that ship with this package, their join with a target's tables, and heads of other trainers.
 
-A shipped head is small: it leaves out the tables that it shares with the target. vLLM wants the mask token's learned
-embedding as row ``ptd_token_id`` of the head's own ``embed_tokens.weight`` [V, H], and the output matrix of a reduced
-draft vocabulary as its own ``lm_head.weight`` [V_draft, H]. So `prepare_head` writes, into the cache directory, a plain
-head: the target's embedding table with that one row replaced, the target's output rows at ``d2t``, and every other
-tensor as shipped. With the whole vocabulary it has no ``lm_head.weight``: vLLM then shares the target's. A head in a
-form of other trainers (`peagle.checkpoint`) becomes a plain one there too.
+A head in the shipped form, or in one of other trainers (`peagle.checkpoint`), becomes a plain head, as vLLM loads it:
+with the target's embedding table, of which the mask token's row is the head's own, and with the target's output rows of
+a reduced draft vocabulary. `prepare_head` writes it into the cache directory, `convert` where a user says.
 
 Importing this module loads neither torch nor vLLM.
 """
@@ -18,7 +15,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peagle.checkpoint import check_head, is_plain, read_tensor_specs, weight_files
+from peagle.checkpoint import TARGET_TENSORS, check_head, is_plain, read_tensor_specs, tables_left_out, weight_files
 from peagle.config import DrafterConfig, HeadError, is_vllms_own, read_json
 from peagle.store import Report, cache_root, is_intact, prepare_directory, sha256_of, write_bytes
 
@@ -127,10 +124,9 @@ def prepare_head(
     head_dir = _head_directory(head)
     target = read_json(Path(target_dir) / "config.json", "target")
     config = check_head(head_dir, target)
-    names = read_tensor_specs(head_dir).keys()
     if is_plain(head_dir, config):
         return head_dir
-    tables = _needed_tables(target_dir, config, names)
+    tables = _needed_tables(head_dir, config, target_dir)
     key = _join_key(head_dir, tables)
     num_bytes = sum(path.stat().st_size for path in head_dir.iterdir()) + 4096
     num_bytes += sum(table.nbytes for table in tables.values())
@@ -156,14 +152,12 @@ def _head_directory(head: str | Path) -> Path:
     return directory.resolve()
 
 
-def _needed_tables(target_dir: Path, config: DrafterConfig, names: Collection[str]) -> "dict[str, torch.Tensor]":
-    """The target's tables [V, H] that a shipped head with these tensors lacks, by their names in a head."""
-    tables = {}
-    if "mask_embedding" in names:
-        tables["embed_tokens.weight"] = target_table(target_dir, "embed_tokens.weight")
-    if config.draft_vocab_size < config.vocab_size and "lm_head.weight" not in names:
-        tables["lm_head.weight"] = target_table(target_dir, "lm_head.weight")
-    return tables
+def _needed_tables(head_dir: Path, config: DrafterConfig, target_dir: Path | None) -> "dict[str, torch.Tensor]":
+    """The target's tables [V, H] that a head lacks, by their names in it. Raises HeadError where no target is named."""
+    left_out = tables_left_out(config, read_tensor_specs(head_dir))
+    if left_out and target_dir is None:
+        raise HeadError(f"head {head_dir} has no {' and no '.join(left_out)}: name its target with --target")
+    return {name: target_table(Path(str(target_dir)), name) for name in left_out}
 
 
 def target_table(target_dir: Path, name: str) -> "torch.Tensor":
@@ -205,20 +199,37 @@ def _join(head_dir: Path, tables: "dict[str, torch.Tensor]", directory: Path) ->
     """Write the plain head made from the one in `head_dir` into `directory`."""
     from safetensors.torch import save
 
-    from peagle.checkpoint import load_head, target_ids
+    from peagle.checkpoint import load_head, with_tables
 
     config, tensors = load_head(head_dir)
-    if "embed_tokens.weight" in tables:
-        embed_VH = tables["embed_tokens.weight"].clone()
-        # The row takes the table's type: vLLM casts the whole table anyway, and one type keeps the file plain.
-        embed_VH[config.ptd_token_id] = tensors.pop("mask_embedding").to(embed_VH.dtype)
-        tensors["embed_tokens.weight"] = embed_VH
-    if "lm_head.weight" in tables:
-        tensors["lm_head.weight"] = tables["lm_head.weight"][target_ids(tensors["d2t"])]
-    if config.draft_vocab_size == config.vocab_size:
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
+    tensors = with_tables(config, tensors, tables.get("embed_tokens.weight"), tables.get("lm_head.weight"))
     written = (head_dir / "config.json").read_bytes()
     if not is_vllms_own(json.loads(written)):
         written = (json.dumps(config.to_dict(), indent=2) + "\n").encode()
     write_bytes(directory / "config.json", written)
     write_bytes(directory / "model.safetensors", save(tensors, metadata={"format": "pt"}))
+
+
+def convert(
+    source_dir: str | Path, out_dir: str | Path, target_dir: str | Path | None = None, *, has_tables: bool = True
+) -> tuple[DrafterConfig, int, list[str]]:
+    """Write a head in any form as a plain head into `out_dir`, or, not `has_tables`, as a shipped one; types of tensors
+    stay. target_dir: of a head that lacks its tables.
+
+    Returns its configuration, the number of tensors written, and the names of the target's tensors that were left out.
+    Raises HeadError as `load_head`, and for tables that are not there, before anything is written, and OSError when the
+    disk is full.
+    """
+    from peagle.checkpoint import load_head, save_head, with_tables, without_tables
+
+    source_dir, target_dir = Path(source_dir), None if target_dir is None else Path(target_dir)
+    config, tensors = load_head(source_dir)
+    if target_dir is not None:
+        check_head(source_dir, read_json(target_dir / "config.json", "target"))
+    tables = _needed_tables(source_dir, config, target_dir) if has_tables else {}
+    if has_tables:
+        tensors = with_tables(config, tensors, tables.get("embed_tokens.weight"), tables.get("lm_head.weight"))
+    else:
+        tensors = without_tables(config, tensors)
+    save_head(out_dir, config, tensors)
+    return config, len(tensors), [name for name in TARGET_TENSORS if name in read_tensor_specs(source_dir)]

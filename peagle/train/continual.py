@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from peagle.checkpoint import build_drafter, load_head, save_head
+from peagle.checkpoint import build_drafter, load_head, save_head, with_tables
 from peagle.config import HeadError
 from peagle.evaluate import AnswerCounts, members, ratios, replay
 from peagle.model import Drafter
@@ -140,16 +140,13 @@ class HeadInTraining:
         return compared(new, current) | {"by_workload": by_workload}
 
     def save(self, folder: Path, provenance: dict[str, Any]) -> None:
-        """Writes the head in the form of the one it began from, with where it comes from."""
+        """Writes the head, as vLLM loads it, with where it comes from."""
         tensors = dict(self._tensors)
         for name, value in self._average.values.items():
-            if name in tensors:
-                tensors[name] = value.to(tensors[name].dtype).reshape(tensors[name].shape).cpu()
-        if "mask_embedding" not in tensors:  # vLLM's form: it is a row of the head's own table
-            table_VH = tensors["embed_tokens.weight"].clone()
-            table_VH[self.config.ptd_token_id] = self._average.values["mask_embedding"].to(table_VH.dtype)
-            tensors["embed_tokens.weight"] = table_VH
-        save_head(folder, self.config, tensors)
+            like = tensors.get(name, value)  # the mask token's embedding may be a row of the head's own table
+            tensors[name] = value.to(like.dtype).reshape(like.shape).cpu()
+        tables = (self.target.embed_VS.detach().cpu(), self.target.lm_head_VS.detach().cpu())
+        save_head(folder, self.config, with_tables(self.config, tensors, *tables))
         recipe = self.recipe.model_dump(include={"drafter", "cod", "batch", "optimizer", "schedule", "loss"})
         document = {"made": conditions(), "recipe": recipe, **provenance}
         (folder / "provenance.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")

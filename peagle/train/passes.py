@@ -342,6 +342,8 @@ def start_from(drafter: Drafter, head_dir: str | Path) -> list[str]:
     the head cannot be read or nothing fits.
     """
     config, tensors = load_head(head_dir)
+    if config.ptd_token_id is not None and "embed_tokens.weight" in tensors:
+        tensors["mask_embedding"] = tensors["embed_tokens.weight"][config.ptd_token_id]
     own = drafter.trainable()
     taken = [name for name, value in own.items() if name in tensors and tensors[name].shape == value.shape]
     if not taken:

@@ -1,7 +1,4 @@
-"""A head for others: a model card made from what training wrote beside it, and its upload to Hugging Face.
-
-What is uploaded is the plain form, which stock vLLM loads: as training writes it, a head lacks the target's tables.
-"""
+"""A head for others: a model card made from what training wrote beside it, and its upload to Hugging Face."""
 
 from __future__ import annotations
 
@@ -15,8 +12,7 @@ import yaml
 from peagle.checkpoint import check_head, is_plain
 from peagle.config import HeadError, read_json
 from peagle.evaluate import LOOPING, kind
-from peagle.heads import prepare_head
-from peagle.train.recipe import is_hub_id, target_checkpoint
+from peagle.train.recipe import is_hub_id
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +73,7 @@ def publish(
     card alone. Returns the names of the files uploaded (to upload).
 
     Raises:
-        HeadError: a damaged head, or one without provenance.json.
+        HeadError: a damaged head, one that stock vLLM does not load, or one without provenance.json.
         ValueError: `repo` or the target is no Hugging Face id.
         OSError: the hub refuses.
     """
@@ -85,8 +81,7 @@ def publish(
     path = head / "provenance.json"
     provenance = read_json(path, "head")
     try:
-        trained_on = str(provenance["recipe"]["target"])
-        base_model = base_model or trained_on
+        base_model = base_model or str(provenance["recipe"]["target"])
         card = model_card(head, repo, provenance, base_model, license_id, note)
     except (LookupError, TypeError, AttributeError) as error:
         raise HeadError(f"{path} is not what `peagle train` writes beside a head: {error!r:.200}") from error
@@ -94,14 +89,15 @@ def publish(
         raise ValueError(f"--repo {repo!r} is no Hugging Face id: ORG/NAME")
     if not is_hub_id(base_model):
         raise ValueError(f"the target {base_model!r} is no Hugging Face id: name it with --base-model ORG/NAME")
+    if not is_plain(head, check_head(head)):
+        raise HeadError(
+            f"{head} is not in the form that vLLM loads: `peagle convert {head} OUT --target DIR` writes it"
+        )
     (head / "README.md").write_text(card, encoding="utf-8")
     files = {name: head / name for name in ("README.md", "provenance.json", "config.json")}
     files |= {path.name: path for path in sorted(head.glob("*.safetensors"))}
     if dry_run:
         return list(files)
-    if not is_plain(head, check_head(head)):
-        plain = prepare_head(head, target_checkpoint(trained_on))
-        files |= {name: plain / name for name in ("config.json", "model.safetensors")}
 
     from huggingface_hub import CommitOperationAdd, HfApi
 

@@ -106,7 +106,7 @@ class OptimizerRecipe(Section):
     lr: float = Field(1e-3, gt=0, description="Peak learning rate of AdamW.")
     muon_lr: float = Field(1e-3, gt=0, description="Peak learning rate of Muon, on AdamW's scale.")
     betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="AdamW's betas.")
-    weight_decay: float = Field(0.01, ge=0, description="Weight decay.")
+    weight_decay: float = Field(0.1, ge=0, description="Weight decay.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this norm.")
     max_attention_score: float | None = Field(
         None, gt=0, description="Limit of attention scores (QK-clip); default: none."

@@ -158,8 +158,6 @@ def accepted_rows(
     max_query_len: int,
     travel_B1: Tensor | None = None,
     num_travelling: int | None = None,
-    out: Tensor | None = None,
-    sources_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The part of the target's rows that is sent to a remote drafter.
 
@@ -167,8 +165,6 @@ def accepted_rows(
         max_query_len: the largest q, and most places of a request among the sent rows, known to the host.
         travel_B1, num_travelling: int32, first place of each request among the sent rows, and their number R; None:
             all rows are sent, in their order. A request may have more places than rows; the last places are then empty.
-        out: int32, receives the first three results, one after another.
-        sources_R: int32, of R or more, receives the last result.
 
     Returns:
         int32: position of each request's first row [B]; number of its rows that are accepted [B]; of each sent row the
@@ -179,17 +175,15 @@ def accepted_rows(
     if travel_B1 is None or num_travelling is None:
         travel_B1, num_travelling = target.first_row_B1, len(target.input_ids_N)
     sizes = num_requests, num_requests, num_travelling
-    if out is None:
-        out = torch.empty(sum(sizes), dtype=torch.int32, device=device)
-    if sources_R is None:
-        sources_R = torch.empty(num_travelling, dtype=torch.int32, device=device)
+    out = torch.empty(sum(sizes), dtype=torch.int32, device=device)
+    sources_R = torch.empty(num_travelling, dtype=torch.int32, device=device)
     _accepted_rows_kernel[(num_requests, triton.cdiv(max_query_len, BLOCK_ROWS))](
         target.first_row_B1, target.input_ids_N, target.positions_N, target.place_B,
         target.num_sampled_B, target.num_rejected_B, target.last_sampled_S, target.next_prefill_S,
         travel_B1, out, sources_R, BLOCK=BLOCK_ROWS,
     )  # fmt: skip
-    start_B, num_valid_B, next_tokens_R = out[: sum(sizes)].split(sizes)
-    return start_B, num_valid_B, next_tokens_R, sources_R[:num_travelling]
+    start_B, num_valid_B, next_tokens_R = out.split(sizes)
+    return start_B, num_valid_B, next_tokens_R, sources_R
 
 
 @triton.jit

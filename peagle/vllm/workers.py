@@ -7,13 +7,17 @@ which CPU generators do not have. On a GPU this module is not imported: vLLM's C
 whole process.
 """
 
+from typing import Any
+
 from vllm.v1.sample import sampler
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 from vllm.v1.worker import cpu_worker
 
 from peagle.vllm import compat
 from peagle.vllm.coupling import CoupledModelRunner
-from peagle.vllm.remote import ChunkedProposer, PassSkipper, RemoteControl, RemoteDrafts
+from peagle.vllm.cpu_drafting import ChunkedProposer, PassSkipper
+from peagle.vllm.remote import RemoteControl
+from peagle.vllm.remote_cpu import RemoteDrafts
 
 
 def run_uncompiled() -> None:
@@ -26,6 +30,10 @@ def run_uncompiled() -> None:
 class CPURunner(PassSkipper, CoupledModelRunner):
     """vLLM's V1 runner with coupled sampling; with a colocated drafter, if the engine has a head."""
 
+    def set_up_drafter(self) -> None:
+        if self.speculative_config is not None and self.speculative_config.method == "eagle3":
+            self.drafter = ChunkedProposer(self)
+
 
 class RemoteCPURunner(RemoteDrafts, CoupledModelRunner):
     """The same with a remote drafter."""
@@ -34,21 +42,20 @@ class RemoteCPURunner(RemoteDrafts, CoupledModelRunner):
 class CPUWorker(cpu_worker.CPUWorker):
     """Drop-in for vLLM's class of the same name."""
 
-    runner_class: type[CoupledModelRunner] = CPURunner
+    runner_class: type[CPURunner | RemoteCPURunner] = CPURunner
 
     def init_device(self) -> None:
         """Build vLLM's model runner, then change how it samples."""
         super().init_device()
         compat.check("cpu runner")
         run_uncompiled()
-        self.runner_class.install(self.model_runner)
-        speculative = self.vllm_config.speculative_config
-        if speculative is not None and speculative.method == "eagle3":
-            ChunkedProposer.install(self.model_runner)
-        if speculative is not None:
+        runner: Any = self.model_runner
+        self.runner_class.install(runner)
+        runner.set_up_drafter()
+        if self.vllm_config.speculative_config is not None:
             # vLLM leaves out min_p and logit_bias beside speculation. Requests with them have K = 0 here.
-            self.model_runner.input_batch.logitsprocs = LogitsProcessors(
-                kind(self.vllm_config, self.model_runner.device, False) for kind in BUILTIN_LOGITS_PROCESSORS
+            runner.input_batch.logitsprocs = LogitsProcessors(
+                kind(self.vllm_config, runner.device, False) for kind in BUILTIN_LOGITS_PROCESSORS
             )
 
 
@@ -56,7 +63,3 @@ class RemoteCPUWorker(RemoteControl, CPUWorker):
     """`CPUWorker` for a target with a remote drafter."""
 
     runner_class = RemoteCPURunner
-
-    def init_device(self) -> None:
-        super().init_device()
-        RemoteCPURunner.install_remote(self.model_runner)

@@ -12,7 +12,6 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 FILES = (
     "test_kernels_adaptive.py",
-    "test_kernels_armed.py",
     "test_kernels_attention.py",
     "test_kernels_chosen.py",
     "test_kernels_draft_rows.py",

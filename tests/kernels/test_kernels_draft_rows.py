@@ -194,13 +194,8 @@ def test_a_remote_drafter_hears_of_the_rows_that_stay(num_requests: int, longest
 @pytest.mark.parametrize("num_requests", [1, 3, MAX_REQUESTS])
 @pytest.mark.parametrize("longest", [1, 8, LONGEST])
 def test_rows_travel_at_the_places_that_the_host_knows(num_requests: int, longest: int) -> None:
-    """Where the GPU chose the drafts; into buffers of steps of any size."""
+    """Where the GPU chose the drafts."""
     requests = make_requests(num_requests, num_requests, 7, longest)
     places = [len(one.tokens) + random.Random(one.place).randint(0, 70) for one in requests]
-    out, sources_R = tensor([-7] * 3000), tensor([-7] * 2000)
     travel_B1 = tensor([sum(places[:i]) for i in range(len(places) + 1)])
-    found = accepted_rows(target_rows(requests), max(places), travel_B1, sum(places), out, sources_R)
-    check_travelling(requests, places, found)
-    assert out[2 * num_requests + sum(places) :].eq(-7).all()
-    assert sources_R[sum(places) :].eq(-7).all()
-    assert [column.data_ptr() for column in (found[0], found[3])] == [out.data_ptr(), sources_R.data_ptr()]
+    check_travelling(requests, places, accepted_rows(target_rows(requests), max(places), travel_B1, sum(places)))

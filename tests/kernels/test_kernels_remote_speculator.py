@@ -1,19 +1,16 @@
 """Tests of `peagle.vllm.remote_speculator` without vLLM's engine: a small runner of our own calls it as vLLM's V2
-runner does, and a drafter in a process of its own answers. What a graph holds on a GPU runs kernel by kernel."""
+runner does, and a drafter in a process of its own answers."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from peagle.drafter.replay import StepReplayer
 from peagle.vllm.step_notes import SchedulerPlan
 from tests.support.draft_engine_harness import CONFIG, MAX_DEPTH, aux_rows, proposed
 from tests.support.kernel_device import DEVICE, needs_kernel
@@ -26,17 +23,9 @@ if DEVICE == "cpu":
 NUM_PLACES, PROMPT_TOKENS, LONGEST = SHAPE.max_num_requests, (1, 14), 60
 
 
-class CountingReplayer(StepReplayer):
-    num_steps = 0
-
-    def prepare(self, *args: Any) -> Callable[[Tensor], None]:
-        self.num_steps += 1
-        return super().prepare(*args)
-
-
 def make_speculator(pool: Any) -> Any:
     one, cpu = object.__new__(remote_speculator.RemoteSpeculator), torch.device("cpu")
-    one.sender = remote_speculator.StepSender(pool, SHAPE, cpu, CountingReplayer(SHAPE, [1, 4, 8, 24], cpu))
+    one.sender = remote_speculator.StepSender(pool, SHAPE, cpu)
     one.chances = remote_speculator.Chances(NUM_PLACES, MAX_DEPTH, cpu)
     one._device, one._k_max, one._num_ahead, one._known, one.num_drafts = torch.device("cpu"), MAX_DEPTH, 0, {}, {}
     return one
@@ -98,10 +87,6 @@ def step(one: Any, requests: list[Request], draw: random.Random) -> list[tuple[R
     )
     num_sampled = torch.tensor([0 if unfinished else 1 for unfinished in is_unfinished], dtype=torch.int32)
     num_rejected, aux = torch.tensor(rejected, dtype=torch.int32), list(torch.cat(taps).chunk(3, dim=-1))
-    if (views := one.aux_views()) and len(aux[0]) <= len(views[0]) and draw.random() < 0.5:
-        # As full graphs of the target leave them.
-        aux = [view[: len(given)].copy_(given) for view, given in zip(views, aux, strict=True)]
-    one.begin(batch)
     found = one.propose(batch, None, None, aux[0], aux, num_sampled, num_rejected, last, prefill, None, None)
     wanted = [
         0 if no_draft else min(r.max_k, one._num_ahead) for r, no_draft in zip(requests, is_unfinished, strict=True)
@@ -150,7 +135,5 @@ def test_drafts_are_the_reference_s(monkeypatch: pytest.MonkeyPatch) -> None:
                 live.remove(request)
                 places.append(request.place)
                 one.forget([request.id])
-        counts, replayer = one.sender.report()["counts"], one.sender.replayer
-        assert 5 < replayer.num_steps < counts["steps"] - 5, "one of the two ways was not taken"
         one.sender.close()
     assert num_compared > 60

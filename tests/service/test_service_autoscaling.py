@@ -31,9 +31,7 @@ SCALING: dict[str, Any] = {
     "policy": "acceptance",
     "target": {"min": 1, "max": 2},
     "utilisation": 0.15,
-    "decision_interval_s": 2.0,
     "start_time_s": 0.0,
-    "warmup_s": 0.0,
     "upscale_delay_s": 2.0,
     "downscale_delay_s": 31.0,
 }

@@ -12,19 +12,23 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 
 from peagle.drafter.protocol import NO_DRAFT
-from peagle.vllm.remote import EngineBatch
+from peagle.vllm.remote import EngineStep
 from peagle.vllm.step_notes import update_result
 from peagle.vllm.workers import RemoteCPURunner, RemoteCPUWorker
 
 
 class AsyncRemoteRunner(RemoteCPURunner):
-    batch: EngineBatch
+    step: EngineStep
     num_drafts: dict[str, int]
     """By request: drafts that the last step found for it, where it asked for some."""
 
-    def _engine_batch(self, *args: Any, **kwargs: Any) -> EngineBatch:
-        self.batch = super()._engine_batch(*args, **kwargs)
-        return self.batch
+    def set_up_drafter(self) -> None:
+        super().set_up_drafter()
+        self.num_drafts = {}
+
+    def engine_step(self, *args: Any, **kwargs: Any) -> EngineStep:
+        self.step = super().engine_step(*args, **kwargs)
+        return self.step
 
     def propose_draft_token_ids(self, *args: Any, **kwargs: Any) -> Any:
         super().propose_draft_token_ids(*args, **kwargs)
@@ -33,9 +37,7 @@ class AsyncRemoteRunner(RemoteCPURunner):
         if self.remote is not None:
             answers_BK = self.remote.wait_host(self._sent, num_requests)
             drafts_BK = torch.from_numpy(np.maximum(answers_BK, 0))
-            counts = zip(
-                self.input_batch.req_ids, self.batch.depth_B, (answers_BK != NO_DRAFT).sum(axis=1), strict=True
-            )
+            counts = zip(self.input_batch.req_ids, self.step.depth_B, (answers_BK != NO_DRAFT).sum(axis=1), strict=True)
             self.num_drafts = {request_id: int(count) for request_id, depth, count in counts if depth}
         self._sent = []
         if get_tp_group().world_size > 1:
@@ -52,7 +54,4 @@ class AsyncRemoteRunner(RemoteCPURunner):
 
 
 class AsyncRemoteWorker(RemoteCPUWorker):
-    def init_device(self) -> None:
-        super().init_device()
-        self.model_runner.__class__ = AsyncRemoteRunner
-        self.model_runner.num_drafts = {}
+    runner_class = AsyncRemoteRunner

@@ -1,5 +1,7 @@
-"""A policy of autoscaling under Serve's own contexts, on a clock and with replicas of a test's choosing."""
+"""Autoscaling without a Ray cluster: the router's part and Serve's policies under Serve's own contexts, on a clock and
+with replicas of a test's choosing."""
 
+import asyncio
 import json
 import time
 from collections.abc import Iterable
@@ -8,55 +10,88 @@ from typing import Any
 from ray.serve._private.common import DeploymentID, ReplicaID
 from ray.serve.config import AutoscalingConfig, AutoscalingContext
 
-from deployments.autoscaling import DECISION, REPORTS, TargetAutoscaler
-from tests.support.scaling_cases import FakeReplica, reported, settings
+from cluster.k_policy import KPolicy
+from cluster.scaling import Pool
+from cluster.settings import ClusterSettings
+from deployments.autoscaling import Autoscaler, ReplicaPolicy, target_autoscaling
+from deployments.compat import KVChannel
+from tests.support.scaling_cases import FakeReplica
 
 TARGET, DRAFTER = DeploymentID("target", "app"), DeploymentID("drafter", "app")
 
 
-class DictBoard:
-    """A board in memory, for policies without a Ray cluster."""
+def scaled_settings(**autoscaling: Any) -> ClusterSettings:
+    """Targets of 32 requests at a time with a drafter; remote where the number of drafters has bounds."""
+    return ClusterSettings.model_validate(
+        {
+            "model": {"source": "org/tiny"},
+            "drafter": {
+                "head": "org/head",
+                "placement": "remote" if "drafter" in autoscaling else "colocated",
+                "max_draft_tokens": 3,
+            },
+            "engine": {"dtype": "float32", "max_num_seqs": 32},
+            "autoscaling": {"policy": "acceptance", "target": {"min": 1, "max": 20}, **autoscaling},
+        }
+    )
+
+
+class MemoryChannel(KVChannel):
+    """In a dictionary in the place of Ray's key-value store. `fails`: the store does not answer."""
+
+    fails = False
 
     def __init__(self) -> None:
+        super().__init__("app")
         self.documents: dict[str, str] = {}
 
-    def get(self, name: str) -> dict[str, Any] | None:
+    def get(self, name: str) -> Any:
+        self._answer()
         return json.loads(self.documents[name]) if name in self.documents else None
 
     def put(self, name: str, document: Any) -> None:
+        self._answer()
         self.documents[name] = json.dumps(document, allow_nan=False)
+
+    def _answer(self) -> None:
+        if self.fails:
+            raise ConnectionError("no answer")
 
 
 class Controller:
-    """Calls a policy as Serve's controller does, on a clock and with replicas of the test's choosing."""
+    """Calls the target's policy as Serve's controller does, beside a router that decides every 10 s."""
 
-    def __init__(self, **changes: Any) -> None:
-        self.now_s, self.board = 1000.0, DictBoard()
-        self.policy = TargetAutoscaler(
-            **arguments(**{"warmup_s": 0.0, **changes}), clock=lambda: self.now_s, board=self.board
-        )
-        self.replicas = [FakeReplica("a")]
-        self.wanted = 1
+    def __init__(self, settings: ClusterSettings | None = None) -> None:
+        settings = settings or scaled_settings()
+        self.now_s, self.channel = 1000.0, MemoryChannel()
+        self.wanted, self.replicas = 1, [FakeReplica("a", started_s=1000.0)]
+        self.k_policy = KPolicy(settings.depth_policy())
+        self.router = Autoscaler(settings, "app", self.channel, lambda _: self.pools())
+        config = target_autoscaling(settings)
+        assert config is not None
+        self.policy = self.make(config)
 
-    def report(self, **changed: dict[str, Any]) -> None:
-        """What every replica reports now, with other fields by replica."""
-        self.board.put(REPORTS, reported(self.replicas, self.now_s, **changed))
-        self.carry()
+    def make(self, config: dict[str, Any]) -> ReplicaPolicy:
+        """A policy of a config, through JSON as Serve carries it."""
+        kwargs = json.loads(json.dumps(config["policy"]["policy_kwargs"]))
+        return ReplicaPolicy(**kwargs, clock=lambda: self.now_s, channel=self.channel)
+
+    def pools(self) -> dict[str, Pool]:
+        return {"target": Pool(len(self.replicas), self.wanted), "drafter": Pool(1, 1)}
+
+    def decide(self) -> None:
+        """The router's part."""
+        reports = [replica.report(self.now_s) for replica in self.replicas]
+        deltas = self.k_policy.observe(reports, self.now_s)
+        self.router.policy.observe(deltas, reports, self.now_s)
+        asyncio.run(self.router.decide(self.k_policy, self.now_s))
 
     def context(self, **changes: Any) -> AutoscalingContext:
         ids = [ReplicaID(replica.name, TARGET) for replica in self.replicas]
         return context(TARGET, ids, self.wanted, **changes)
 
     def tick(self, **changes: Any) -> int:
-        wanted, state = self.policy(self.context(**changes))
-        assert isinstance(wanted, int)
-        assert state == {}
-        self.carry()
-        return wanted
-
-    def carry(self) -> None:
-        if self.policy._exchange is not None:
-            self.policy._exchange.carry()
+        return ask(self.policy, self.context(**changes))
 
     def serve(self, seconds: float, requests_per_s: float, survival: tuple[float, ...], **changes: Any) -> int:
         """Ticks every 10 s; every replica serves its part."""
@@ -65,22 +100,21 @@ class Controller:
             self.now_s += 10
             for replica in self.replicas:
                 replica.serve("chat", round(10 * requests_per_s / len(self.replicas)), survival)
-            self.report()
+            self.decide()
             wanted = self.tick(**changes)
         return wanted
 
-    def decision(self) -> dict[str, Any]:
-        return self.board.get(DECISION) or {}
 
-
-def arguments(**changes: Any) -> dict[str, Any]:
-    """The policy's arguments, through JSON as Serve carries them."""
-    document = {
-        "settings": settings(**changes).model_dump(mode="json"),
-        "limits": {"max_num_seqs": 32, "max_k": 3, "pinned": {}, "pinned_default": None, "max_tpot_ms": None},
-        "max_ongoing_requests": 256,
-    }
-    return dict(json.loads(json.dumps(document)))
+def ask(policy: ReplicaPolicy, ctx: AutoscalingContext) -> int:
+    """What the policy says when it has read the newest record: its reading is answered from one call to the next."""
+    policy(ctx)
+    while policy.is_reading:
+        time.sleep(0.001)
+        policy(ctx)
+    wanted, state = policy(ctx)
+    assert isinstance(wanted, int)
+    assert state == {}
+    return wanted
 
 
 def context(deployment: DeploymentID, ids: Iterable[ReplicaID], wanted: int, **changes: Any) -> AutoscalingContext:

@@ -22,7 +22,8 @@ from peagle.drafter.drafts import token_ids
 from peagle.drafter.engine import DraftEngine
 from peagle.drafter.kvcache import NO_ROW
 from peagle.drafter.parallel_pass import ParallelPass
-from peagle.drafter.protocol import Int32Array, TargetShape, TargetStep, check_step
+from peagle.drafter.protocol import Int32Array, StepDescriptor, TargetShape
+from peagle.drafter.step import Step, check_descriptor, check_tensors
 from peagle.model import Drafter
 from tests.support.head_factory import TARGET, random_drafter
 
@@ -114,7 +115,7 @@ def target_step(
     prompts: Mapping[int, Int32Array] | None = None,
     rng: random.Random | None = None,
     num_rejected: int | None = None,
-) -> TargetStep:
+) -> Step:
     """The step of these slots; rows of rejected drafts and padding, full of NaN, lie between those of the requests.
 
     num_rejected: rows after each request's own, with none before them; by default up to 2, by chance.
@@ -138,16 +139,27 @@ def target_step(
     def column(values: list[int]) -> Int32Array:
         return np.array(values, np.int32)
 
-    slots_B, heads_B = column(list(work)), column([rows.request.head for rows in work.values()])
-    offset_B, depth_B = column(offsets), column([rows.depth for rows in work.values()])
-    made = TargetStep(
-        slots_B, heads_B, depth_B, offset_B,
+    descriptor = StepDescriptor(
+        slots_B=column(list(work)),
+        heads_B=column([rows.request.head for rows in work.values()]),
+        depth_B=column([rows.depth for rows in work.values()]),
+        row_offset_B=column(offsets),
+        num_rows=num_rows,
+        prompts=dict(prompts or {}),
+        finished_slots=tuple(finished or ()),
+        number=step,
+    )
+    made = Step(
+        descriptor,
         start_B=column([rows.start for rows in work.values()]),
         num_valid_B=column([rows.num_valid for rows in work.values()]),
-        next_tokens_R=tokens_R, hidden_RH=hidden_RH, finished_slots=finished or [], prompts=prompts or {},
-        session=session, number=step,
-    )  # fmt: skip
-    check_step(made, TargetShape(CONFIG.hidden_size, "float64", MAX_DEPTH, 64, 4096, VOCABULARY))
+        next_tokens_R=tokens_R,
+        hidden_RH=hidden_RH,
+        session=session,
+    )
+    shape = TargetShape(CONFIG.hidden_size, "float64", MAX_DEPTH, 64, 4096, VOCABULARY)
+    check_descriptor(descriptor, shape)
+    check_tensors(made, shape)
     return made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 
 from peagle.config import DrafterConfig, Llama3Rope
 from peagle.draft import DraftSession
-from peagle.drafter.parallel_pass import ParallelPass, PassBatch
-from peagle.drafter.serving import reducer_of
+from peagle.drafter.parallel_pass import ParallelPass, PassBatch, row_addresses
+from peagle.drafter.serving import input_projection
 from peagle.model import Drafter
 from tests.unit.peagle.test_draft import CONFIG
 
@@ -56,7 +57,8 @@ class Requests:
         self.blocks = torch.randperm(self.num_blocks, generator=generator)[:-3].view(num_requests, -1).int().numpy()
         self.cache_start = np.zeros(num_requests, np.int32)
         self.sessions = [DraftSession(drafter) for _ in range(num_requests)]
-        self.drafter, self.reducer = drafter, reducer_of(drafter)
+        self.drafter, self.projection = drafter, input_projection(drafter)
+        self.payloads: list[Tensor] = []  # a batch names addresses in them
 
     def new_pass(self, device: str = "cpu", dtype: torch.dtype | None = None, **settings: object) -> ParallelPass:
         limits = {"max_num_requests": len(self.tokens), "max_num_rows": 256, "max_depth": MAX_DEPTH}
@@ -67,7 +69,7 @@ class Requests:
         )  # fmt: skip
 
     def rows(self, step: Step) -> tuple[Tensor, Tensor]:
-        """Next tokens [n] and tapped hidden states [n, C * S] of a step."""
+        """Next tokens [n] and auxiliary hidden states [n, C * S] of a step."""
         end = step.start + step.num_valid
         return self.tokens[step.request, step.start : end], self.aux[step.request, step.start : end]
 
@@ -78,8 +80,10 @@ class Requests:
         drafts = session.propose(*self.rows(step), max(step.depth, 1)).token_ids_K.tolist()
         return (drafts if step.depth else []) + [-1] * (MAX_DEPTH - step.depth)
 
-    def batch(self, steps: list[Step], *, num_rejected: int = 2, num_pieces: int = 1) -> PassBatch:
-        """The steps in one batch, each followed in the payload by rejected rows that must not matter."""
+    def batch(
+        self, steps: list[Step], *, num_rejected: int = 2, dtype: torch.dtype | None = None
+    ) -> PassBatch[np.ndarray[Any, Any]]:
+        """The steps in one batch, each followed by rejected rows that must not matter. dtype: of the pass."""
         tokens: list[Tensor] = []
         hidden: list[Tensor] = []
         offsets: list[int] = []
@@ -87,8 +91,11 @@ class Requests:
             offsets.append(sum(len(part) for part in tokens))
             next_tokens, aux = self.rows(step)
             tokens += [next_tokens.cpu(), torch.full((num_rejected,), -7)]
-            hidden += [self.reducer.reduce(aux).cpu(), torch.full((num_rejected, self.reducer.hidden_size), 1e4)]
-        hidden_RH = torch.cat([part.to(self.reducer.dtype) for part in hidden])
+            hidden += [self.projection.project(aux).cpu(), torch.full((num_rejected, self.projection.hidden_size), 1e4)]
+        hidden_RH = torch.cat([part.to(dtype or self.projection.dtype) for part in hidden])
+        if self.aux.is_cuda:
+            hidden_RH = hidden_RH.pin_memory()
+        self.payloads.append(hidden_RH)
         requests = [step.request for step in steps]
         used = max(-(-(step.start + step.num_valid + MAX_DEPTH) // BLOCK_SIZE) for step in steps)
         return PassBatch(
@@ -97,8 +104,8 @@ class Requests:
             row_offset_B=np.array(offsets, np.int32),
             depth_B=np.array([step.depth for step in steps], np.int32),
             cache_start_B=self.cache_start[requests],
-            next_tokens_R=torch.cat(tokens).int().numpy(),
-            hidden=list(hidden_RH.chunk(num_pieces)),
+            next_tokens_R=torch.cat(tokens).long().numpy(),
+            addresses_R=row_addresses(hidden_RH),
             block_table_BN=np.ascontiguousarray(self.blocks[requests, :used]),
         )
 

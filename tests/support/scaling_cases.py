@@ -1,7 +1,6 @@
 """Inputs for the tests of autoscaling: step latency of a formula, and reports of replicas that serve as told."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from cluster.counts import Counts, TargetReport, WorkloadCounts
 from cluster.settings import AutoscalingSettings
@@ -19,7 +18,7 @@ LATENCY = latency_of(
 
 
 def settings(**changes: object) -> AutoscalingSettings:
-    raw: dict[str, object] = {"policy": "acceptance", "target": {"min": 1, "max": 20}, "decision_interval_s": 10.0}
+    raw: dict[str, object] = {"policy": "acceptance", "target": {"min": 1, "max": 20}}
     return AutoscalingSettings.model_validate({**raw, **changes})
 
 
@@ -32,8 +31,9 @@ def steps(num: int, survival: Sequence[float]) -> Counts:
 class FakeReplica:
     """Counts of one replica of a test's choosing, reported as a real one reports its own."""
 
-    def __init__(self, name: str, latency: StepLatency | None = LATENCY) -> None:
-        self.name, self._latency = name, latency
+    def __init__(self, name: str, latency: StepLatency | None = LATENCY, started_s: float = 0.0) -> None:
+        self.name, self._latency, self._started_s = name, latency, started_s
+        self.num_queued = 0
         self.workloads: dict[str, WorkloadCounts] = {}
 
     def serve(self, workload: str, num_requests: int, survival: Sequence[float] = GOOD) -> None:
@@ -54,14 +54,16 @@ class FakeReplica:
     def count(self, workload: str, more: WorkloadCounts) -> None:
         self.workloads[workload] = self.workloads.get(workload, WorkloadCounts()) + more
 
-    def report(self, time_s: float, head: str = "head") -> TargetReport:
-        return TargetReport(self.name, "", head, {}, self.workloads, step_latency=self._latency, time_s=time_s)
+    def start(self, workload: str, num_requests: int) -> None:
+        """Requests that arrive and go on."""
+        self.count(workload, WorkloadCounts(num_requests))
 
-
-def reported(
-    replicas: Sequence[FakeReplica], time_s: float, head: str = "head", **changed: dict[str, Any]
-) -> dict[str, dict[str, Any]]:
-    """What the policy gets of them; `changed`: other fields, by the name of a replica."""
-    return {
-        replica.name: replica.report(time_s, head).to_wire() | changed.get(replica.name, {}) for replica in replicas
-    }
+    def report(self, now_s: float, head: str = "head") -> TargetReport:
+        return TargetReport(
+            self.name,
+            head=head,
+            workloads=self.workloads,
+            step_latency=self._latency,
+            num_queued=self.num_queued,
+            uptime_s=now_s - self._started_s,
+        )

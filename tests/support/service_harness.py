@@ -211,7 +211,7 @@ def running_service(config: Path = CONFIG, **sections: dict[str, Any]) -> Iterat
     settings = load_settings(args, catalog(), os.environ)
     document = live_form(written, settings)
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in ray_environment(settings.ingress.num_replicas > 0, print).items():
+        for name, value in ray_environment(print).items():
             patch.setenv(name, value)
         # Two logical CPUs, whatever the machine has: what the file asks for must fit the smallest.
         ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, namespace="test-service")

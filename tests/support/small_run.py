@@ -14,8 +14,8 @@ from peagle.train.trainer import Trainer
 PROMPT_TOKENS = 6
 
 
-def write_small_run(folder: Path) -> Path:
-    """Writes target/, data/ and recipe.yaml; returns the folder."""
+def write_small_run(folder: Path, **shape: int) -> Path:
+    """Writes target/, data/ and recipe.yaml; returns the folder. shape: of the target."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64,
@@ -26,6 +26,7 @@ def write_small_run(folder: Path) -> Path:
         num_key_value_heads=2,
         tie_word_embeddings=True,
         initializer_range=0.2,
+        **shape,
     )
     model = LlamaForCausalLM(config).eval()
     model.save_pretrained(folder / "target")

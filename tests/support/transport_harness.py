@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from peagle.drafter.armed import ArmedPass
-from peagle.drafter.client import LinkPool
-from peagle.drafter.engine import DraftEngine, PreparedStep
-from peagle.drafter.protocol import Int32Array, ServedHead, StepPlan, TargetShape, TargetStep
+from peagle.drafter.engine import DraftEngine
+from peagle.drafter.pool import LinkPool
+from peagle.drafter.protocol import Int32Array, ServedHead, StepDescriptor, TargetShape
 from peagle.drafter.server import DrafterServer
-from peagle.drafter.serving import reducer_of
+from peagle.drafter.serving import input_projection
+from peagle.drafter.step import Step
 from tests.support.draft_engine_harness import CONFIG, MAX_DEPTH, aux_rows, drafter_of, expected_drafts, head_runtime
 
 SHAPE = TargetShape(
@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def served_head(head: int, **changes: Any) -> ServedHead:
     offered: dict[str, Any] = {
         "digest": f"digest{head}",
-        "reducer": reducer_of(drafter_of(head)).to_bytes(),
+        "projection": input_projection(drafter_of(head)).to_bytes(),
         "hidden_size": CONFIG.hidden_size,
         "dtype": "float64",
         "vocab_size": CONFIG.vocab_size,
@@ -54,15 +54,9 @@ class SlowEngine(DraftEngine):
 
     delay_s = 0.0
 
-    def step(
-        self, steps: Sequence[TargetStep], prepared: Sequence[PreparedStep | None] | None = None
-    ) -> list[Int32Array]:
+    def step(self, steps: Sequence[Step]) -> list[Int32Array]:
         time.sleep(self.delay_s)
-        return super().step(steps, prepared)
-
-    def arm(self, *arguments: Any) -> ArmedPass | None:
-        """A pass that needs no call takes no time of it."""
-        return None if self.delay_s else super().arm(*arguments)
+        return super().step(steps)
 
 
 def make_server(
@@ -117,14 +111,14 @@ class DrafterProcess:
         self.kill()
 
 
-def mapped_mailboxes(pid: int) -> int:
-    """How many mailboxes a process has in its memory; their files have no names any more."""
-    return Path(f"/proc/{pid}/maps").read_text().count("peagle-mailbox-")
+def mapped_rings(pid: int) -> int:
+    """How many rings a process has in its memory; their files have no names any more."""
+    return Path(f"/proc/{pid}/maps").read_text().count("peagle-ring-")
 
 
-def named_mailboxes() -> list[str]:
+def named_rings() -> list[str]:
     """Those of this process. One whose maker was killed is the next drafter's to sweep."""
-    return [path.name for path in Path("/dev/shm").glob(f"peagle-mailbox-{os.getpid()}-*")]
+    return [path.name for path in Path("/dev/shm").glob(f"peagle-ring-{os.getpid()}-*")]
 
 
 def eventually(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
@@ -150,17 +144,6 @@ def make_pool(**settings: Any) -> LinkPool:
     return LinkPool(settings.pop("shape", SHAPE), **settings)
 
 
-def plan_of(step: TargetStep) -> StepPlan:
-    """What a target's host knows of a step."""
-    names = ("slots_B", "heads_B", "depth_B", "row_offset_B", "prompts", "finished_slots", "number")
-    return StepPlan(num_rows=len(step.next_tokens_R), **{name: getattr(step, name) for name in names})
-
-
-def device_part(step: TargetStep) -> tuple[Any, Any, Any, Any]:
-    """The rest of it."""
-    return step.start_B, step.num_valid_B, step.next_tokens_R, step.hidden_RH
-
-
 class Target:
     """An engine's side without a model: requests with fixed tokens that advance by some rows a step."""
 
@@ -175,7 +158,7 @@ class Target:
 
     def restart(self, slot: int) -> None:
         """The slot's request ends and another, with the same tokens, takes its place."""
-        self.pool.finish([slot])
+        self.pool.finish_requests([slot])
         self.ends[slot], self.firsts[slot], self.is_new = 0, 0, self.is_new | {slot}
 
     def step(self, num_rows: int = 3, depth: int = MAX_DEPTH, head: int = 0) -> list[list[int] | None]:
@@ -202,29 +185,29 @@ class Target:
         rows, next_tokens = [], []
         for slot, start in zip(slots, starts, strict=True):
             rows.append(
-                link.reducers[head].reduce(aux_rows(self.tokens[slot], start, start + num_rows).to(self.pool.device))
+                link.projections[head].project(
+                    aux_rows(self.tokens[slot], start, start + num_rows).to(self.pool.device)
+                )
             )
             next_tokens += self.tokens[slot][start + 1 : start + 1 + num_rows]
 
         def ints(values: Any) -> Int32Array:
             return np.asarray(values, np.int32)
 
-        device = self.pool.device
-        step = TargetStep(
+        descriptor = StepDescriptor(
             slots_B=ints(slots),
             heads_B=ints([head] * len(slots)),
             depth_B=ints([depth] * len(slots)),
             row_offset_B=ints(range(0, num_rows * len(slots), num_rows)),
-            start_B=torch.tensor(starts, dtype=torch.int32, device=device),
-            num_valid_B=torch.full((len(slots),), num_rows, dtype=torch.int32, device=device),
-            next_tokens_R=torch.tensor(next_tokens, dtype=torch.int32, device=device),
-            hidden_RH=torch.cat(rows),
+            num_rows=len(next_tokens),
             prompts={slot: ints(self.tokens[slot][: self.ends[slot] + 1]) for slot in new},
         )
-        return link.announce(plan_of(step)) and self._hand_over(link, step)
-
-    def _hand_over(self, link: Any, step: TargetStep) -> bool:
-        return link.send(*device_part(step))
+        integers = (
+            torch.tensor(values, dtype=torch.int32, device=self.pool.device)
+            for values in (starts, [num_rows] * len(slots), next_tokens)
+        )
+        is_sent: bool = link.send(descriptor, *integers, torch.cat(rows))
+        return is_sent
 
     def expected(self, slot: int, depth: int = MAX_DEPTH, head: int = 0) -> list[int]:
         """Drafts that the last step must have got for the slot."""

@@ -18,7 +18,7 @@ PRELOADED = [
     "vllm.model_executor.models.llama_eagle3",
     "peagle.vllm.scheduler",
     "peagle.vllm.workers",
-    "peagle.vllm.remote",
+    "peagle.vllm.remote_cpu",
 ]
 
 

@@ -347,9 +347,9 @@ BAD_INPUTS: dict[str, tuple[Any, list[str]]] = {
         remote(learning={"workloads": "all"}),
         ["learning needs room", "drafter.spare_heads: 1"],
     ),
-    "learner of several routers": (
-        remote(drafter__spare_heads=1, learning={"workloads": "all"}, ingress={"num_replicas": 1}),
-        ["learning needs the one router", "ingress.num_replicas: 0"],
+    "a setting that went": (
+        changed(ingress={"num_replicas": 2}),
+        ["ingress.num_replicas is no setting any more", "target.num_replicas"],
     ),
     "learner of traffic that nobody opted in": (
         remote(drafter__spare_heads=1, learning={}),
@@ -382,13 +382,14 @@ def test_bad_input_is_named_with_its_path_and_remedy(name: str, catalog: Catalog
     ("section", "words"),
     [
         ({**QUEUE, "target": {"min": 4, "max": 3}}, "autoscaling.target.min is 4, above max, 3"),
-        ({**QUEUE, "target": {"min": 0, "max": 3}}, "autoscaling.target.min is 0"),
+        ({**QUEUE, "drafter": {"min": 0, "max": 3}}, "autoscaling.drafter.min is 0"),
         ({**QUEUE, "max_replicas": 3}, "unknown key autoscaling.max_replicas"),
         ({**QUEUE, "target": {"mni": 1, "max": 3}}, "unknown key autoscaling.target.mni"),
         ({"policy": "acceptance"}, "missing key autoscaling.target"),
         ({**QUEUE, "policy": "fast"}, "autoscaling.policy"),
         ({**QUEUE, "utilisation": 1.5}, "autoscaling.utilisation"),
-        ({**QUEUE, "scale_to_zero": True}, "autoscaling.target.min must then be 0"),
+        ({**QUEUE, "scale_to_zero": True}, "autoscaling.scale_to_zero is no setting any more: write target: {min: 0}"),
+        ({**QUEUE, "spare_replicas": 1}, "autoscaling.spare_replicas is no setting any more: lower utilisation"),
         ({**QUEUE, "max_tpot_ms": 50.0}, "autoscaling.max_tpot_ms is read by the acceptance policy only"),
         ({**QUEUE, "drafter": {"min": 1, "max": 2}}, "autoscaling.drafter bounds a remote drafter"),
         ({**QUEUE, "downscale_delay_s": 20}, "autoscaling.downscale_delay_s is 20: it must be more than 30"),

@@ -1,9 +1,11 @@
-"""The policies that Serve calls, with Serve's own contexts, configs and wrapper: good data, and all kinds of bad."""
+"""The router's decisions and the policies that Serve calls, with Serve's own contexts, configs and wrapper: good data,
+and all kinds of bad."""
 
+import asyncio
 import json
 import logging
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -12,21 +14,13 @@ from ray.serve._private.common import ReplicaID
 from ray.serve.autoscaling_policy import _apply_autoscaling_config
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
-from cluster.settings import Catalog, load_settings
+from cluster.settings import STALE_AFTER_S, Catalog, load_settings
 from deployments import view
-from deployments.autoscaling import (
-    ASKED,
-    DECISION,
-    DRAFTERS,
-    SILENT_S,
-    DrafterAutoscaler,
-    drafter_autoscaling,
-    target_autoscaling,
-)
+from deployments.autoscaling import RECORD, capacity_model, drafter_autoscaling, target_autoscaling
 from deployments.drafter import HeadLoader
 from deployments.telemetry import scaling_metrics
-from tests.support.autoscaling_harness import DRAFTER, TARGET, Controller, arguments, context
-from tests.support.scaling_cases import BAD, GOOD, FakeReplica, settings
+from tests.support.autoscaling_harness import DRAFTER, TARGET, Controller, ask, context, scaled_settings
+from tests.support.scaling_cases import BAD, GOOD, FakeReplica
 from tests.unit.cluster.test_settings import QUEUE, catalog, remote  # noqa: F401 - a fixture
 
 ROOT = Path(__file__).parents[3]
@@ -47,8 +41,10 @@ def test_the_config_that_ships_says_what_serve_gets(catalog: Catalog) -> None:  
     shipped = load_settings(args, Catalog(catalog.embedded_models, catalog.heads_dir, catalog.read_head))
     config = AutoscalingConfig(**(target_autoscaling(shipped) or {}))
     assert (config.min_replicas, config.max_replicas, config.upscale_delay_s) == (1, 2, 5.0)
-    limits = config.policy.policy_kwargs["limits"]
-    assert limits == {"max_num_seqs": 8, "max_k": 7, "pinned": {}, "pinned_default": None, "max_tpot_ms": None}
+    by_queue = {"target_ongoing_requests": 16.0, "shrinks": False}
+    assert config.policy.policy_kwargs == {"deployment": "target", **by_queue}
+    model = capacity_model(shipped)
+    assert (model.max_num_seqs, model.max_k, dict(model.pinned), model.pinned_default) == (8, 7, {}, None)
     cpus = shipped.target.num_cpus + shipped.target.bundle["CPU"]
     assert 2 * cpus + shipped.ingress.num_cpus <= 2
 
@@ -59,48 +55,51 @@ def test_a_drafter_has_a_policy_and_room_for_the_requests_of_all_targets_that_ma
 ) -> None:
     monkeypatch.setattr("deployments.drafter.target_source", lambda source: "nowhere")
     scaling = {**QUEUE, "drafter": {"min": 1, "max": 2}}
-    args = remote(autoscaling=scaling, target__num_replicas=..., engine__max_num_seqs=8)
-    scaled = load_settings(args, catalog)
-    config = AutoscalingConfig(**(drafter_autoscaling(scaled) or {}))
+    settings = load_settings(remote(autoscaling=scaling, target__num_replicas=..., engine__max_num_seqs=8), catalog)
+    config = AutoscalingConfig(**(drafter_autoscaling(settings) or {}))
     assert (config.min_replicas, config.max_replicas) == (1, 2)
-    assert config.policy.policy_function == "deployments.autoscaling:DrafterAutoscaler"
-    assert HeadLoader(scaled).max_num_requests == 3 * 8
+    assert config.policy.policy_kwargs == {"deployment": "drafter"}
+    assert HeadLoader(settings).max_num_requests == 3 * 8
 
 
-def test_serve_itself_makes_and_calls_the_policies() -> None:
-    """The module pickled by value, its class made from JSON, behind Serve's delays and bounds."""
-    made = AutoscalingPolicy(policy_function="deployments.autoscaling:TargetAutoscaler", policy_kwargs=arguments())
-    wanted, _ = _apply_autoscaling_config(_resolve_policy_callable(made))(context(TARGET, [ReplicaID("a", TARGET)], 1))
-    assert wanted == 1
-    made = AutoscalingPolicy(policy_function="deployments.autoscaling:DrafterAutoscaler")
-    wanted, _ = _apply_autoscaling_config(_resolve_policy_callable(made))(context(DRAFTER, [], 2))
+@pytest.mark.parametrize(
+    "kwargs", [{"deployment": "target", "target_ongoing_requests": 16.0}, {"deployment": "drafter"}]
+)
+def test_serve_itself_makes_and_calls_the_policy(kwargs: dict[str, Any]) -> None:
+    """The module pickled by value, its class made from JSON, behind Serve's delays and bounds; without a Ray cluster to
+    read from."""
+    made = AutoscalingPolicy(policy_function="deployments.autoscaling:ReplicaPolicy", policy_kwargs=kwargs)
+    wanted, _ = _apply_autoscaling_config(_resolve_policy_callable(made))(context(TARGET, [ReplicaID("a", TARGET)], 2))
     assert wanted == 2
 
 
-# ---- the target's policy
+# ---- the target
 
 
 def test_acceptance_that_collapses_wants_replicas_before_queue_length_would(
     controller: Controller, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "ray.serve")
-    controller.wanted, controller.replicas = 3, [FakeReplica(name) for name in "abc"]
+    controller.wanted, controller.replicas = 3, [FakeReplica(name, started_s=1000.0) for name in "abc"]
     before = controller.serve(300, 6.0, GOOD)
-    assert (before, controller.decision()["source"]) == (3, "acceptance")
+    shown = controller.router.document
+    assert shown is not None
+    assert (before, shown["source"]) == (3, "acceptance")
     after = controller.serve(120, 6.0, BAD)
     assert after > before
-    shown = controller.decision()
+    shown = controller.router.document
     assert shown["acceptance_length"] < 2
-    assert shown["ongoing_requests"] / before < settings().target_ongoing_requests
+    assert shown["ongoing_requests"] == 0
     assert "replicas" in shown["reason"]
     (*_, line) = [record.message for record in caplog.records if record.message.startswith("autoscaling: {")]
     logged = json.loads(line.removeprefix("autoscaling: "))
-    assert (logged["target"], logged["inputs"]["target"]["num_wanted"]) == (after, 3)
+    assert (logged["target"], logged["pool"]["num_wanted"]) == (after, 3)
 
 
 def test_a_decision_is_shown(controller: Controller) -> None:
     controller.serve(120, 3.0, GOOD)
-    shown = controller.decision()
+    shown = controller.router.document
+    assert shown is not None
     assert shown["num_decisions"] == 12
     samples = {(one.name, *one.labels.values()): one.value for of in scaling_metrics(shown) for one in of.samples}
     assert samples["peagle_autoscaling_replicas", "target", "wanted"] == shown["target"]["num_wanted"]
@@ -112,26 +111,37 @@ def test_a_decision_is_shown(controller: Controller) -> None:
     assert shown["reason"] in text
 
 
-def test_without_data_the_queue_decides_and_nothing_shrinks(controller: Controller) -> None:
-    controller.replicas, controller.wanted = [FakeReplica("a"), FakeReplica("b")], 2
+def test_without_a_record_the_queue_decides_and_nothing_shrinks(controller: Controller) -> None:
+    controller.wanted = 2
     assert controller.tick(total_num_requests=0.0) == 2
     controller.now_s += 10
     assert controller.tick(total_num_requests=100.0) == 7
-    assert controller.decision()["source"] == "queue_length"
 
 
-def test_a_restart_and_nonsense_are_named_and_cost_nothing(controller: Controller) -> None:
-    controller.replicas = [FakeReplica(name) for name in "abc"]
+def test_a_stale_record_counts_as_none_until_a_new_one_comes(controller: Controller) -> None:
+    controller.wanted, controller.replicas = 3, [FakeReplica(name, started_s=1000.0) for name in "abc"]
+    assert controller.serve(400, 0.3, GOOD) == 1
+    controller.now_s += STALE_AFTER_S + 1
+    assert controller.tick(total_num_requests=0.0) == 3
+    controller.decide()
+    controller.now_s += 1
+    assert controller.tick(total_num_requests=0.0) == 1
+
+
+@pytest.mark.parametrize("record", [{}, {"version": 0, "time_s": 5.0, "target": 7}, {"version": 1, "time_s": 5.0}])
+def test_a_record_of_another_version_or_without_a_number_is_not_obeyed(controller: Controller, record: Any) -> None:
+    controller.channel.put(RECORD, record)
+    assert controller.tick(total_num_requests=20.0) == 2
+
+
+def test_by_queue_length_the_number_goes_both_ways() -> None:
+    controller = Controller(scaled_settings(policy="queue_length", target_ongoing_requests=4.0))
     controller.wanted = 3
-    before = controller.serve(300, 3.0, GOOD)
-    controller.replicas[0] = FakeReplica("a")  # counters begin at zero
-    assert controller.serve(10, 3.0, GOOD) <= max(before, 3)
-    assert "a restarted" in controller.decision()["reason"]
-    for value in (-5, 1.5, 10**300, "x", None):
-        controller.now_s += 10
-        controller.report(b={"workloads": {"chat": [value, 0, 0, 0, 0, [[], [], []]]}})
-        assert 1 <= controller.tick() <= 3
-        assert "b is left out" in controller.decision()["reason"]
+    controller.decide()
+    assert controller.tick(total_num_requests=21.0) == 6
+    assert controller.tick(total_num_requests=4.0) == 1
+    controller.now_s += STALE_AFTER_S + 1
+    assert controller.tick(total_num_requests=4.0) == 3, "the router is silent"
 
 
 class Broken(AutoscalingContext):
@@ -148,54 +158,76 @@ def test_an_exception_leaves_the_count_as_it_is(controller: Controller, caplog: 
     broken.target_num_replicas = 5
     assert controller.policy(broken) == (5, {})
     assert controller.policy(broken) == (5, {})
-    assert caplog.text.count("stays as it is") <= 1
+    assert caplog.text.count("stays as it is") == 1
     assert controller.serve(60, 3.0, GOOD) >= 1
+
+
+def test_a_store_that_does_not_answer_is_read_again(controller: Controller, caplog: pytest.LogCaptureFixture) -> None:
+    controller.channel.fails = True
+    controller.wanted = 2
+    for _ in range(3):
+        controller.now_s += 10
+        controller.decide()
+        assert controller.tick(total_num_requests=0.0) == 2
+    assert caplog.text.count("no decision can be made or published") == 1
+    assert caplog.text.count("stays as it is") == 1
+    controller.channel.fails = False
+    controller.replicas.append(FakeReplica("b", started_s=controller.now_s))
+    assert controller.serve(300, 0.1, GOOD) == 1
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -3.0])
 def test_requests_that_are_no_number_count_as_none(controller: Controller, number: float) -> None:
-    assert controller.tick(total_num_requests=number, total_queued_requests=number) == 1
+    assert controller.tick(total_num_requests=number) == 1
 
 
-@pytest.mark.parametrize("ahead_s", [0.0, 5.0])
-def test_a_target_at_zero_wakes_for_a_request_that_found_none(ahead_s: float) -> None:
-    """Also where the clock of the ingress' node is ahead."""
-    controller = Controller(target={"min": 0, "max": 3}, scale_to_zero=True, idle_s=60.0)
+def test_a_target_at_zero_wakes_for_a_request_that_found_none() -> None:
+    controller = Controller(scaled_settings(target={"min": 0, "max": 3}, idle_s=60.0))
     controller.serve(120, 3.0, GOOD)
-    quiet = {"total_num_requests": 0.02, "total_queued_requests": 0.0}  # the monitors' questions
-    assert controller.serve(120, 0.0, GOOD, **quiet) == 0
+    polls = {"total_num_requests": 0.02}  # the router's questions
+    assert controller.serve(120, 0.0, GOOD, **polls) == 0
     controller.wanted, controller.replicas = 0, []
-    controller.now_s += 10
-    assert controller.tick(**quiet) == 0
-    controller.board.put(ASKED, {"time_s": time.time() + ahead_s})
-    controller.carry()
-    assert controller.tick(**quiet) == 1
+    for seconds, wanted in ((10, 0), (600, 0)):
+        controller.now_s += seconds
+        controller.decide()
+        assert controller.tick(**polls) == wanted
+    controller.router.policy.note_waiting(controller.now_s)
+    controller.now_s += 1
+    controller.decide()
+    assert controller.tick(**polls) == 1
 
 
-# ---- the drafter's policy and the board
+def test_a_request_that_found_none_is_decided_on_at_once(controller: Controller) -> None:
+    async def run() -> list[int]:
+        found = []
+        for _ in range(3):
+            controller.router.observe(None, [], controller.k_policy)
+            await asyncio.sleep(0.05)
+            found.append((controller.router.document or {"num_decisions": 0})["num_decisions"])
+            if len(found) == 2:
+                controller.router.wake()
+        return found
+
+    assert asyncio.run(run()) == [1, 1, 2]
+
+
+# ---- the drafter
 
 
 def test_drafters_follow_the_decision_while_there_is_one() -> None:
-    controller = Controller(drafter={"min": 1, "max": 10})
-    now_s = 0.0
-    policy = DrafterAutoscaler(clock=lambda: now_s, board=controller.board)
+    settings = scaled_settings(drafter={"min": 1, "max": 10})
+    controller = Controller(settings)
+    policy = controller.make(drafter_autoscaling(settings) or {})
 
     def wanted(at: int) -> int:
-        found, _ = policy(context(DRAFTER, [ReplicaID("d", DRAFTER)], at))
-        assert policy._exchange is not None
-        policy._exchange.carry()
-        return found
+        return ask(policy, context(DRAFTER, [ReplicaID("d", DRAFTER)], at))
 
     assert wanted(1) == 1
-    assert controller.board.get(DRAFTERS) == {"num_running": 1, "num_wanted": 1}
     controller.serve(120, 30.0, BAD)
-    decided = controller.decision()["drafter"]
+    assert controller.router.document is not None
+    decided = controller.router.document["drafter"]
     assert decided["num_running"] == 1
     assert decided["num_wanted"] > 1
-    wanted(1)
     assert wanted(1) == decided["num_wanted"]
-    now_s = SILENT_S + 1  # the target's policy says nothing new
-    assert wanted(4) == 4
-    controller.board.documents[DECISION] = '{"drafter": 3, "time_s": 1}'
-    wanted(4)
+    controller.now_s += STALE_AFTER_S + 1
     assert wanted(4) == 4

@@ -17,7 +17,7 @@ from deployments.up import RAY_ENVIRONMENT, ray_environment
 def test_the_last_header_of_the_secret_name_is_the_clients_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    env = ray_environment(False, pytest.fail)
+    env = ray_environment(pytest.fail)
     monkeypatch.setenv(compat.ADDRESS_HEADER_ENV, env[compat.ADDRESS_HEADER_ENV])
     name = compat.address_header().lower()
     seen: list[list[tuple[str, str]]] = []
@@ -59,6 +59,6 @@ def test_the_last_header_of_the_secret_name_is_the_clients_address(
 
 
 def test_no_two_services_give_the_header_the_same_name() -> None:
-    names = {ray_environment(False, pytest.fail)[compat.ADDRESS_HEADER_ENV] for _ in range(2)}
+    names = {ray_environment(pytest.fail)[compat.ADDRESS_HEADER_ENV] for _ in range(2)}
     assert len(names) == 2
     assert RAY_ENVIRONMENT[compat.ADDRESS_HEADER_ENV] not in names

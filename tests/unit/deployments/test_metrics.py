@@ -60,7 +60,7 @@ def metrics_in(expression: str) -> set[str]:
 def test_metrics_of_autoscaling_are_those_of_the_table() -> None:
     scaled = Controller()
     scaled.serve(60, 1.0, GOOD)
-    found = exported(prometheus_text(scaling_metrics(scaled.decision())).decode())
+    found = exported(prometheus_text(scaling_metrics(scaled.router.document)).decode())
     assert found == {name: labels for name, labels in documented().items() if name.startswith("peagle_autoscaling_")}
 
 
@@ -69,7 +69,7 @@ def test_metrics_of_targets_heads_and_drafters_are_in_the_table() -> None:
     reports = [report("a", "t1", [link("h:1", "up", {"steps": 7.0, "wait_s": 0.5})], code=counts)]
     families = [
         *target_metrics(reports, 1),
-        *head_metrics({"a": counts}, "i1"),
+        *head_metrics({"a": counts}),
         *change_metrics(swapped(0, 0.1, 120).manager.document()),
         *drafter_metrics([drafter("r1", "a", refused="no")], reports),
     ]
@@ -152,7 +152,7 @@ CALM = [
     series("peagle_target_replicas", "2x600"),
     series("peagle_drafter_replicas", "1x600"),
     series("peagle_link_up", "1x600", replica="t1", drafter="h:1"),
-    series("peagle_queued_requests", "0x600", replica="t1", edge="target"),
+    series("peagle_queued_requests", "0x600", replica="t1"),
     series("peagle_draft_tokens_total", "0+600x600", **DEPTH_1),
     series("peagle_accepted_tokens_total", "0+400x600", **DEPTH_1),
     series("peagle_time_to_first_token_seconds_bucket", "0+60x600", workload="code", le="0.5"),
@@ -209,7 +209,7 @@ INCIDENTS: dict[str, tuple[list[dict[str, str]], list[str]]] = {
         ["PeagleFirstTokenLate"],
     ),
     "requests queue": (
-        instead(series("peagle_queued_requests", "0x540 80x60", replica="t1", edge="target")),
+        instead(series("peagle_queued_requests", "0x540 80x60", replica="t1")),
         ["PeagleQueue"],
     ),
     "requests fail": (

@@ -14,7 +14,6 @@ from cluster.counts import CounterDeltas, Counts, TargetReport, WorkloadCounts
 from cluster.heads import DrafterReport, HeadManager, HeadRef
 from cluster.k_policy import KPolicy
 from cluster.request import DepthPolicy
-from deployments.autoscaling import ClusterBoard
 from deployments.telemetry import (
     HeadCounts,
     StateStore,
@@ -27,6 +26,7 @@ from deployments.telemetry import (
     target_metrics,
 )
 from deployments.view import as_text
+from tests.support.autoscaling_harness import MemoryChannel
 from tests.support.counted import counts_of
 from tests.support.disk import full_disk
 from tests.unit.cluster.test_heads import swapped
@@ -97,7 +97,7 @@ def test_metrics_have_workloads_heads_links_and_refusals() -> None:
     reports = [report("a", "t1", links, code=GOOD)]
     families = [
         *target_metrics(reports, 2),
-        *head_metrics({"a": GOOD}, "i1"),
+        *head_metrics({"a": GOOD}),
         *drafter_metrics([drafter("r1", "a", refused="no such head")], reports),
     ]
     found = samples(prometheus_text(families))
@@ -110,7 +110,7 @@ def test_metrics_have_workloads_heads_links_and_refusals() -> None:
     assert found["peagle_draft_tokens_total", "3", "m", "t1", "code"] == 2
     assert found["peagle_reached_draft_tokens_total", "3", "m", "t1", "code"] == 1
     assert found["peagle_accepted_tokens_total", "3", "m", "t1", "code"] == 1
-    assert found["peagle_head_accepted_tokens_total", "1", "a", "i1"] == 2
+    assert found["peagle_head_accepted_tokens_total", "1", "a"] == 2
     assert found["peagle_drafter_head", "a", "0", "r1"] == 1
     assert found["peagle_drafter_head_refused", "r1"] == 1
     assert found["peagle_drafter_passes_total", "r1"] == 5
@@ -148,42 +148,21 @@ def test_state_is_saved_and_found_again(tmp_path: Path) -> None:
     assert [found.name for found in path.parent.iterdir()] == ["state.json"]
 
 
-class Board(ClusterBoard):
-    """In a dictionary in the place of Ray's key-value store. `fails`: the store does not answer."""
-
-    fails = False
-
-    def __init__(self) -> None:
-        self.documents: dict[str, str] = {}
-
-    def get(self, name: str) -> Any:
-        self._answer()
-        return json.loads(self.documents[name]) if name in self.documents else None
-
-    def put(self, name: str, document: Any) -> None:
-        self._answer()
-        self.documents[name] = json.dumps(document)
-
-    def _answer(self) -> None:
-        if self.fails:
-            raise ConnectionError("no answer")
-
-
 def test_without_a_file_state_outlives_the_router_in_the_cluster() -> None:
     """What was learned, and which heads were put in others' place."""
-    board, k_policy, manager = Board(), k_policy_with_counts(), swapped(0, 0.5, 120).manager
-    StateStore(None, board).write(k_policy.snapshot() | {"heads": manager.snapshot()})
+    channel, k_policy, manager = MemoryChannel(), k_policy_with_counts(), swapped(0, 0.5, 120).manager
+    StateStore(None, channel).write(k_policy.snapshot() | {"heads": manager.snapshot()})
     second, found = KPolicy(DepthPolicy(3, 3, 3)), HeadManager({}, 0, 0.1)
-    StateStore(None, board).restore(second, found)
+    StateStore(None, channel).restore(second, found)
     assert second.posteriors.rates("code") == k_policy.posteriors.rates("code")
     assert found.desired == manager.desired
 
 
 def test_of_a_state_of_the_last_version_the_heads_are_kept(caplog: pytest.LogCaptureFixture) -> None:
-    board, manager, found = Board(), swapped(0, 0.5, 120).manager, HeadManager({}, 0, 0.1)
-    board.put("learned", {"format": 2, "ledger": {}, "acceptance": {}, "heads": manager.snapshot()})
+    channel, manager, found = MemoryChannel(), swapped(0, 0.5, 120).manager, HeadManager({}, 0, 0.1)
+    channel.put("learned", {"format": 2, "ledger": {}, "acceptance": {}, "heads": manager.snapshot()})
     policy = KPolicy(DepthPolicy(3, 3, 3))
-    StateStore(None, board).restore(policy, found)
+    StateStore(None, channel).restore(policy, found)
     assert found.desired == manager.desired
     assert policy.posteriors.workloads() == ()
     (record,) = caplog.records
@@ -196,21 +175,21 @@ def test_of_a_state_of_the_last_version_the_heads_are_kept(caplog: pytest.LogCap
 def test_a_state_of_another_version_in_the_cluster_is_refused_in_one_line(
     document: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    board = Board()
-    board.put("learned", document)
-    StateStore(None, board).restore(KPolicy(DepthPolicy(3, 3, 3)), HeadManager({}, 0, 0.1))
+    channel = MemoryChannel()
+    channel.put("learned", document)
+    StateStore(None, channel).restore(KPolicy(DepthPolicy(3, 3, 3)), HeadManager({}, 0, 0.1))
     (record,) = caplog.records
     assert "cannot be used" in record.getMessage()
     assert "\n" not in record.getMessage()
 
 
 def test_a_cluster_that_does_not_answer_holds_up_no_router(caplog: pytest.LogCaptureFixture) -> None:
-    board = Board()
-    store, board.fails = StateStore(None, board), True
+    channel = MemoryChannel()
+    store, channel.fails = StateStore(None, channel), True
     store.restore(KPolicy(DepthPolicy(3, 3, 3)))
     for _ in range(3):
         store.write({"format": 1})
-    board.fails = False
+    channel.fails = False
     store.write({"format": 1})
     unread, failed, mended = [record.getMessage() for record in caplog.records]
     assert "cannot be used (no answer)" in unread

@@ -207,22 +207,6 @@ def test_what_needs_no_new_engine_starts_none(tmp_path: Path, machine: Any, sect
     assert machine.stopped == [], "and the service is not this program's to stop"
 
 
-def test_ingress_replicas_change_in_number_without_a_new_engine(tmp_path: Path) -> None:
-    """A changed number of ingress replicas once redeployed the target. Whether there are any is another application."""
-    made = [
-        live_form(*read_config(Path(write(tmp_path / "c.yaml", served(ingress={"num_replicas": number})))))
-        for number in (0, 1, 3)
-    ]
-    none, one, three = [form["applications"][0] for form in made]
-    assert none["args"] != one["args"] == three["args"]
-    by_name = [{options["name"]: options for options in form["deployments"]} for form in (none, one, three)]
-    assert [set(options) for options in by_name] == [
-        {"router", "target", "drafter"},
-        *[{"ingress", "target", "drafter"}] * 2,
-    ]
-    assert [options["ingress"]["num_replicas"] for options in by_name[1:]] == [1, 3]
-
-
 def test_who_may_call_from_where_is_what_replicas_are_made_from(tmp_path: Path) -> None:
     ingress = {"allow_origins": ["http://page.example"], "allowed_hosts": ["api.example.com"]}
     made = live_form(*read_config(Path(write(tmp_path / "c.yaml", served(ingress=ingress)))))
@@ -230,15 +214,15 @@ def test_who_may_call_from_where_is_what_replicas_are_made_from(tmp_path: Path) 
 
 
 def test_options_that_the_file_itself_gives_to_deployments_stay(tmp_path: Path) -> None:
-    raw = served(ingress={"num_replicas": 2})
+    raw = served(target={"bundle": {"CPU": 1.0}, "num_replicas": 2})
     raw["applications"][0]["deployments"] = [
         {"name": "drafter", "user_config": {"head": "other"}},
-        {"name": "ingress", "max_ongoing_requests": 7},
+        {"name": "target", "max_ongoing_requests": 7},
     ]
     made = live_form(*read_config(Path(write(tmp_path / "own.yaml", raw))))
     options = {one["name"]: one for one in made["applications"][0]["deployments"]}
     assert options["drafter"] == {"name": "drafter", "num_replicas": 1, "user_config": {"head": "other"}}
-    assert (options["ingress"]["num_replicas"], options["ingress"]["max_ongoing_requests"]) == (2, 7)
+    assert (options["target"]["num_replicas"], options["target"]["max_ongoing_requests"]) == (2, 7)
     assert options["target"]["user_config"]["limits"]["max_num_sequences"] == 16
 
 

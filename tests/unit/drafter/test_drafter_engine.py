@@ -11,12 +11,13 @@ import dataclasses
 import random
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from peagle.drafter.drafts import token_ids
-from peagle.drafter.engine import DraftEngine, Requests, split
-from peagle.drafter.protocol import TargetStep
+from peagle.drafter.engine import REQUEST, DraftEngine, split
+from peagle.drafter.step import Step
 from tests.support.draft_engine_harness import (
     BLOCK,
     MAX_DEPTH,
@@ -96,8 +97,11 @@ def test_a_swapped_head_drafts_without_the_old_heads_rows() -> None:
     assert engine.counters.prefix_hit_tokens == 0
 
 
-def _as_head_zero(step: TargetStep) -> TargetStep:
-    return dataclasses.replace(step, heads_B=np.zeros_like(step.heads_B))
+def _as_head_zero(step: Step) -> Step:
+    descriptor = step.descriptor
+    return dataclasses.replace(
+        step, descriptor=msgspec.structs.replace(descriptor, heads_B=np.zeros_like(descriptor.heads_B))
+    )
 
 
 def test_a_request_that_goes_to_another_head_leaves_nothing_behind() -> None:
@@ -112,16 +116,14 @@ def test_a_request_that_goes_to_another_head_leaves_nothing_behind() -> None:
 
 
 def test_split_takes_those_that_wait_for_drafts_first() -> None:
-    zeros = np.zeros(2, np.int64)
-    num_valid, offset, depth = np.array([21, 5]), np.array([0, 21]), np.array([0, 4])
-    requests = Requests(np.arange(2), zeros, np.arange(2), zeros, num_valid, offset, depth)
+    requests = np.array([(0, 0, 0, 21, 0, 0), (1, 1, 0, 5, 21, 4)], REQUEST)
     passes = split(requests, max_num_rows=8, max_num_requests=16)
-    assert [part.flat_G.tolist() for part in passes] == [[1], [0], [0], [0]]
-    assert [part.start_G.tolist() for part in passes] == [[0], [0], [8], [16]]
-    assert [part.row_offset_G.tolist() for part in passes] == [[21], [0], [8], [16]]
-    passes = split(requests[np.array([1])], max_num_rows=6, max_num_requests=16)  # five rows and three masks
-    assert [part.num_valid_G.tolist() for part in passes] == [[3], [2]]
-    assert [part.depth_G.tolist() for part in passes] == [[0], [4]]
+    assert [part["place"].tolist() for part in passes] == [[1], [0], [0], [0]]
+    assert [part["start"].tolist() for part in passes] == [[0], [0], [8], [16]]
+    assert [part["row"].tolist() for part in passes] == [[21], [0], [8], [16]]
+    passes = split(requests[1:], max_num_rows=6, max_num_requests=16)  # five rows and three masks
+    assert [part["num_valid"].tolist() for part in passes] == [[3], [2]]
+    assert [part["depth"].tolist() for part in passes] == [[0], [4]]
 
 
 def test_long_prompts_run_in_pieces() -> None:
@@ -166,7 +168,7 @@ class RandomTarget:
         self.session, self.heads, self.rng, self.stems = session, heads, rng, stems
         self.requests: dict[int, Request] = {}
         self.num_steps = 0
-        self.last: tuple[TargetStep, dict[int, Rows]] | None = None
+        self.last: tuple[Step, dict[int, Rows]] | None = None
         self.known: set[tuple[int, ...]] = set()  # prefixes that the target's own cache has
 
     def new_request(self) -> Request:
@@ -182,7 +184,7 @@ class RandomTarget:
         lengths = range((request.num_prompt - 1) // BLOCK * BLOCK, 0, -BLOCK)
         return next((length - BLOCK for length in lengths if tuple(request.tokens[:length]) in self.known), 0)
 
-    def next_step(self) -> tuple[TargetStep, dict[int, Rows]]:
+    def next_step(self) -> tuple[Step, dict[int, Rows]]:
         rng = self.rng
         if self.last is not None and rng.random() < 0.05:
             return self.last
@@ -242,7 +244,7 @@ def run_schedule(engine: DraftEngine, heads: list[int], seed: int, num_calls: in
         ([0], {}),
         ([0, 1], {}),
         ([0, 1], {"max_num_rows": 7, "max_num_requests": 3}),
-        ([0], {"max_num_rows": MAX_DEPTH, "max_num_requests": 1, "max_payload_rows": MAX_DEPTH + 1}),
+        ([0], {"max_num_rows": MAX_DEPTH, "max_num_requests": 1}),
     ],
 )
 def test_drafts_equal_those_of_a_session_for_each_request(heads: list[int], limits: dict[str, Any]) -> None:

@@ -13,28 +13,26 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
+from torch import Tensor
 
+from peagle.drafter.client import step_frames
+from peagle.drafter.projection import InputProjection
 from peagle.drafter.protocol import (
-    FROM_DRAFTER,
     FROM_TARGET,
     MAX_PAYLOAD_BYTES,
     PROTOCOL,
-    Answer,
     Hello,
     Int32Array,
-    Reducer,
-    Step,
+    StepDescriptor,
     TargetShape,
-    TargetStep,
     WireError,
-    frames_of,
-    read_drafts,
+    find_mismatch,
+    message_frames,
     read_message,
-    read_step,
-    refusal,
-    step_frames,
 )
-from peagle.drafter.serving import reducer_of
+from peagle.drafter.serving import input_projection
+from peagle.drafter.shared_memory import Ring
+from peagle.drafter.step import Step, check_descriptor
 from tests.support.head_factory import random_drafter
 from tests.support.pass_requests import SWITCHES
 from tests.support.transport_harness import SHAPE as SERVED_SHAPE
@@ -47,79 +45,104 @@ def ints(*values: int) -> Int32Array:
     return np.array(values, np.int32)
 
 
-def step(**changes: Any) -> TargetStep[Int32Array]:
-    made = TargetStep(
-        slots_B=ints(2, 0, 3), heads_B=ints(0, 0, 1), depth_B=ints(3, 0, 1), row_offset_B=ints(1, 5, 9),
-        start_B=ints(4, 1, 0), num_valid_B=ints(2, 3, 0),
-        next_tokens_R=np.arange(10, dtype=np.int32), hidden_RH=torch.randn(10, 6).bfloat16(),
-        prompts={0: ints(7, 8), 3: ints()}, finished_slots=[0, 1], number=5,
+def step(**changes: Any) -> StepDescriptor:
+    made = StepDescriptor(
+        slots_B=ints(2, 0, 3), heads_B=ints(0, 0, 1), depth_B=ints(3, 0, 1), row_offset_B=ints(1, 5, 9), num_rows=10,
+        prompts={0: ints(7, 8), 3: ints()}, finished_slots=(0, 1), number=5,
     )  # fmt: skip
-    return dataclasses.replace(made, **changes)
+    return msgspec.structs.replace(made, **changes)
 
 
 def arrived(frames: list[Any]) -> list[zmq.Frame]:
     return [zmq.Frame(bytes(frame)) for frame in frames]
 
 
-def read(frames: list[Any], shape: TargetShape = SHAPE) -> TargetStep[Int32Array]:
-    header, raw = read_message(arrived(frames), FROM_TARGET)
-    assert isinstance(header, Step)
-    return read_step(header, raw, 3, shape)
+def write(ring: Ring, descriptor: StepDescriptor, starts: Any, num_valid: Any, tokens: Any = None) -> Tensor:
+    """The step in a target's ring; its payload."""
+    hidden_RH = torch.randn(descriptor.num_rows, SHAPE.hidden_size).bfloat16()
+    tokens = range(descriptor.num_rows) if tokens is None else tokens
+    ring.write_descriptor(descriptor)
+    ring.write_tensors(
+        descriptor.number, *(torch.tensor(list(values), dtype=torch.int32) for values in (starts, num_valid, tokens)),
+        hidden_RH,
+    )  # fmt: skip
+    return hidden_RH
 
 
-def through_the_wire(sent: TargetStep[Int32Array]) -> TargetStep[Int32Array]:
-    return read(step_frames(sent))
+def carry(sent: Step, shape: TargetShape = SHAPE) -> Step:
+    """A step over TCP, as the drafter reads it."""
+    descriptor, raw = read_message(arrived(step_frames(sent)), FROM_TARGET)
+    theirs = Ring.create_private(shape)
+    theirs.write_received(descriptor, [frame.buffer for frame in raw])
+    return theirs.read_step(descriptor.number, session=3)
 
 
-def test_only_valid_rows_of_a_step_travel() -> None:
-    sent = step()
-    found = through_the_wire(sent)
-    for name in ("slots_B", "heads_B", "start_B", "num_valid_B", "depth_B"):
+def test_a_step_is_the_same_over_tcp_and_only_its_valid_rows_travel() -> None:
+    ours = Ring.create_private(SHAPE)
+    write(ours, step(), [4, 1, 0], [2, 3, 0])
+    sent = ours.read_step(5)
+    found = carry(sent)
+    for name in ("slots_B", "heads_B", "depth_B", "row_offset_B"):
+        assert getattr(found.descriptor, name).tolist() == getattr(sent.descriptor, name).tolist()
+    for name in ("start_B", "num_valid_B", "next_tokens_R"):
         assert getattr(found, name).tolist() == getattr(sent, name).tolist()
-    assert found.row_offset_B.tolist() == [0, 2, 5]
-    assert found.next_tokens_R.tolist() == [1, 2, 5, 6, 7]
-    assert torch.equal(found.hidden_RH, sent.hidden_RH[[1, 2, 5, 6, 7]])
-    assert (found.session, found.number, list(found.finished_slots)) == (3, 5, [0, 1])
-    assert {slot: tokens.tolist() for slot, tokens in found.prompts.items()} == {0: [7, 8], 3: []}
+    rows = [1, 2, 5, 6, 7]
+    assert torch.equal(found.hidden_RH[rows], sent.hidden_RH[rows])
+    assert sum(len(frame) for frame in step_frames(sent)[3:]) == len(rows) * 2 * SHAPE.hidden_size
+    assert (found.session, found.descriptor.number, found.descriptor.finished_slots) == (3, 5, (0, 1))
+    assert {slot: tokens.tolist() for slot, tokens in found.descriptor.prompts.items()} == {0: [7, 8], 3: []}
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 3), st.integers(0, 50)), max_size=4))
 def test_every_step_comes_out_as_it_went_in(requests: list[tuple[int, int, int, int]]) -> None:
     """Requests as (rejected rows before, valid rows, drafts wanted, start)."""
+    shape = dataclasses.replace(SHAPE, max_num_rows=16)
     offsets, num_rows = [], 0
     for rejected, valid, *_ in requests:
         offsets.append(num_rows + rejected)
         num_rows += rejected + valid
-    columns = [ints(*(request[i] for request in requests)) for i in range(4)]
-    sent = TargetStep(
-        ints(*range(len(requests))), ints(*(0 for _ in requests)), columns[2], ints(*offsets), columns[3], columns[1],
-        next_tokens_R=np.arange(num_rows, dtype=np.int32), hidden_RH=torch.randn(num_rows, 6).bfloat16(),
-    )  # fmt: skip
-    found = through_the_wire(sent)
-    for b in range(len(requests)):
-        theirs, ours = (slice(one.row_offset_B[b], one.row_offset_B[b] + one.num_valid_B[b]) for one in (found, sent))
-        assert torch.equal(found.hidden_RH[theirs], sent.hidden_RH[ours])
-        assert found.next_tokens_R[theirs].tolist() == sent.next_tokens_R[ours].tolist()
+    some = ints(*range(len(requests)))
+    descriptor = StepDescriptor(some, some * 0, ints(*(one[2] for one in requests)), ints(*offsets), num_rows, number=1)
+    ours = Ring.create_private(shape)
+    write(ours, descriptor, [one[3] for one in requests], [one[1] for one in requests])
+    sent = ours.read_step(1)
+    found = carry(sent, shape)
+    rows = sent.valid_rows()
+    assert torch.equal(found.hidden_RH[rows], sent.hidden_RH[rows])
+    assert found.next_tokens_R.tolist() == sent.next_tokens_R.tolist()
     assert found.start_B.tolist() == sent.start_B.tolist()
-    assert found.depth_B.tolist() == sent.depth_B.tolist()
+
+
+@pytest.mark.parametrize(
+    ("changes", "raw", "problem"),
+    [
+        ({"num_rows": 4}, [bytes(40), bytes(60)], "outside 0 .. 4|3 requests and 4 rows with 10 integers"),
+        ({}, [bytes(40), bytes(60)], "3 requests and 10 rows with 10 integers"),
+        ({}, [bytes(64), bytes(60)], "0 valid rows with 60 bytes"),
+        ({}, [bytes(12) + b"\x01\x00\x00\x00" * 3 + bytes(40)], "3 valid rows with 0 bytes"),
+        ({}, [bytes(12) + b"\x09\x00\x00\x00" * 3 + bytes(40), bytes(324)], "27 valid rows with 324 bytes"),
+        ({}, [bytes(12) + b"\xff" * 12 + bytes(40), bytes(60)], "num_valid_B holds -1"),
+        ({}, [], "with 0 integers"),
+        ({"depth_B": ints(1, 1)}, [bytes(64)], "depth_B has 2 values for 3 requests"),
+    ],
+)
+def test_a_step_over_tcp_that_contradicts_itself_is_refused(changes: dict[str, Any], raw: Any, problem: str) -> None:
+    with pytest.raises((WireError, ValueError), match=problem):
+        Ring.create_private(SHAPE).write_received(step(**changes), raw)
 
 
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"next_tokens_R": bytes(16)}, r"a step of \[3, 3, 3, 3, 3\] requests and 4 rows"),
-        ({"num_valid_B": bytes(12), "next_tokens_R": b""}, "0 rows have 0 bytes, not 60"),
-        ({"depth_B": bytes(8)}, r"a step of \[3, 3, 2, 3, 3\] requests"),
         ({"slots_B": bytes(11)}, "buffer size must be a multiple of element size"),
-        ({"start_B": "3"}, r"Expected `bytes`|Invalid base64"),
-        ({"prompts": {2: bytes(4)}}, r"prompts\[2\] has 1 tokens"),
+        ({"heads_B": "3"}, "buffer|bytes"),
+        ({"num_rows": 1.5}, "Expected `int`"),
     ],
 )
-def test_a_step_that_contradicts_itself_is_refused(changes: dict[str, Any], problem: str) -> None:
-    frames = step_frames(step())
-    header = msgspec.msgpack.decode(frames[1]) | changes
-    with pytest.raises((WireError, ValueError), match=problem):
-        read([PROTOCOL, msgspec.msgpack.encode(header), *frames[2:]])
+def test_a_descriptor_that_cannot_be_read_is_refused(changes: dict[str, Any], problem: str) -> None:
+    fields = msgspec.msgpack.decode(message_frames(step())[1]) | changes
+    with pytest.raises(WireError, match=problem):
+        read_message(arrived([PROTOCOL, msgspec.msgpack.encode(fields)]), FROM_TARGET)
 
 
 @pytest.mark.parametrize(
@@ -128,32 +151,34 @@ def test_a_step_that_contradicts_itself_is_refused(changes: dict[str, Any], prob
         ({"slots_B": ints(2, 2, 3)}, "names a slot twice"),
         ({"slots_B": ints(2, 0, 4)}, r"slots_B holds 0 .. 4, outside 0 .. 3"),
         ({"depth_B": ints(4, 0, 1)}, "depth_B holds 0 .. 4"),
-        ({"start_B": ints(-1, 1, 0)}, "start_B holds -1"),
-        ({"next_tokens_R": np.full(10, 100, np.int32)}, "next_tokens_R holds 100"),
-        ({"finished_slots": [9]}, "finished_slots holds 9"),
+        ({"row_offset_B": ints(1, 5, 11)}, "row_offset_B holds 1 .. 11"),
+        ({"num_rows": 11}, "num_rows = 11 is outside 0 .. 10"),
+        ({"finished_slots": (9,)}, "finished_slots holds 9"),
         ({"prompts": {1: ints(1)}}, "slot 1, which has no rows"),
-        ({"prompts": {2: ints(1)}}, r"prompts\[2\] has 1 tokens, not 0 or 5, start \+ 1"),
         ({"prompts": {0: ints(1, 100)}}, r"prompts\[0\] holds 1 .. 100"),
     ],
 )
-def test_a_value_that_does_not_fit_is_named(changes: dict[str, Any], problem: str) -> None:
+def test_a_value_of_a_descriptor_that_does_not_fit_is_named(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        through_the_wire(step(**changes))
+        check_descriptor(step(**changes), SHAPE)
 
 
-def test_more_than_was_agreed_is_refused() -> None:
-    with pytest.raises(WireError, match="5 rows are more than the agreed 4"):
-        read(step_frames(step()), dataclasses.replace(SHAPE, max_num_rows=4))
-
-
-def test_an_answer_to_another_step_or_of_another_size_is_refused() -> None:
-    drafts_BK = np.arange(6, dtype=np.int32).reshape(2, 3)
-    message, raw = read_message(arrived(frames_of(Answer(5), drafts_BK.data)), FROM_DRAFTER)
-    assert isinstance(message, Answer)
-    assert read_drafts(message, raw, 5, 2, 3).tolist() == drafts_BK.tolist()
-    for number, num_requests in ((6, 2), (5, 3)):
-        with pytest.raises(WireError, match="an answer to step 5"):
-            read_drafts(message, raw, number, num_requests, 3)
+@pytest.mark.parametrize(
+    ("starts", "num_valid", "token", "prompts", "problem"),
+    [
+        ([-1, 1, 0], [2, 3, 0], 5, {}, "start_B holds -1"),
+        ([4, 1, 0], [2, 6, 0], 5, {}, "reaches beyond the 10 rows"),
+        ([4, 1, 0], [2, 3, 0], 100, {}, "next_tokens_R holds 100"),
+        ([4, 1, 0], [2, 3, 0], 5, {2: ints(1)}, r"prompts\[2\] has 1 tokens, not 0 or 5, start \+ 1"),
+    ],
+)
+def test_a_value_of_the_tensors_that_does_not_fit_is_named(
+    starts: list[int], num_valid: list[int], token: int, prompts: Any, problem: str
+) -> None:
+    ring = Ring.create_private(SHAPE)
+    write(ring, step(prompts=prompts), starts, num_valid, [token] * 10)
+    with pytest.raises(ValueError, match=problem):
+        ring.read_step(5)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +200,7 @@ HELLO = Hello("target", SERVED_SHAPE, served_head(0).aux_layer_ids, {0: "digest0
 
 
 def test_a_hello_comes_out_as_it_went_in() -> None:
-    assert read_message(arrived(frames_of(HELLO)), FROM_TARGET)[0] == HELLO
+    assert read_message(arrived(message_frames(HELLO)), FROM_TARGET)[0] == HELLO
 
 
 @pytest.mark.parametrize(
@@ -190,27 +215,27 @@ def test_a_hello_comes_out_as_it_went_in() -> None:
     ],
 )
 def test_a_target_that_does_not_fit_is_refused_by_field(changes: dict[str, Any], reason: str) -> None:
-    answer = refusal(msgspec.structs.replace(HELLO, **changes), {0: served_head(0)})
+    answer = find_mismatch(msgspec.structs.replace(HELLO, **changes), {0: served_head(0)})
     assert answer is not None
     assert reason in answer
 
 
-# The reducer
+# The input projection
 
 
 @pytest.mark.parametrize("name", SWITCHES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_the_reducer_travels_and_equals_the_drafter(name: str, dtype: torch.dtype) -> None:
+def test_the_input_projection_travels_and_equals_the_drafters(name: str, dtype: torch.dtype) -> None:
     drafter = random_drafter(SWITCHES[name]).to(dtype)
-    data = reducer_of(drafter).to_bytes()
-    reducer = Reducer.from_bytes(data)
+    data = input_projection(drafter).to_bytes()
+    projection = InputProjection.from_bytes(data)
     aux_RX = torch.randn(5, drafter.config.fc_input_size, dtype=dtype)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-2
     with torch.no_grad():
-        torch.testing.assert_close(reducer.reduce(aux_RX), drafter.reduce(aux_RX), rtol=tolerance, atol=tolerance)
-    assert (reducer.dtype, reducer.fc_HX.shape) == (dtype, (32, 96))
-    assert reducer.eps == drafter.config.rms_norm_eps
-    assert len(data) < reducer.fc_HX.nbytes + 4096, "more than fc and its norms travels"
+        torch.testing.assert_close(projection.project(aux_RX), drafter.reduce(aux_RX), rtol=tolerance, atol=tolerance)
+    assert (projection.dtype, projection.fc_HX.shape) == (dtype, (32, 96))
+    assert projection.eps == drafter.config.rms_norm_eps
+    assert len(data) < projection.fc_HX.nbytes + 4096, "more than fc and its norms travels"
 
 
 FC, EPS = torch.randn(4, 12), torch.tensor([1e-5], dtype=torch.float64)
@@ -219,19 +244,17 @@ FC, EPS = torch.randn(4, 12), torch.tensor([1e-5], dtype=torch.float64)
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "0 bytes are no reducer"),
-        (b"GET / HTTP/1.1\r\n\r\n", "18 bytes are no reducer"),
-        (save({"fc_HX": FC, "eps": EPS})[:-8], "bytes are no reducer"),
-        (save({"fc_HX": FC}), r"eps is \[\], not one number"),
-        (save({"fc_HX": FC, "eps": EPS + 1}), "not one number between 0 and 1"),
-        (save({"input_norm_X": FC[0].clone(), "eps": EPS}), "not fc_HX and its norms"),
-        (save({"fc_HX": FC, "lm_head": FC.clone(), "eps": EPS}), "'lm_head': 'torch.float32'"),
-        (save({"fc_HX": FC, "input_norm_X": FC[0].double(), "eps": EPS}), "in one type"),
+        (b"", "0 bytes are no input projection"),
+        (b"GET / HTTP/1.1\r\n\r\n", "18 bytes are no input projection"),
+        (save({"fc_HX": FC, "eps": EPS})[:-8], "bytes are no input projection"),
+        (save({"fc_HX": FC}), "no input projection: 'eps'"),
+        (save({"input_norm_X": FC[0].clone(), "eps": EPS}), "no input projection: .*fc_HX"),
+        (save({"fc_HX": FC, "lm_head": FC.clone(), "eps": EPS}), "no input projection: .*lm_head"),
         (save({"fc_HX": FC[0].clone(), "eps": EPS}), r"fc_HX has shape \[12\]"),
         (save({"fc_HX": FC, "input_norm_X": FC[0, :11].clone(), "eps": EPS}), r"has shape \[11\], not \[12\]"),
         (save({"fc_HX": FC, "fc_norm_CS": FC.clone(), "eps": EPS}), r"has shape \[4, 12\], not \[C, S\]"),
     ],
 )
-def test_a_damaged_reducer_is_named(data: bytes, message: str) -> None:
+def test_a_damaged_input_projection_is_named(data: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Reducer.from_bytes(data)
+        InputProjection.from_bytes(data)

@@ -15,23 +15,24 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 
 from peagle.drafter import client
 from peagle.drafter.engine import DraftEngine
-from peagle.drafter.mailbox import Mailbox
 from peagle.drafter.protocol import (
     FROM_DRAFTER,
     MAX_FRAME_BYTES,
     PROTOCOL,
-    Attached,
     Hello,
     Refused,
-    frames_of,
+    StepDescriptor,
+    message_frames,
     read_message,
 )
 from peagle.drafter.server import DrafterServer
+from peagle.drafter.shared_memory import Ring
 from tests.support.draft_engine_harness import CONFIG, head_runtime, num_requests
 from tests.support.transport_harness import (
     ROOT,
@@ -42,8 +43,8 @@ from tests.support.transport_harness import (
     eventually,
     make_pool,
     make_server,
-    mapped_mailboxes,
-    named_mailboxes,
+    mapped_rings,
+    named_rings,
     only_link,
     running,
     served_head,
@@ -52,9 +53,9 @@ from tests.support.transport_harness import (
 
 @pytest.fixture(autouse=True)
 def _nothing_left_in_shared_memory() -> Iterator[None]:
-    before = set(named_mailboxes())
+    before = set(named_rings())
     yield
-    assert not set(named_mailboxes()) - before
+    assert not set(named_rings()) - before
 
 
 @contextlib.contextmanager
@@ -91,22 +92,23 @@ def test_a_target_that_does_not_fit_learns_why(settings: dict[str, Any], digest:
         pool.close()
 
 
+STEP = StepDescriptor(*[np.zeros(1, np.int32)] * 4, num_rows=1, number=1)
 HELLO = Hello("target", SHAPE, CONFIG.aux_layer_ids, {0: "digest0"}, "another host")
 
 
 @pytest.mark.parametrize(
     ("frames", "reason"),
     [
-        ([b"hello"], "it speaks b'hello', this side b'peagle/5': run the same release"),
+        ([b"hello"], "it speaks b'hello', this side b'peagle/6': run the same release"),
         ([b"peagle/2", b"\x80"], "it speaks b'peagle/2'"),
         ([PROTOCOL], "it speaks"),
         ([PROTOCOL, b""], "a message that does not fit"),
         ([PROTOCOL, b"\xff" * 50], "a message that does not fit"),
         ([PROTOCOL, msgspec.msgpack.encode({"type": "Hello"})], "missing required field `name`"),
         ([PROTOCOL, msgspec.msgpack.encode({"type": "Goodbye"})], "Goodbye"),
-        (frames_of(Attached(True)), "Attached came where a hello was due"),
+        (message_frames(STEP), "StepDescriptor came where a hello was due"),
         (
-            frames_of(msgspec.structs.replace(HELLO, heads={0: "x"})),
+            message_frames(msgspec.structs.replace(HELLO, heads={0: "x"})),
             "head 0 of the target is x, this drafter has digest0",
         ),
     ],
@@ -130,9 +132,9 @@ def test_a_message_that_does_not_fit_is_refused_in_words_and_others_are_served(f
 
 def test_a_welcomed_target_that_speaks_out_of_turn_is_let_go() -> None:
     with running(make_server()) as server, stranger(server) as socket_:
-        socket_.send_multipart(frames_of(HELLO))
+        socket_.send_multipart(message_frames(HELLO))
         eventually(lambda: server.report()["targets"])
-        socket_.send_multipart(frames_of(HELLO))
+        socket_.send_multipart(message_frames(HELLO))
         eventually(lambda: not server.report()["targets"])
         assert server.report()["num_dropped"] == 1
 
@@ -158,7 +160,7 @@ def test_a_drafter_with_a_key_reads_nothing_of_a_stranger() -> None:
     with running(make_server(key="secret")) as server, stranger(server) as socket_:
         socket_.sndtimeo = 1000
         with contextlib.suppress(zmq.Again):  # refused between two frames it can send no further
-            socket_.send_multipart([*frames_of(HELLO), bytes(1 << 20)])
+            socket_.send_multipart([*message_frames(HELLO), bytes(1 << 20)])
         pool = make_pool()
         pool.set_drafters([entry(server.address, {0: "digest0"}) | {"key": "secret"}])
         eventually(lambda: pool.num_up)
@@ -256,11 +258,11 @@ def test_a_killed_target_is_forgotten_and_its_memory_freed(path: str) -> None:
             assert victim.stdout is not None
             try:
                 assert victim.stdout.readline() == "five steps\n"
-                assert mapped_mailboxes(drafter.process.pid) == (path == "shared")
+                assert mapped_rings(drafter.process.pid) == (path == "shared")
             finally:
                 victim.send_signal(signal.SIGKILL)
             victim.wait()
-        eventually(lambda: mapped_mailboxes(drafter.process.pid) == 0)
+        eventually(lambda: mapped_rings(drafter.process.pid) == 0)
         pool = make_pool()
         pool.set_drafters([entry(drafter.address, {0: "digest0"})])
         eventually(lambda: pool.num_up)
@@ -269,11 +271,8 @@ def test_a_killed_target_is_forgotten_and_its_memory_freed(path: str) -> None:
 
 
 class FailingEngine(DraftEngine):
-    def step(self, steps: Any, prepared: Any = None) -> Any:
+    def step(self, steps: Any) -> Any:
         raise RuntimeError("CUDA error: an illegal memory access")
-
-    def arm(self, *_: Any) -> None:
-        pass
 
 
 def test_an_engine_that_fails_is_reported_and_its_targets_go_on_without_drafts() -> None:
@@ -324,18 +323,18 @@ def test_a_drafter_that_ends_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("error", "path"), [(OSError("no space"), "tcp"), (RuntimeError("CUDA error"), "shared memory")]
 )
-def test_a_mailbox_that_cannot_be_made_costs_shared_memory_or_a_moment(
+def test_a_ring_that_cannot_be_made_costs_shared_memory_or_a_moment(
     error: Exception, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No room in /dev/shm: TCP. CUDA does not take it: the target is refused, and tries again."""
-    failing, create = iter([error]), Mailbox.create
+    failing, create = iter([error]), Ring.create
 
-    def create_or_fail(shape: Any) -> Mailbox:
+    def create_or_fail(shape: Any) -> Ring:
         for problem in failing:
             raise problem
         return create(shape)
 
-    monkeypatch.setattr(Mailbox, "create", create_or_fail)
+    monkeypatch.setattr(Ring, "create", create_or_fail)
     with running(make_server()) as server:
         pool = make_pool()
         pool.set_drafters([entry(server.address, {0: "digest0"})])
@@ -346,23 +345,25 @@ def test_a_mailbox_that_cannot_be_made_costs_shared_memory_or_a_moment(
         pool.close()
 
 
-def test_a_target_that_cannot_attach_its_mailbox_is_served_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
-    def attach(name: str, shape: Any) -> Mailbox:
+def test_a_target_that_cannot_attach_its_ring_is_served_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so once, and connects again."""
+
+    def attach(name: str, shape: Any) -> Ring:
         raise OSError("not mounted here")
 
-    monkeypatch.setattr(Mailbox, "attach", attach)
+    monkeypatch.setattr(Ring, "attach", attach)
     with running(make_server()) as server:
         pool = make_pool()
         pool.set_drafters([entry(server.address, {0: "digest0"})])
         eventually(lambda: pool.num_up)
         Target(pool).check_step()
-        assert only_link(pool)["no_mailbox_reason"] == "not mounted here"
+        assert (only_link(pool)["problem"], only_link(pool)["path"]) == ("not mounted here", "tcp")
         eventually(lambda: server.report()["targets"][0]["path"] == "tcp")
         pool.close()
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "tcp"])
-def test_a_swapped_head_drafts_after_the_targets_have_its_reducer(shared: bool) -> None:
+def test_a_swapped_head_drafts_after_the_targets_have_its_projection(shared: bool) -> None:
     with running(make_server((0, 1))) as server:
         pool, other = make_pool(use_shared_memory=shared), make_pool(use_shared_memory=shared)
         pool.set_drafters([entry(server.address, {0: "digest0"})])

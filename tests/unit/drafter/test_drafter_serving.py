@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 
 from peagle.checkpoint import build_drafter, load_head, save_head
 from peagle.config import HeadError
-from peagle.drafter.client import LinkPool
 from peagle.drafter.drafts import token_ids
-from peagle.drafter.protocol import StepPlan, TargetShape
+from peagle.drafter.pool import LinkPool
+from peagle.drafter.protocol import StepDescriptor, TargetShape
 from peagle.drafter.serving import DrafterLimits, load_runtime_head, load_served_head
 from peagle.heads import prepare_head, shipped_heads
 from peagle.model import Drafter
@@ -120,10 +120,10 @@ def test_a_drafter_started_by_hand_drafts_for_a_target_and_ends_when_asked(head_
         eventually(lambda: pool.num_up)
         slots_B = np.arange(2, dtype=np.int32)
         ((link, _),) = pool.assign(slots_B, slots_B * 0, {0: "a", 1: "b"})
-        hidden_RH = link.reducers[0].reduce(torch.randn(8, config.fc_input_size))
+        hidden_RH = link.projections[0].project(torch.randn(8, config.fc_input_size))
         four = torch.full((2,), 4, dtype=torch.int32)
-        assert link.announce(StepPlan(slots_B, slots_B * 0, slots_B + 4, slots_B * 4, 8))
-        assert link.send(four * 0, four, four.repeat(4), hidden_RH)
+        descriptor = StepDescriptor(slots_B, slots_B * 0, slots_B + 4, slots_B * 4, 8)
+        assert link.send(descriptor, four * 0, four, four.repeat(4), hidden_RH)
         drafts_BK = link.wait()
         assert drafts_BK is not None
         assert ((drafts_BK >= 0) & (drafts_BK < config.vocab_size)).sum(axis=1).tolist() == [4, 5]

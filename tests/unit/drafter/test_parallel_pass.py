@@ -20,7 +20,7 @@ from tests.support.pass_requests import MAX_DEPTH, STEPS, SWITCHES, Requests, St
 from tests.unit.peagle.test_draft import CONFIG, EAGLE3
 
 LIMITS = PassLimits(
-    max_num_requests=128, max_num_rows=4096, max_payload_rows=8192, max_blocks=64, num_blocks=512, block_size=16,
+    max_num_requests=128, max_num_rows=4096, max_blocks=64, num_blocks=512, block_size=16,
     max_depth=7, hidden_size=32,
 )  # fmt: skip
 
@@ -45,8 +45,8 @@ def test_drafts_equal_the_sessions(name: str) -> None:
     drafter = special[name](CONFIG) if name in special else random_drafter(SWITCHES[name])
     requests = Requests(drafter, 3)
     parallel_pass = requests.new_pass()
-    for number, steps in enumerate(STEPS):
-        found = parallel_pass.run(requests.batch(steps, num_pieces=1 + number % 3))
+    for steps in STEPS:
+        found = parallel_pass.run(requests.batch(steps))
         assert found.dtype == np.int32
         assert token_ids(found).tolist() == [requests.expected(step) for step in steps]
 
@@ -116,7 +116,7 @@ def test_in_bfloat16_and_float32_the_drafter_stays_as_it_is() -> None:
     step = Step(0, 0, 9, 5)
     found = requests.new_pass(dtype=torch.float32).run(requests.batch([step]))
     assert token_ids(found).tolist() == [requests.expected(step)]
-    low = token_ids(requests.new_pass(dtype=torch.bfloat16).run(requests.batch([step])))
+    low = token_ids(requests.new_pass(dtype=torch.bfloat16).run(requests.batch([step], dtype=torch.bfloat16)))
     assert ((low >= 0) & (low < CONFIG.vocab_size)).all()
     for name, value in drafter.named_parameters():
         assert value.dtype == torch.float32
@@ -142,7 +142,7 @@ def test_a_head_of_a_target_with_more_tokens_than_a_draft_can_name_is_refused() 
 
 
 def test_graph_sizes_hold_every_batch() -> None:
-    sizes = GraphSizes.of(LIMITS)
+    sizes = GraphSizes.for_limits(LIMITS)
     assert sizes.depths == (0, 1, 2, 4, 7)
     assert sizes.requests[-1] == 128
     assert sizes.rows[-1] == 4096

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from deployments.cli import main
-from peagle.checkpoint import build_drafter, check_head, convert, expected_tensors, load_head
+from peagle.checkpoint import build_drafter, check_head, expected_tensors, load_head
 from peagle.config import (
     UNNAMED_LAYERS,
     DrafterConfig,
@@ -22,6 +22,7 @@ from peagle.config import (
     plain_config,
 )
 from peagle.draft import DraftSession
+from peagle.heads import convert
 from peagle.train.cod import attend_under
 from tests.support.head_factory import reconfigure, rewrite
 

@@ -12,7 +12,7 @@ from deployments.cli import main
 from peagle.checkpoint import load_head, save_head
 from peagle.config import HeadError
 from peagle.embedded import DEFAULT_TARGET, embedded_targets, prepare_target, weights_digest
-from peagle.heads import prepare_head, shipped_heads
+from peagle.heads import head_digest, prepare_head, shipped_heads
 from tests.support.head_factory import CONFIG, TARGET, head_tensors, reconfigure
 
 
@@ -154,6 +154,19 @@ def test_head_cut_short(tmp_path: Path, small_target: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(HeadError, match="is cut short"):
         prepare_head(head, small_target, tmp_path / "cache")
+
+
+def test_a_head_without_tables_is_converted_and_back(
+    tmp_path: Path, small_target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = save_head(tmp_path / "small", CONFIG, head_tensors(CONFIG, shipped=True, dtype=torch.bfloat16))
+    assert main(["convert", str(small), str(tmp_path / "plain")]) == 1
+    assert f"head {small} has no embed_tokens.weight: name its target with --target" in capsys.readouterr().err
+    assert not (tmp_path / "plain").exists()
+    assert main(["convert", str(small), str(tmp_path / "plain"), "--target", str(small_target)]) == 0
+    assert prepare_head(tmp_path / "plain", small_target, tmp_path / "cache") == tmp_path / "plain"
+    assert main(["convert", str(tmp_path / "plain"), str(tmp_path / "again"), "--without-tables"]) == 0
+    assert head_digest(tmp_path / "again") == head_digest(small)
 
 
 def test_unknown_head(tmp_path: Path, small_target: Path) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from peagle.checkpoint import is_plain, load_head
 from peagle.config import HeadError
-from peagle.heads import prepare_head
 from peagle.train.continual import HeadInTraining, continual_recipe
 from peagle.train.data import Conversations
 from peagle.train.target import Target
@@ -39,7 +39,8 @@ def test_it_gains_from_round_to_round_and_its_file_is_the_head_that_was_judged(s
     assert first["acceptance_length_new"] > first["acceptance_length_current"]
     head.save(tmp_path / "learned", {"parent_digest": "abc"})
     assert json.loads((tmp_path / "learned" / "provenance.json").read_text())["parent_digest"] == "abc"
-    again = HeadInTraining(SETTINGS, target, prepare_head(tmp_path / "learned", small / "target", tmp_path))
+    assert is_plain(tmp_path / "learned", load_head(tmp_path / "learned")[0])
+    again = HeadInTraining(SETTINGS, target, tmp_path / "learned")
     stored = again.compare(data, K, names)
     assert stored["ratio"] == 1
     assert stored["acceptance_length_current"] == pytest.approx(first["acceptance_length_new"], rel=0.05)  # bfloat16

@@ -17,6 +17,7 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models.llama import LlamaMLP
 from vllm.model_executor.models.llama_eagle3 import LlamaModel
+from vllm.v1.worker import cpu_worker  # noqa: F401  torch's calls of an accelerator do nothing from here on
 
 from peagle.vllm.engine import engine_kwargs
 from peagle.vllm.last_layer import LastLayer

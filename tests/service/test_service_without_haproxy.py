@@ -1,5 +1,4 @@
-"""The other ways of HTTP, each with the real service: through ingress replicas behind HAProxy, and through Serve's
-proxy in Python where HAProxy is missing."""
+"""HTTP through Serve's proxy in Python, where HAProxy is missing, with the real service."""
 
 from collections.abc import Iterator
 
@@ -12,15 +11,13 @@ from tests.support.service_harness import PROMPTS, QUESTION, Service, running_se
 pytestmark = [pytest.mark.service, pytest.mark.long]
 
 COLOCATED = {"placement": "colocated", "replicas": None}
-WAYS = {"ingress": {"num_replicas": 2}, "no haproxy": {}}
 
 
-@pytest.fixture(scope="module", params=WAYS)
-def service(request: pytest.FixtureRequest) -> Iterator[Service]:
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
     with pytest.MonkeyPatch.context() as patch:
-        if request.param == "no haproxy":
-            patch.setattr(compat, "why_no_haproxy", lambda: "there is none on this machine")
-        with running_service(drafter=COLOCATED, ingress=WAYS[request.param]) as running:
+        patch.setattr(compat, "why_no_haproxy", lambda: "there is none on this machine")
+        with running_service(drafter=COLOCATED) as running:
             yield running
 
 

@@ -1,0 +1,79 @@
+"""A head's input projection: the part of it that runs at the target, before hidden states travel."""
+
+from __future__ import annotations
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+from torch.nn import functional as F
+
+from peagle.model import rms_norm
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As `rms_norm`; on a GPU in two kernels."""
+    return weight * F.rms_norm(x, x.shape[-1:], eps=eps) if x.is_cuda else rms_norm(x, weight, eps)
+
+
+class InputProjection:
+    """`fc` and its norms: what turns a target's auxiliary hidden states into the rows that travel.
+
+    The mask's projected hidden state stays at the drafter. C layers of S numbers each, X = C * S.
+    """
+
+    def __init__(
+        self, fc_HX: Tensor, *, input_norm_X: Tensor | None = None, fc_norm_CS: Tensor | None = None, eps: float = 1e-5
+    ) -> None:
+        """fc_HX: weight of `fc`; input_norm_X: of the norm of all layers together; fc_norm_CS: of each layer's own.
+
+        Raises ValueError for shapes that do not fit together.
+        """
+        if fc_HX.dim() != 2:
+            raise ValueError(f"fc_HX has shape {list(fc_HX.shape)}, not [H, C * S]")
+        width = fc_HX.shape[1]
+        if input_norm_X is not None and tuple(input_norm_X.shape) != (width,):
+            raise ValueError(f"input_norm_X has shape {list(input_norm_X.shape)}, not [{width}] as fc_HX asks")
+        if fc_norm_CS is not None and (fc_norm_CS.dim() != 2 or fc_norm_CS.numel() != width):
+            raise ValueError(f"fc_norm_CS has shape {list(fc_norm_CS.shape)}, not [C, S] with C * S = {width}")
+        self.fc_HX, self.input_norm_X, self.fc_norm_CS, self.eps = fc_HX, input_norm_X, fc_norm_CS, eps
+
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+        return self.fc_HX.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights and of the rows that leave."""
+        return self.fc_HX.dtype
+
+    @torch.no_grad()
+    def project(self, aux_RX: Tensor) -> Tensor:
+        """aux_RX [R, C * S], the target's auxiliary hidden states in the order of its layers -> [R, H] in `dtype`."""
+        x = aux_RX.to(self.dtype)
+        if self.input_norm_X is not None:
+            x = _norm(x, self.input_norm_X, self.eps)
+        if self.fc_norm_CS is not None:
+            x = _norm(x.unflatten(-1, tuple(self.fc_norm_CS.shape)), self.fc_norm_CS, self.eps).flatten(-2)
+        return F.linear(x, self.fc_HX)
+
+    def to(self, device: torch.device) -> InputProjection:
+        norms = {"input_norm_X": self.input_norm_X, "fc_norm_CS": self.fc_norm_CS}
+        moved = {name: None if norm is None else norm.to(device) for name, norm in norms.items()}
+        return InputProjection(self.fc_HX.to(device), eps=self.eps, **moved)
+
+    def to_bytes(self) -> bytes:
+        """All of it as one safetensors image, for the answer to a target's hello."""
+        tensors = {"fc_HX": self.fc_HX, "input_norm_X": self.input_norm_X, "fc_norm_CS": self.fc_norm_CS}
+        stored = {name: tensor.cpu().contiguous() for name, tensor in tensors.items() if tensor is not None}
+        return save(stored | {"eps": torch.tensor([self.eps], dtype=torch.float64)})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> InputProjection:
+        """What `to_bytes` wrote, on the CPU. Raises ValueError for anything else."""
+        try:
+            tensors = load(data)
+            return cls(eps=float(tensors.pop("eps")), **tensors)
+        except (SafetensorError, KeyError, TypeError, RuntimeError) as error:
+            raise ValueError(f"{len(data)} bytes are no input projection: {error}") from error

