@@ -117,7 +117,6 @@ class Router:
             return
         self._settings = settings_with(self._settings, user_config)
         self.k_policy = make_k_policy(self._settings, self.k_policy)
-        self._state = StateStore(self._settings.depth.state, self._channel)
         if self._autoscaler is not None:
             self._autoscaler.policy.model = capacity_model(self._settings)
         self._warn_without_callers()

@@ -183,6 +183,8 @@ def live_form(config: Mapping[str, Any], settings: ClusterSettings) -> dict[str,
     live = live_config(settings)
     for section in ("callers", "limits", "depth"):
         args.pop(section, None)
+    if settings.depth.state is not None:  # the router reads it before Serve hands it a user_config
+        args["depth"] = {"state": settings.depth.state}
     args["model"] = {key: value for key, value in args["model"].items() if key != "aliases"}
     section = args.pop("ingress", {})
     if kept := {key: section[key] for key in ("allow_origins", "allowed_hosts") if section.get(key)}:

@@ -62,7 +62,8 @@ def documents() -> dict[str, Any]:
     control.observe(reports, 0.0)
     scaled = Controller()
     scaled.serve(60, 1.0, GOOD)
-    decision = scaled.decision()
+    decision = scaled.router.document
+    assert decision is not None
     service = {
         "model": "m",
         **control.document(1.0),

@@ -207,6 +207,13 @@ def test_what_needs_no_new_engine_starts_none(tmp_path: Path, machine: Any, sect
     assert machine.stopped == [], "and the service is not this program's to stop"
 
 
+def test_the_file_of_what_was_learned_is_what_the_router_is_made_from(tmp_path: Path) -> None:
+    """It is read before Serve hands the router a `user_config`."""
+    depth = {"policy": "fixed", "default": 3, "state": str(tmp_path / "state.json")}
+    made = live_form(*read_config(Path(write(tmp_path / "c.yaml", served(depth=depth)))))
+    assert made["applications"][0]["args"]["depth"] == {"state": depth["state"]}
+
+
 def test_who_may_call_from_where_is_what_replicas_are_made_from(tmp_path: Path) -> None:
     ingress = {"allow_origins": ["http://page.example"], "allowed_hosts": ["api.example.com"]}
     made = live_form(*read_config(Path(write(tmp_path / "c.yaml", served(ingress=ingress)))))
