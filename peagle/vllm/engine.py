@@ -61,8 +61,8 @@ def engine_kwargs(
     Args:
         target_dir: checkpoint of the target; None leaves `model` out (`ray.serve.llm` sets it from its own setting).
         head_dir: prepared head in vLLM's format; None means no speculation.
-        method: as vLLM names it. All but "eagle3" (P-EAGLE and EAGLE-3 heads) are vLLM's own: head_dir
-            goes to vLLM unread, None where the method has no files of its own.
+        method: as vLLM names it. "eagle3" means P-EAGLE and EAGLE-3 heads. Any other one is vLLM's own: head_dir goes
+            to vLLM unread, None if the method has no files.
         max_draft_tokens: K_max, from 1 to the head's `num_depths`, if known. None: `num_depths`.
         parallel_drafting: all drafts in one pass (P-EAGLE) or one after another (EAGLE-3). None: one pass if the head
             has a mask token.

@@ -6,7 +6,7 @@ Given to vLLM as an import string, `worker_cls=V2_WORKER` of `peagle.vllm.engine
 | --- | --- | --- |
 | P-EAGLE | `PEagleRunner` | speculator; graphs of prompts, verification, and decoding with any mix of K |
 | none | `RaggedModelRunner` | prompt graphs |
-| EAGLE-3, or no prompt graphs | vLLM's own | - |
+| another drafter, or no prompt graphs | vLLM's own | - |
 
 Prompt graphs run steps with prompts as full CUDA graphs, where `compat.replays_prompts`. If attention can renew its
 metadata from numbers on the GPU, full graphs do so, and the host builds none. Each engine measures its decoding steps
@@ -298,14 +298,12 @@ class PEagleRunner(RaggedModelRunner):
         self.speculator.forget(scheduler_output.finished_req_ids)
 
 
-def runner_class(
-    config: VllmConfig, is_last_stage: bool, drafting_runner: type[PEagleRunner] = PEagleRunner
-) -> type[RaggedModelRunner] | None:
+def runner_class(config: VllmConfig, is_last_stage: bool) -> type[RaggedModelRunner] | None:
     """Class of the model runner on one pipeline stage; None: vLLM's own. Like vLLM's speculators, ours is on the last
     stage only. The others have its kinds of graphs, because all stages pad a step alike."""
     speculative = config.speculative_config
-    if speculative is not None and speculative.parallel_drafting:
-        return drafting_runner if is_last_stage else RaggedModelRunner
+    if speculative is not None and speculative.method == "eagle3" and speculative.parallel_drafting:
+        return PEagleRunner if is_last_stage else RaggedModelRunner
     return RaggedModelRunner if speculative is None and compat.replays_prompts(config) else None
 
 
@@ -313,11 +311,9 @@ class V2Worker(Worker):
     """Drop-in for vLLM's GPU worker."""
 
     model_runner: Any
-    drafting_runner: type[PEagleRunner] = PEagleRunner
-    """Class of the runner where the head is a P-EAGLE head."""
 
     def make_speculator(self) -> Any:
-        """The speculator of `drafting_runner`."""
+        """The speculator of a `PEagleRunner`."""
         assert self.device is not None
         return PEagleSpeculator(self.vllm_config, self.device)
 
@@ -327,7 +323,7 @@ class V2Worker(Worker):
             raise ValueError("vLLM chose its V1 model runner, whose reasons are in its log; this worker runs V2")
         assert self.device is not None
         compat.name_aux_layers(self.vllm_config)
-        kind = runner_class(self.vllm_config, get_pp_group().is_last_rank, self.drafting_runner)
+        kind = runner_class(self.vllm_config, get_pp_group().is_last_rank)
         runner: Any = super()._make_model_runner() if kind is None else kind(self.vllm_config, self.device)
         compat.check("v2 runner", runner)
         if isinstance(runner, PEagleRunner):

@@ -64,7 +64,7 @@ class CoupledSampler(RejectionSampler):
         if (
             type(sampler) is RejectionSampler
             and runner.speculative_config.rejection_sample_method == "standard"
-            and runner.speculator.draft_logits is None
+            and getattr(runner.speculator, "draft_logits", None) is None
             and sampler.watermark_key is None
         ):
             runner.rejection_sampler = cls(sampler.sampler, runner.speculative_config, runner.device)

@@ -51,6 +51,7 @@ def engine(**changes: Any) -> Any:
     """What decisions read of vLLM's configuration, of an engine with a P-EAGLE head."""
     config = graph_config(48, 8192, [1, 2, 4, 8, 512], num_speculative_tokens=K_MAX)
     config.speculative_config = SimpleNamespace(
+        method="eagle3",
         parallel_drafting=True,
         rejection_sample_method="standard",
         enable_adaptive_verification=False,
@@ -160,5 +161,6 @@ def test_a_wrong_setting_is_refused(key: str, wrong: object) -> None:
 def test_runners_by_head_and_pipeline_stage() -> None:
     assert runner_class(engine(), is_last_stage=False) is RaggedModelRunner
     assert runner_class(engine(parallel_drafting=False), is_last_stage=True) is None
+    assert runner_class(engine(method="dflash"), is_last_stage=True) is None
     assert runner_class(engine(speculative_config=None), is_last_stage=True) is RaggedModelRunner
     assert runner_class(engine(speculative_config=None, use_mla=True), is_last_stage=True) is None
