@@ -25,7 +25,7 @@ from peagle.drafter.protocol import DtypeName
 from peagle.drafter.server import DrafterServer
 from peagle.drafter.serving import DrafterLimits, load_served_head
 
-LIMITS = ("max_num_requests", "max_num_rows", "max_depth", "cache_gib", "block_size", "max_context")
+LIMITS = ("max_num_requests", "max_num_rows", "max_draft_tokens", "cache_gib", "block_size", "max_context")
 
 
 def serve(args: argparse.Namespace, limits: DrafterLimits) -> int:

@@ -155,7 +155,7 @@ class HeadLoader:
         limits = DrafterLimits(
             max_num_requests=self.max_num_requests,
             max_num_rows=max(MAX_NUM_ROWS, self.max_num_requests * 2 * (1 + self._max_draft_tokens)),
-            max_depth=self._max_draft_tokens,
+            max_draft_tokens=self._max_draft_tokens,
             cache_gib=self._cache_gib,
             # As in vLLM, the target's contexts: a head whose file says less drafts beyond what it says too.
             max_context=self._max_model_len or config.max_position_embeddings,

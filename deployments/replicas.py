@@ -182,7 +182,7 @@ class DrafterLinks:
             answers = await ask_each(self._drafter, "report", POLL_TIMEOUT_S)
         except REPLICA_LOST:
             answers = []
-        reports = self.known(answer for answer in answers if isinstance(answer, DrafterReport))
+        reports = self.newest_reports(answer for answer in answers if isinstance(answer, DrafterReport))
         drafters = drafters_of(reports)
         if drafters != self._handed_on:
             await self._rpc("set_drafters", args=(drafters,))
@@ -195,7 +195,7 @@ class DrafterLinks:
             self.links = link_reports(await self._rpc("remote_report"))
         self._num_polls += 1
 
-    def known(self, reports: Iterable[DrafterReport]) -> list[DrafterReport]:
+    def newest_reports(self, reports: Iterable[DrafterReport]) -> list[DrafterReport]:
         """The newest report of each drafter that was missed no more than `MAX_MISSED_POLLS` times in a row."""
         present = {report.address: report for report in reports}
         found = {**self._reports, **present}

@@ -101,7 +101,7 @@ class Deadlines:
 class LinkStats:
     """Counts since the link was made.
 
-    Of the answers that came in time, last_service_s, sum_service_s: from when the drafter saw the step (over TCP: from
+    Of the answers that came in time, sum_service_s: from when the drafter saw the step (over TCP: from
     when it was sent) to its answer; sum_wait_s: what the target waited, its GPU's stream or its host.
     """
 
@@ -112,7 +112,6 @@ class LinkStats:
     num_connections: int = 0
     num_bytes: int = 0  # sent and received over TCP
     num_cut_prompts: int = 0  # new requests whose tokens did not fit
-    last_service_s: float = 0.0
     sum_service_s: float = 0.0
     sum_wait_s: float = 0.0
 
@@ -243,7 +242,7 @@ class Session:
     def num_rows(self, number: int) -> int:
         """Rows and drafts of one of the steps sent last."""
         descriptor = self.descriptor(number)
-        return descriptor.num_rows + int(descriptor.depth_B.sum())
+        return descriptor.num_rows + int(descriptor.num_drafts_B.sum())
 
     def close(self) -> None:
         """Release whoever waits and let the memory go. Nothing may be sent afterwards."""
@@ -443,7 +442,7 @@ class Link:
         """Wait for the answer to a step for which no drafts were wanted."""
         if self._device.type == "cuda":
             shape = session.ring.shape
-            size = (session.descriptor(session.sent).num_requests, shape.max_depth)
+            size = (session.descriptor(session.sent).num_requests, shape.max_draft_tokens)
             self.enqueue_wait(
                 torch.empty(size, dtype=torch.int64, device=self._device), torch.empty(size, device=self._device)
             )
@@ -547,11 +546,10 @@ class Link:
         """Count an answer that came in time, and return its drafts, as they travel."""
         descriptor, stats, service_s = session.descriptor(number), self.stats, session.ring.service_s(number)
         stats.num_answered += 1
-        stats.last_service_s = service_s
         stats.sum_service_s += service_s
         stats.sum_wait_s += wait_s
         self._deadlines.record_answer(service_s, session.num_rows(number))
-        drafts_MK, is_asked_M = session.ring.read_drafts(number, descriptor.num_requests), descriptor.depth_B > 0
+        drafts_MK, is_asked_M = session.ring.read_drafts(number, descriptor.num_requests), descriptor.num_drafts_B > 0
         session.has_drafts[descriptor.slots_B[is_asked_M]] = drafts_MK[is_asked_M, 0] != NO_DRAFT
         return drafts_MK
 
@@ -657,7 +655,10 @@ class Link:
 
 def read_drafts(message: Answer, raw: Sequence[zmq.Frame], number: int, session: Session) -> Int32Array:
     """[B, K] of the answer to a step, as they travel. Raises WireError for one to another step or of another size."""
-    shape, sizes = (session.descriptor(number).num_requests, session.ring.shape.max_depth), [len(f.buffer) for f in raw]
+    shape, sizes = (
+        (session.descriptor(number).num_requests, session.ring.shape.max_draft_tokens),
+        [len(f.buffer) for f in raw],
+    )
     if message.number != number or sizes != [4 * shape[0] * shape[1]]:
         raise WireError(f"an answer to step {message.number} with {sizes} bytes, to step {number} wanted")
     return np.frombuffer(raw[0].buffer, np.int32).reshape(shape)

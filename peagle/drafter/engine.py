@@ -96,10 +96,10 @@ class DraftEngine:
     def swap(self, index: int, head: ParallelPass) -> None:
         """Put a head in the place of another, or in a new place. All rows of the old one are void and dropped."""
         limits = head.limits
-        if limits.max_num_rows < limits.max_depth:
+        if limits.max_num_rows < limits.max_draft_tokens:
             raise ValueError(
                 f"head {index}: max_num_rows = {limits.max_num_rows} holds no request that wants "
-                f"max_depth = {limits.max_depth} drafts: raise it"
+                f"max_draft_tokens = {limits.max_draft_tokens} drafts: raise it"
             )
         self.tables[index] = RequestTable(
             BlockPool(limits.num_blocks, limits.block_size),
@@ -110,7 +110,7 @@ class DraftEngine:
             min_idle_calls=self._min_idle_calls,
         )
         self._heads[index] = head
-        self.max_depth = max(head.limits.max_depth for head in self._heads.values())
+        self.max_draft_tokens = max(head.limits.max_draft_tokens for head in self._heads.values())
 
     def release(self, session: int, slots: Iterable[int]) -> None:
         """These requests of a session ended."""
@@ -133,7 +133,7 @@ class DraftEngine:
         requests, num_rows = [], 0
         for step in steps:
             descriptor, mine = step.descriptor, np.zeros(step.descriptor.num_requests, REQUEST)
-            mine["start"], mine["num_valid"], mine["depth"] = step.start_B, step.num_valid_B, descriptor.depth_B
+            mine["start"], mine["num_valid"], mine["depth"] = step.start_B, step.num_valid_B, descriptor.num_drafts_B
             mine["row"] = descriptor.row_offset_B + num_rows
             num_rows += descriptor.num_rows
             requests.append(mine)
@@ -148,7 +148,7 @@ class DraftEngine:
             for mine, step in zip(np.split(requests_F, ends[:-1]), steps, strict=True):
                 self._find_cache_rows(index, step, mine)
             launched += self._launch(index, requests_F[heads_F == index], tokens_R, addresses_R)
-        drafts_FK = np.full((len(requests_F), self.max_depth), NO_DRAFT, np.int32)
+        drafts_FK = np.full((len(requests_F), self.max_draft_tokens), NO_DRAFT, np.int32)
         for part, pending in launched:
             wanting = part["depth"] > 0  # a piece that does not draft must not undo one that does
             drafts_GK = pending()
@@ -186,7 +186,7 @@ class DraftEngine:
                 start_B=part["start"].astype(np.int32),
                 num_valid_B=part["num_valid"].astype(np.int32),
                 row_offset_B=(np.cumsum(part["num_valid"]) - part["num_valid"]).astype(np.int32),
-                depth_B=part["depth"].astype(np.int32),
+                num_drafts_B=part["depth"].astype(np.int32),
                 cache_start_B=table.cache_start_C[part["cache_row"]].astype(np.int32),
                 next_tokens_R=tokens_R[rows_R].astype(np.int64),
                 addresses_R=addresses_R[rows_R],

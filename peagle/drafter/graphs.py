@@ -34,7 +34,7 @@ NUM_BUFFERS = 4  # passes that may be under way before the host waits for the ol
 _MANY_ROWS = 1024  # of a pass; of more there are graphs for few numbers of requests and depths only
 _RECORD = 4  # int32 of a record
 
-PER_REQUEST = ("start_B", "row_offset_B", "depth_B", "cache_start_B", "num_valid_B")
+PER_REQUEST = ("start_B", "row_offset_B", "num_drafts_B", "cache_start_B", "num_valid_B")
 #: compute(inputs, num_rows, depth) -> drafts [B, depth] on the device, waiting for nothing.
 Compute = Callable[[PassBatch[Tensor], int, int], Tensor]
 Key = tuple[int, int, int]
@@ -105,11 +105,11 @@ class GraphSizes:
         octaves = [1 << n for n in range(8, most.bit_length())]
         rows = [*range(8, 64, 8), *range(64, 256, 16), *(size * n // 8 for size in octaves for n in range(8, 16))]
         few = [1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, *range(80, 257, 16), *range(288, 1025, 32)]
-        depths = {0, limits.max_depth, *(1 << n for n in range(limits.max_depth.bit_length()))}
+        depths = {0, limits.max_draft_tokens, *(1 << n for n in range(limits.max_draft_tokens.bit_length()))}
         return cls(
             rows=(*(size for size in rows if size < most), most),
             requests=(*(size for size in few if size < limits.max_num_requests), limits.max_num_requests),
-            depths=tuple(sorted(depth for depth in depths if depth <= limits.max_depth)),
+            depths=tuple(sorted(depth for depth in depths if depth <= limits.max_draft_tokens)),
         )
 
     def key(self, num_rows: int, num_requests: int, depth: int) -> Key | None:
@@ -158,19 +158,19 @@ class _PinnedBuffer:
     def __init__(self, num_integers: int, limits: PassLimits) -> None:
         self.integers = torch.empty(num_integers, dtype=torch.int32, pin_memory=True)
         self.array = self.integers.numpy()
-        self.drafts = torch.empty(limits.max_num_requests * limits.max_depth, dtype=torch.int32, pin_memory=True)
+        self.drafts = torch.empty(limits.max_num_requests * limits.max_draft_tokens, dtype=torch.int32, pin_memory=True)
         self.drafts_array = self.drafts.numpy()
         self.event = torch.cuda.Event()
         self.pending: PendingDrafts | None = None
 
-    def enqueued(self, num_requests: int, depth: int, max_depth: int) -> PendingDrafts:
+    def enqueued(self, num_requests: int, depth: int, max_draft_tokens: int) -> PendingDrafts:
         """Drafts on their way into the buffer; taken out when they are asked for or when it is used again."""
 
         @functools.cache
         def wait() -> Int32Array:
             self.event.synchronize()
             found_BK = self.drafts_array[: num_requests * depth].reshape(num_requests, depth)
-            return widened(found_BK, max_depth)
+            return widened(found_BK, max_draft_tokens)
 
         self.pending = wait
         return wait
@@ -220,7 +220,11 @@ class GraphRunner:
             wanted = drafts_BK.view(-1)[: batch.num_requests * depth]
             buffer.drafts[: len(wanted)].copy_(wanted, non_blocking=True)
             buffer.event.record(self._stream)
-        return buffer.enqueued(batch.num_requests, depth, self._limits.max_depth)
+        return buffer.enqueued(batch.num_requests, depth, self._limits.max_draft_tokens)
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
 
     def warm_up(self) -> int:
         """Captures the graphs of full batches that do not exist yet; returns how many graphs there are.
@@ -232,7 +236,7 @@ class GraphRunner:
             # Requests without rows: what runs before a capture then reads no payload and writes nothing to the cache.
             self._integers.zero_()
             for num_rows, num_requests in self._batches:  # passes without rows, to compile
-                self._compute(self._inputs(num_requests), num_rows, self._limits.max_depth)
+                self._compute(self._inputs(num_requests), num_rows, self._limits.max_draft_tokens)
             for key in self.sizes.full_batches():
                 if key not in self._graphs:
                     self._graphs[key] = self._capture(key)

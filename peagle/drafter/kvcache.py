@@ -57,8 +57,8 @@ class BlockPool:
         self.tokens_PT: Int32Array = np.zeros((num_blocks, block_size), np.int32)
         """[num_blocks, block_size], the token of each row; whoever writes a row's KV writes it here too."""
         self.num_evicted = 0
-        self._num_users_P = np.zeros(num_blocks, np.int32)
-        self._published_P = np.zeros(num_blocks, np.bool_)
+        self.num_users_P = np.zeros(num_blocks, np.int32)
+        self.is_published_P = np.zeros(num_blocks, np.bool_)
         self.key_of: list[bytes | None] = [None] * num_blocks  # of sealed blocks, also where another is published
         self._block_of: dict[bytes, int] = {}
         self._free_P = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # a stack, its top at _num_free - 1
@@ -67,10 +67,10 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `take` can give."""
+        """Blocks that `allocate` can give."""
         return self._num_free + len(self._idle)
 
-    def take(self, num_blocks: int) -> Int32Array:
+    def allocate(self, num_blocks: int) -> Int32Array:
         """Blocks for rows of one request each; free ones first, then the least recently used prefixes."""
         assert num_blocks <= self.num_available
         num_old = min(num_blocks, self._num_free)
@@ -82,21 +82,21 @@ class BlockPool:
             self._forget(block)
             self.num_evicted += 1
             blocks[i] = block
-        self._num_users_P[blocks] = 1
+        self.num_users_P[blocks] = 1
         return blocks
 
     def hold(self, blocks: Int32Array) -> None:
         """One more request reads these published blocks."""
-        self._num_users_P[blocks] += 1
+        self.num_users_P[blocks] += 1
         for block in blocks.tolist():
             self._idle.pop(block, None)
 
     def release(self, blocks: Int32Array) -> None:
         """One request, which had each of them once and in this order, uses them no more. The last ones are evicted
         first: an end is of no use without its beginning."""
-        self._num_users_P[blocks] -= 1
-        left = blocks[self._num_users_P[blocks] == 0]
-        kept = self._published_P[left]
+        self.num_users_P[blocks] -= 1
+        left = blocks[self.num_users_P[blocks] == 0]
+        kept = self.is_published_P[left]
         for block in left[kept][::-1].tolist():
             self._idle[block] = None
         freed = left[~kept]
@@ -110,12 +110,12 @@ class BlockPool:
         key = chain_key(parent, self.tokens_PT[block].tobytes())
         self.key_of[block] = key
         if self._block_of.setdefault(key, block) == block:
-            self._published_P[block] = True
+            self.is_published_P[block] = True
         return key
 
     def withdraw(self, block: int) -> bool:
         """Make a used block fit to be written again; False where another request uses it too."""
-        if self._num_users_P[block] != 1:
+        if self.num_users_P[block] != 1:
             return False
         self._forget(block)
         return True
@@ -135,10 +135,10 @@ class BlockPool:
     def _forget(self, block: int) -> None:
         """Take away a block's key, and with it what it is published under."""
         key = self.key_of[block]
-        if self._published_P[block]:
+        if self.is_published_P[block]:
             assert key is not None
             del self._block_of[key]
-            self._published_P[block] = False
+            self.is_published_P[block] = False
         self.key_of[block] = None
 
 
@@ -179,8 +179,8 @@ class RequestTable:
         """[max_num_requests, width], of valid block numbers throughout; those before `cache_start` mean nothing."""
         self.num_rows_C = np.zeros(max_num_requests, np.int64)
         self.cache_start_C = np.zeros(max_num_requests, np.int64)
-        self._first_block_C = np.zeros(max_num_requests, np.int64)  # blocks [first, end) of a table row are its own
-        self._end_block_C = np.zeros(max_num_requests, np.int64)
+        self.first_block_C = np.zeros(max_num_requests, np.int64)  # blocks [first, end) of a table row are its own
+        self.end_block_C = np.zeros(max_num_requests, np.int64)
         self.last_call_C = np.full(max_num_requests, -1, np.int64)  # that used the table row; -1: nobody's row
         self._owner_of: list[tuple[int, int]] = [(-1, -1)] * max_num_requests  # session, slot
         self._root_of: list[bytes | None] = [None] * max_num_requests
@@ -220,14 +220,19 @@ class RequestTable:
             self._adopt(row, prompt)
         return row
 
-    def place(self, rows_B: Int64Array, start_B: Int64Array, num_valid_B: Int64Array, depth_B: Int64Array) -> BoolArray:
+    def place(
+        self, rows_B: Int64Array, start_B: Int64Array, num_valid_B: Int64Array, num_drafts_B: Int64Array
+    ) -> BoolArray:
         """Truncate each request to its start and give it blocks up to its last mask row. False where that fails: the
         request then loses its rows."""
         jumps = np.flatnonzero(self.num_rows_C[rows_B] != start_B).tolist()
-        if not jumps and (start_B + num_valid_B + depth_B <= self._end_block_C[rows_B] * self.pool.block_size).all():
+        if (
+            not jumps
+            and (start_B + num_valid_B + num_drafts_B <= self.end_block_C[rows_B] * self.pool.block_size).all()
+        ):
             return np.ones(len(rows_B), np.bool_)  # as most of the time while drafting: there is room
         cold = [i for i in jumps if self._move(int(rows_B[i]), int(start_B[i]))]
-        end_B = start_B + num_valid_B + np.where(num_valid_B > 0, np.maximum(depth_B - 1, 0), 0)
+        end_B = start_B + num_valid_B + np.where(num_valid_B > 0, np.maximum(num_drafts_B - 1, 0), 0)
         need_B = self._needed(rows_B, end_B)
         granted_B = end_B <= self.max_num_positions
         total = int(need_B.sum()) if granted_B.all() else int(need_B[granted_B].sum())
@@ -292,7 +297,7 @@ class RequestTable:
         if len(blocks) * self.pool.block_size == start:
             self.pool.hold(blocks)
             self.blocks_CN[row, : len(blocks)] = blocks
-            self._end_block_C[row], self.num_rows_C[row] = len(blocks), start
+            self.end_block_C[row], self.num_rows_C[row] = len(blocks), start
             self.counters.prefix_hit_tokens += start
 
     def _move(self, row: int, start: int) -> bool:
@@ -309,19 +314,19 @@ class RequestTable:
             self._reset(row, start)
             return True
         kept = column + (within > 0)
-        self.pool.release(self.blocks_CN[row, kept : self._end_block_C[row]])
-        self._end_block_C[row], self.num_rows_C[row] = kept, start
+        self.pool.release(self.blocks_CN[row, kept : self.end_block_C[row]])
+        self.end_block_C[row], self.num_rows_C[row] = kept, start
         return False
 
     def _reset(self, row: int, start: int) -> None:
         """Give back all blocks of a request; its cache starts at `start`, without a row."""
-        self.pool.release(self.blocks_CN[row, self._first_block_C[row] : self._end_block_C[row]])
-        self._first_block_C[row] = self._end_block_C[row] = start // self.pool.block_size
+        self.pool.release(self.blocks_CN[row, self.first_block_C[row] : self.end_block_C[row]])
+        self.first_block_C[row] = self.end_block_C[row] = start // self.pool.block_size
         self.num_rows_C[row] = self.cache_start_C[row] = start
 
     def _needed(self, rows_B: Int64Array, end_B: Int64Array) -> Int64Array:
         """Blocks that requests lack for the positions below `end_B`."""
-        return np.maximum(-(-end_B // self.pool.block_size) - self._end_block_C[rows_B], 0)
+        return np.maximum(-(-end_B // self.pool.block_size) - self.end_block_C[rows_B], 0)
 
     def _fitting(self, need_B: Int64Array, wanted_B: BoolArray) -> BoolArray:
         """Which of the wanted requests get blocks when there are not enough: those that need the fewest first."""
@@ -340,8 +345,8 @@ class RequestTable:
         request_X = np.repeat(np.arange(len(rows_B)), need_B)
         within_X = np.arange(total) - (np.cumsum(need_B) - need_B)[request_X]
         rows_X = rows_B[request_X]
-        self.blocks_CN[rows_X, self._end_block_C[rows_X] + within_X] = self.pool.take(total)
-        self._end_block_C[rows_B] += need_B
+        self.blocks_CN[rows_X, self.end_block_C[rows_X] + within_X] = self.pool.allocate(total)
+        self.end_block_C[rows_B] += need_B
         self.counters.evicted_blocks += self.pool.num_evicted - before
 
     def _seal(self, row: int, first: int, last: int) -> None:

@@ -50,7 +50,7 @@ class PassLimits:
     """The most that one pass takes.
 
     max_num_rows: rows of the pass, those of the mask token included. max_blocks: columns of a block table that a
-    request uses. max_depth: K.
+    request uses. max_draft_tokens: K.
     """
 
     max_num_requests: int
@@ -58,8 +58,7 @@ class PassLimits:
     max_blocks: int
     num_blocks: int
     block_size: int
-    max_depth: int
-    hidden_size: int
+    max_draft_tokens: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +69,7 @@ class PassBatch(Generic[Values]):
     start_B: position of a request's first row. What the cache holds from there on is overwritten.
     num_valid_B: n, rows given: positions start .. start + n - 1. With 0, the request gets no drafts.
     row_offset_B: where they begin among the batch's R rows.
-    depth_B: drafts wanted, 0 .. max_depth; 0: the rows only enter the cache.
+    num_drafts_B: drafts wanted, 0 .. max_draft_tokens; 0: the rows only enter the cache.
     cache_start_B: first position that is in the cache at all: 0, or later after a cold start; at most start.
     next_tokens_R: int64, the token after each row.
     addresses_R: int64, where each row's projected hidden state lies (`place_hidden`): on a GPU in its own memory, or in
@@ -84,7 +83,7 @@ class PassBatch(Generic[Values]):
     start_B: Values
     num_valid_B: Values
     row_offset_B: Values
-    depth_B: Values
+    num_drafts_B: Values
     cache_start_B: Values
     next_tokens_R: Values
     addresses_R: Values
@@ -96,8 +95,8 @@ class PassBatch(Generic[Values]):
 
     @functools.cached_property
     def drafts_B(self) -> Int32Array:
-        """Of the host: drafts that each request gets, `depth_B`, but 0 without rows."""
-        return np.where(np.asarray(self.num_valid_B) > 0, self.depth_B, 0)
+        """Of the host: drafts that each request gets, `num_drafts_B`, but 0 without rows."""
+        return np.where(np.asarray(self.num_valid_B) > 0, self.num_drafts_B, 0)
 
     @functools.cached_property
     def num_rows(self) -> int:
@@ -115,9 +114,9 @@ def row_addresses(hidden_RH: Tensor) -> npt.NDArray[np.int64]:
     return hidden_RH.data_ptr() + np.arange(len(hidden_RH), dtype=np.int64) * (hidden_RH.stride(0) * hidden_RH.itemsize)
 
 
-def widened(drafts_BK: Int32Array, max_depth: int) -> Int32Array:
-    """[B, depth] -> [B, max_depth], with -1 in the new columns; always a new array."""
-    wide_BK = np.full((len(drafts_BK), max_depth), NO_DRAFT, np.int32)
+def widened(drafts_BK: Int32Array, max_draft_tokens: int) -> Int32Array:
+    """[B, depth] -> [B, max_draft_tokens], with -1 in the new columns; always a new array."""
+    wide_BK = np.full((len(drafts_BK), max_draft_tokens), NO_DRAFT, np.int32)
     wide_BK[:, : drafts_BK.shape[1]] = drafts_BK
     return wide_BK
 
@@ -197,25 +196,19 @@ class ParallelPass:
         self,
         drafter: Drafter,
         *,
+        limits: PassLimits,
         digest: str,
-        max_num_requests: int,
-        max_num_rows: int,
-        num_blocks: int,
-        block_size: int,
-        max_depth: int,
         device: torch.device | str,
         dtype: torch.dtype,
-        max_context: int | None = None,
         graph_sizes: GraphSizes | None = None,
         with_chances: bool | None = None,
     ) -> None:
         """drafter: a P-EAGLE head with its tables, as `load_runtime_head` gives it; where it has the pass's device and
         type already, its matrices become views of the joined ones.
 
-        digest: `peagle.heads.head_digest`, which keeps apart the cached prefixes of different heads. max_context:
-        positions that a request may reach, by default what the head's config.json says and K more. graph_sizes: batches
-        that run as a CUDA graph; without effect on a CPU. with_chances: of the drafts; by default where kernels find
-        them on the way, and else 0: targets on a CPU do not look at them. The others are those of `PassLimits`.
+        digest: `peagle.heads.head_digest`, which keeps apart the cached prefixes of different heads. graph_sizes:
+        batches that run as a CUDA graph; without effect on a CPU. with_chances: of the drafts; by default where kernels
+        find them on the way, and else 0: targets on a CPU do not look at them.
 
         Raises HeadError for an EAGLE-3 head, and for a target of more than 2**20 tokens.
         """
@@ -224,18 +217,9 @@ class ParallelPass:
         assert drafter.embed_tokens is not None
         assert drafter.lm_head is not None
         assert config.ptd_token_id is not None
-        self.digest, self.device, self.dtype = digest, torch.device(device), dtype
-        context = max_context or config.max_position_embeddings + max_depth
-        self.limits = PassLimits(
-            max_num_requests=max_num_requests,
-            max_num_rows=max_num_rows,
-            max_blocks=min(num_blocks, -(-context // block_size)),
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_depth=max_depth,
-            hidden_size=config.hidden_size,
-        )
-        num_positions = self.limits.max_blocks * block_size
+        self.limits, self.digest, self.device, self.dtype = limits, digest, torch.device(device), dtype
+        num_blocks, block_size = limits.num_blocks, limits.block_size
+        num_positions = limits.max_blocks * block_size
 
         def placed(tensor: Tensor) -> Tensor:
             return tensor.detach().to(device=self.device, dtype=dtype)
@@ -264,8 +248,8 @@ class ParallelPass:
             from peagle.drafter.graphs import GraphRunner  # which imports the batch from here
 
             batches = distinct_batches(
-                max_num_rows,
-                max_num_requests,
+                limits.max_num_rows,
+                limits.max_num_requests,
                 config.num_attention_heads,
                 config.num_key_value_heads,
                 config.head_dim,
@@ -273,7 +257,7 @@ class ParallelPass:
                 max_context=num_positions,
                 num_sms=torch.cuda.get_device_properties(self.device).multi_processor_count,
             )
-            self._runner = GraphRunner(self._compute, self.limits, graph_sizes, self.device, batches)
+            self._runner = GraphRunner(self.compute, self.limits, graph_sizes, self.device, batches)
 
     def run(self, batch: PassBatch[Any]) -> Int32Array:
         """Drafts [B, K] as they travel, in host memory; waits for them."""
@@ -290,9 +274,13 @@ class ParallelPass:
             return self._runner.launch(batch)
         values = (getattr(batch, field.name) for field in dataclasses.fields(batch))
         inputs = PassBatch(*(torch.from_numpy(np.ascontiguousarray(value)) for value in values))
-        drafts_BK = self._compute(inputs, batch.num_rows, batch.depth)
-        found_BK = widened(drafts_BK.numpy(), self.limits.max_depth)
+        drafts_BK = self.compute(inputs, batch.num_rows, batch.depth)
+        found_BK = widened(drafts_BK.numpy(), self.limits.max_draft_tokens)
         return lambda: found_BK
+
+    @property
+    def num_graphs(self) -> int:
+        return 0 if self._runner is None else self._runner.num_graphs
 
     def warm_up(self) -> int:
         """Captures the CUDA graphs of full batches, so that serving does not begin with them; returns how many there
@@ -300,18 +288,18 @@ class ParallelPass:
         return 0 if self._runner is None else self._runner.warm_up()
 
     @torch.no_grad()
-    def _compute(self, inputs: PassBatch[Tensor], num_rows: int, depth: int) -> Tensor:
+    def compute(self, inputs: PassBatch[Tensor], num_rows: int, depth: int) -> Tensor:
         """Drafts [B, depth] as they travel, -1 where none is wanted; waits for nothing.
 
         num_rows may be more than the batch has.
         """
         config, eps = self._config, self._config.rms_norm_eps
         rows = build_rows(
-            inputs.start_B, inputs.num_valid_B, inputs.row_offset_B, inputs.depth_B, inputs.next_tokens_R,
+            inputs.start_B, inputs.num_valid_B, inputs.row_offset_B, inputs.num_drafts_B, inputs.next_tokens_R,
             inputs.block_table_BN, block_size=self.limits.block_size, mask_token_id=self._mask_token_id,
-            max_depth=depth, num_rows=num_rows,
+            max_draft_tokens=depth, num_rows=num_rows,
         )  # fmt: skip
-        hidden_NH = torch.empty(num_rows, self.limits.hidden_size, dtype=self.dtype, device=self.device)
+        hidden_NH = torch.empty(num_rows, config.hidden_size, dtype=self.dtype, device=self.device)
         place_hidden(inputs.addresses_R, rows.sources_N, self._mask_hidden_H, hidden_NH)
         sampled_M = rows.sample_rows_BK.flatten()
         x, stream_NH = first_rows(

@@ -59,7 +59,7 @@ class LinkPool:
         self._deadlines = Deadlines(min_deadline_s, max_deadline_s)
         self._hello = Hello(name, shape, tuple(aux_layer_ids), {}, host_identity() if use_shared_memory else "")
         self._projections: dict[str, InputProjection] = {}
-        self._links: dict[int, Link] = {}  # by a number that is never used again
+        self.links: dict[int, Link] = {}  # by a number that is never used again
         self._draining: set[int] = set()
         self._num_made = 0
         self._link_of = np.full(shape.max_num_requests, -1, np.int64)  # by slot
@@ -78,15 +78,15 @@ class LinkPool:
         entries = msgspec.convert(list(drafters), list[DrafterEntry], strict=False)
         self._last = None
         wanted = {entry.address: entry for entry in entries}
-        number_of = {link.address: number for number, link in self._links.items()}
+        number_of = {link.address: number for number, link in self.links.items()}
         for address, entry in wanted.items():
             if (number := number_of.get(address)) is not None:
-                self._links[number].want_heads(entry.heads, entry.key)
+                self.links[number].want_heads(entry.heads, entry.key)
                 self._draining.discard(number)
                 continue
             hello = msgspec.structs.replace(self._hello, heads=entry.heads)
             deadlines = dataclasses.replace(self._deadlines)
-            self._links[self._num_made] = Link(address, entry.key, hello, deadlines, self.device, self._projections)
+            self.links[self._num_made] = Link(address, entry.key, hello, deadlines, self.device, self._projections)
             self._num_made += 1
         self._draining |= {number for address, number in number_of.items() if address not in wanted}
         self._close_drained()
@@ -103,8 +103,8 @@ class LinkPool:
             self.finish_requests(slot for slot in new_slots if self._link_of[slot] >= 0)
             self._key_of.update(new_slots)
             self._last = None
-        usable = {number: link for number, link in self._links.items() if link.begin_step()}
-        states = {number: (link.state, link.served_heads) for number, link in self._links.items()}
+        usable = {number: link for number, link in self.links.items() if link.begin_step()}
+        states = {number: (link.state, link.served_heads) for number, link in self.links.items()}
         reasons = (slots_B.tobytes(), heads_B.tobytes(), list(usable), states)
         if self._last is not None and self._last[0] == reasons:
             return self._last[1]
@@ -128,7 +128,7 @@ class LinkPool:
         """These requests ended or were aborted."""
         for slot in slots:
             self._last = None
-            if (link := self._links.get(int(self._link_of[slot]))) is not None:
+            if (link := self.links.get(int(self._link_of[slot]))) is not None:
                 link.finish_requests([slot])
             self._link_of[slot] = -1
             self._key_of.pop(slot, None)
@@ -137,7 +137,7 @@ class LinkPool:
     @property
     def num_up(self) -> int:
         """Links that take steps now."""
-        return sum(link.state == "up" for link in self._links.values())
+        return sum(link.state == "up" for link in self.links.values())
 
     def report(self) -> dict[str, Any]:
         """Plain values: the links and how many requests each has."""
@@ -145,23 +145,23 @@ class LinkPool:
         num_requests = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
         links = [
             {**link.report(), "draining": number in self._draining, "num_requests": num_requests.get(number, 0)}
-            for number, link in self._links.items()
+            for number, link in self.links.items()
         ]
         return {"num_up": self.num_up, "links": links}
 
     def close(self) -> None:
-        for link in self._links.values():
+        for link in self.links.values():
             link.close(_CLOSE_S)
-        self._links.clear()
+        self.links.clear()
 
     def _choose_link(self, key: str, head: int, usable: Mapping[int, Link]) -> int:
         """Number of the link with the highest hash, of those that serve the head and stay; -1 without one."""
         serving = [n for n, link in usable.items() if n not in self._draining and head in link.served_heads]
-        return max(serving, key=lambda number: rank(key, self._links[number].address), default=-1)
+        return max(serving, key=lambda number: rank(key, self.links[number].address), default=-1)
 
     def _drop_unused_projections(self) -> None:
         """Of heads that were swapped for others, or that nobody serves any more."""
-        links = self._links.values()
+        links = self.links.values()
         used = {digest for link in links for heads in (link.heads, link.served_heads) for digest in heads.values()}
         for digest in self._projections.keys() - used:
             del self._projections[digest]
@@ -169,7 +169,7 @@ class LinkPool:
     def _close_drained(self) -> None:
         for number in [number for number in self._draining if not np.any(self._link_of == number)]:
             self._draining.discard(number)
-            self._links.pop(number).close()
+            self.links.pop(number).close()
 
 
 def _is_one_of(values_B: npt.NDArray[Any], numbers: Iterable[int]) -> npt.NDArray[np.bool_]:

@@ -58,7 +58,7 @@ class TargetShape:
 
     hidden_size: width of a projected hidden row (the drafter's H).
     dtype: of those rows, torch's name of it.
-    max_depth: K, the most drafts a request may ask for.
+    max_draft_tokens: K, the most drafts a request may ask for.
     max_num_requests: B of the largest step; requests are numbered 0 .. max_num_requests - 1.
     max_num_rows: R of the largest step.
     vocab_size: of the target; tokens of drafts are below it.
@@ -66,7 +66,7 @@ class TargetShape:
 
     hidden_size: _Size
     dtype: DtypeName
-    max_depth: _Size
+    max_draft_tokens: _Size
     max_num_requests: _Size
     max_num_rows: _Size
     vocab_size: _Size
@@ -112,7 +112,7 @@ class StepDescriptor(msgspec.Struct, frozen=True, tag=True):
     number: counts up from 1 within a connection.
     slots_B: the target's number of each request, 0 .. max_num_requests - 1; no slot twice in a step.
     heads_B: index of the head that drafts for the request.
-    depth_B: drafts wanted, 0 .. max_depth.
+    num_drafts_B: drafts wanted, 0 .. max_draft_tokens.
     row_offset_B: first row of the request in the payload.
     num_rows: R.
     prompts: slot -> token ids of positions 0 .. start of a request that this drafter has not seen, so that it can look
@@ -124,7 +124,7 @@ class StepDescriptor(msgspec.Struct, frozen=True, tag=True):
 
     slots_B: Int32Array
     heads_B: Int32Array
-    depth_B: Int32Array
+    num_drafts_B: Int32Array
     row_offset_B: Int32Array
     num_rows: int
     prompts: dict[int, Int32Array] = {}
@@ -217,8 +217,8 @@ def read_message(frames: Sequence[zmq.Frame], decoder: msgspec.msgpack.Decoder[A
 class ServedHead:
     """A head as a drafter offers it.
 
-    digest: of `peagle.heads.head_digest`. projection: its `InputProjection` as bytes. max_depth: the most drafts it is
-    run for.
+    digest: of `peagle.heads.head_digest`. projection: its `InputProjection` as bytes. max_draft_tokens: the most drafts
+    it is run for.
     """
 
     digest: str
@@ -227,7 +227,7 @@ class ServedHead:
     dtype: str
     vocab_size: int
     aux_layer_ids: tuple[int, ...]
-    max_depth: int
+    max_draft_tokens: int
 
 
 _SHARED_FIELDS = ("hidden_size", "dtype", "vocab_size", "aux_layer_ids")
@@ -248,10 +248,10 @@ def find_mismatch(hello: Hello, heads: Mapping[int, ServedHead]) -> str | None:
             theirs = hello.aux_layer_ids if name == "aux_layer_ids" else getattr(shape, name)
             if (ours := getattr(head, name)) != theirs:
                 return f"head {digest}: {name} is {ours} at the drafter and {theirs} at the target"
-        if shape.max_depth > head.max_depth:
+        if shape.max_draft_tokens > head.max_draft_tokens:
             return (
-                f"head {digest}: the target asks for up to {shape.max_depth} drafts, this drafter gives "
-                f"{head.max_depth}: start it with a larger max_depth"
+                f"head {digest}: the target asks for up to {shape.max_draft_tokens} drafts, this drafter gives "
+                f"{head.max_draft_tokens}: start it with a larger max_draft_tokens"
             )
     return None
 

@@ -76,13 +76,13 @@ def build_rows(
     start_B: Tensor,
     num_valid_B: Tensor,
     row_offset_B: Tensor,
-    depth_B: Tensor,
+    num_drafts_B: Tensor,
     next_tokens_R: Tensor,
     block_table_BN: Tensor,
     *,
     block_size: int,
     mask_token_id: int,
-    max_depth: int,
+    max_draft_tokens: int,
     num_rows: int,
 ) -> Rows:
     """Lays out the rows of one pass.
@@ -91,22 +91,22 @@ def build_rows(
         start_B: int, position of a request's first row.
         num_valid_B: int, n: rows given for it; with none (padding of the batch) it has no mask rows either.
         row_offset_B: int, its first row in the payload.
-        depth_B: int, K: drafts wanted; 0: the rows only enter the cache. Taken as max_depth where it is greater.
+        num_drafts_B: int, K: drafts wanted; 0: the rows only enter the cache. At most max_draft_tokens count.
         next_tokens_R: int, the token after each payload row; any stride.
         block_table_BN: int, cache block of positions [j * block_size, (j + 1) * block_size) in column j; -1: none.
         block_size: positions a cache block.
         mask_token_id: token of the mask rows.
-        max_depth: columns of `sample_rows_BK`.
+        max_draft_tokens: columns of `sample_rows_BK`.
         num_rows: N. All requests together must have no more rows; rows beyond N are left out, also from the samples.
     """
     num_requests, num_payload_rows, device = len(start_B), len(next_tokens_R), start_B.device
     if not uses_kernel(start_B) or not num_requests:
         valid_B = num_valid_B.long().clamp(min=0)
-        drafts_B = torch.where(valid_B > 0, depth_B.long().clamp(0, max_depth), 0)
+        drafts_B = torch.where(valid_B > 0, num_drafts_B.long().clamp(0, max_draft_tokens), 0)
         rows_B = valid_B + (drafts_B - 1).clamp(min=0)
         first_B1 = torch.cat([rows_B.new_zeros(1), rows_B.cumsum(0)])
         context_B = (start_B.long() + rows_B).int()
-        depths_K = torch.arange(max_depth, device=device)
+        depths_K = torch.arange(max_draft_tokens, device=device)
         sampled_BK = (first_B1[:-1] + valid_B - 1)[:, None] + depths_K
         sampled_BK[(depths_K >= drafts_B[:, None]) | (sampled_BK >= num_rows)] = -1
         index_N = torch.arange(num_rows, device=device)
@@ -141,7 +141,7 @@ def build_rows(
         positions_N=torch.empty(num_rows, dtype=torch.int64, device=device),
         slots_N=torch.empty(num_rows, dtype=torch.int64, device=device),
         sources_N=torch.empty(num_rows, dtype=torch.int32, device=device),
-        sample_rows_BK=torch.empty(num_requests, max_depth, dtype=torch.int64, device=device),
+        sample_rows_BK=torch.empty(num_requests, max_draft_tokens, dtype=torch.int64, device=device),
         first_row_B1=torch.empty(num_requests + 1, dtype=torch.int32, device=device),
         context_B=torch.empty(num_requests, dtype=torch.int32, device=device),
     )
@@ -149,30 +149,32 @@ def build_rows(
     block_requests = max(MIN_BLOCK_REQUESTS, triton.next_power_of_2(num_requests))
     block_rows = max(1, min(128, _SEARCHED_ELEMENTS // block_requests))
     _build_rows_kernel[(triton.cdiv(num_rows, block_rows) + 1,)](
-        start_B, num_valid_B, row_offset_B, depth_B, next_tokens_R, block_table_BN,
+        start_B, num_valid_B, row_offset_B, num_drafts_B, next_tokens_R, block_table_BN,
         out.token_ids_N, out.positions_N, out.slots_N, out.sources_N,
         out.sample_rows_BK, out.first_row_B1, out.context_B,
         num_requests, num_payload_rows, next_tokens_R.stride(0), num_rows, block_table_BN.stride(0),
-        block_table_BN.shape[1], block_size, mask_token_id, max_depth,
+        block_table_BN.shape[1], block_size, mask_token_id, max_draft_tokens,
         BLOCK_B=block_requests, BLOCK_N=block_rows, num_warps=4,
     )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_rows", "max_depth"])  # each special value is a kernel to compile
+@triton.jit(
+    do_not_specialize=["num_requests", "num_rows", "max_draft_tokens"]
+)  # each special value is a kernel to compile
 def _build_rows_kernel(
-    start_B, num_valid_B, row_offset_B, depth_B, next_tokens_R, block_table_BN,
+    start_B, num_valid_B, row_offset_B, num_drafts_B, next_tokens_R, block_table_BN,
     token_ids_N, positions_N, slots_N, sources_N, sample_rows_BK, first_row_B1, context_B,
     num_requests, num_payload_rows, tokens_stride, num_rows, table_stride, num_columns,
-    block_size, mask_token_id, max_depth,
+    block_size, mask_token_id, max_draft_tokens,
     BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Every program sums up the requests' rows for itself: they are few, and no program waits for another."""
     request = tl.arange(0, BLOCK_B)
     is_request = request < num_requests
     valid = tl.maximum(tl.load(num_valid_B + request, mask=is_request, other=0).to(tl.int32), 0)
-    drafts = tl.load(depth_B + request, mask=is_request, other=0).to(tl.int32)
-    drafts = tl.where(valid > 0, tl.minimum(tl.maximum(drafts, 0), max_depth), 0)
+    drafts = tl.load(num_drafts_B + request, mask=is_request, other=0).to(tl.int32)
+    drafts = tl.where(valid > 0, tl.minimum(tl.maximum(drafts, 0), max_draft_tokens), 0)
     rows = valid + tl.maximum(drafts - 1, 0)
     end = tl.cumsum(rows, axis=0)
     if tl.program_id(0) == tl.num_programs(0) - 1:
@@ -180,10 +182,10 @@ def _build_rows_kernel(
         tl.store(context_B + request, start + rows, mask=is_request)
         tl.store(first_row_B1 + request + 1, tl.minimum(end, num_rows), mask=is_request)
         tl.store(first_row_B1 + request, 0, mask=request == 0)
-        for depth in range(max_depth):
+        for depth in range(max_draft_tokens):
             sampled = end - rows + valid - 1 + depth
             sampled = tl.where((depth < drafts) & (sampled < num_rows), sampled, -1)
-            tl.store(sample_rows_BK + request * max_depth + depth, sampled.to(tl.int64), mask=is_request)
+            tl.store(sample_rows_BK + request * max_draft_tokens + depth, sampled.to(tl.int64), mask=is_request)
     else:
         row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         before = end[None, :] <= row[:, None]

@@ -402,8 +402,8 @@ class DrafterServer:
 
     def _answer(self, peer: Peer, step: Step, drafts_BK: Int32Array) -> None:
         """Give the drafts of a step, of any number of columns."""
-        if drafts_BK.shape[1] != (max_depth := peer.hello.shape.max_depth):
-            drafts_BK = widened(drafts_BK[:, :max_depth], max_depth)
+        if drafts_BK.shape[1] != (max_draft_tokens := peer.hello.shape.max_draft_tokens):
+            drafts_BK = widened(drafts_BK[:, :max_draft_tokens], max_draft_tokens)
         peer.num_steps += 1
         if peer.is_shared:
             peer.ring.write_drafts(step.descriptor.number, drafts_BK, time.monotonic_ns() - peer.seen_ns)

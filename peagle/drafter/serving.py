@@ -14,7 +14,7 @@ import torch
 from peagle.checkpoint import build_drafter, check_head_fits, load_head
 from peagle.config import UNNAMED_LAYERS, default_aux_layer_ids, read_target_config
 from peagle.drafter.graphs import warn_of_compilations
-from peagle.drafter.parallel_pass import ParallelPass, cache_bytes_per_block, check_parallel
+from peagle.drafter.parallel_pass import ParallelPass, PassLimits, cache_bytes_per_block, check_parallel
 from peagle.drafter.projection import InputProjection
 from peagle.drafter.protocol import ServedHead
 from peagle.heads import head_digest, target_table
@@ -28,14 +28,14 @@ _EMBEDDING, _OUTPUT = "embed_tokens.weight", "lm_head.weight"
 class DrafterLimits:
     """Sizes of a drafter, each for one head.
 
-    max_num_requests: with rows in the cache. max_num_rows: of one pass, mask rows included. max_depth: K_max; None for
-    what the head was trained for. cache_gib: memory of the keys and values. block_size: positions of a cache block.
-    max_context: positions that a request may reach; None for what the head's config.json says.
+    max_num_requests: with rows in the cache. max_num_rows: of one pass, mask rows included. max_draft_tokens: K_max;
+    None for what the head was trained for. cache_gib: memory of the keys and values. block_size: positions of a cache
+    block. max_context: positions that a request may reach; None for what the head's config.json says.
     """
 
     max_num_requests: int = 256
     max_num_rows: int = 8192
-    max_depth: int | None = None
+    max_draft_tokens: int | None = None
     cache_gib: float = 1.0
     block_size: int = 16
     max_context: int | None = None
@@ -86,11 +86,11 @@ def load_served_head(
     """
     drafter = load_runtime_head(head_dir, target_dir, device, dtype)
     config = drafter.config
-    max_depth = limits.max_depth or config.num_depths
+    max_draft_tokens = limits.max_draft_tokens or config.num_depths
     max_context = limits.max_context or config.max_position_embeddings
     block_bytes = cache_bytes_per_block(config, limits.block_size, dtype)
     num_blocks = int(limits.cache_gib * _GIB) // block_bytes
-    if (needed := -(-(max_context + max_depth) // limits.block_size)) > num_blocks:
+    if (needed := -(-(max_context + max_draft_tokens) // limits.block_size)) > num_blocks:
         raise ValueError(
             f"cache_gib = {limits.cache_gib} holds {num_blocks} blocks of {limits.block_size} positions, one request "
             f"of max_context = {max_context} takes {needed}: give {needed * block_bytes / _GIB:.3g} GiB, or a smaller "
@@ -98,15 +98,17 @@ def load_served_head(
         )
     parallel_pass = ParallelPass(
         drafter,
+        limits=PassLimits(
+            max_num_requests=limits.max_num_requests,
+            max_num_rows=limits.max_num_rows,
+            max_blocks=needed,
+            num_blocks=num_blocks,
+            block_size=limits.block_size,
+            max_draft_tokens=max_draft_tokens,
+        ),
         digest=head_digest(Path(head_dir)),
-        max_num_requests=limits.max_num_requests,
-        max_num_rows=limits.max_num_rows,
-        num_blocks=num_blocks,
-        block_size=limits.block_size,
-        max_depth=max_depth,
         device=device,
         dtype=dtype,
-        max_context=max_context + max_depth,
     )
     parallel_pass.warm_up()
     if parallel_pass.device.type == "cuda":
@@ -121,6 +123,6 @@ def load_served_head(
         dtype=str(dtype).removeprefix("torch."),
         vocab_size=config.vocab_size,
         aux_layer_ids=layer_ids,
-        max_depth=max_depth,
+        max_draft_tokens=max_draft_tokens,
     )
     return parallel_pass, served

@@ -207,7 +207,7 @@ class _Layout:
             integers=self.array(torch.int32, 2 * num_requests + num_rows),
             payload_RH=self.view(shape.torch_dtype, num_rows, shape.hidden_size, align_bytes=_PAGE_BYTES),
             ready=self.array(torch.int64, 1),
-            drafts_BK=self.array(torch.int32, num_requests, shape.max_depth),
+            drafts_BK=self.array(torch.int32, num_requests, shape.max_draft_tokens),
             service_ns=self.array(torch.int64, 1),
             done=self.array(torch.int64, 1),
             outcome=self.array(torch.int64, 2),
@@ -320,7 +320,7 @@ class Ring:
         return step
 
     def write_drafts(self, number: int, drafts_BK: Int32Array, service_ns: int) -> None:
-        """Drafts of a step, [B, max_depth] as they travel; then `done`."""
+        """Drafts of a step, [B, max_draft_tokens] as they travel; then `done`."""
         slot = self.slot(number)
         slot.drafts_BK[: len(drafts_BK)] = drafts_BK
         slot.service_ns[0] = service_ns
@@ -360,8 +360,8 @@ class Ring:
             error = torch.cuda.cudart().cudaHostRegister(base.data_ptr(), base.nbytes, portable_and_mapped)
             torch.cuda.check_error(error)
             if will_wait:
-                ids_1K = torch.zeros(1, self.shape.max_depth, dtype=torch.int64, device=device)
-                publish_step(self.slot(0), 0, ids_1K[0, :0].int())
+                ids_1K = torch.zeros(1, self.shape.max_draft_tokens, dtype=torch.int64, device=device)
+                publish_step(self.slot(0), 0, ids_1K[0].int())
                 self.enqueue_wait(0, 0.0, ids_1K, ids_1K.float())
                 torch.cuda.current_stream().synchronize()
                 self.slot(0).outcome[:] = 0

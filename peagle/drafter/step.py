@@ -53,7 +53,11 @@ def check_descriptor(descriptor: StepDescriptor, shape: TargetShape) -> None:
     num_rows, num_requests = descriptor.num_rows, descriptor.num_requests
     if not 0 <= num_rows <= shape.max_num_rows:
         raise ValueError(f"num_rows = {num_rows} is outside 0 .. {shape.max_num_rows}")
-    limits = {"slots_B": shape.max_num_requests - 1, "heads_B": MAX_NUM_HEADS - 1, "depth_B": shape.max_depth}
+    limits = {
+        "slots_B": shape.max_num_requests - 1,
+        "heads_B": MAX_NUM_HEADS - 1,
+        "num_drafts_B": shape.max_draft_tokens,
+    }
     for name, high in {**limits, "row_offset_B": num_rows}.items():
         column_B: Int32Array = getattr(descriptor, name)
         if len(column_B) != num_requests:
@@ -72,7 +76,7 @@ def check_descriptor(descriptor: StepDescriptor, shape: TargetShape) -> None:
 def check_tensors(step: Step, shape: TargetShape) -> None:
     """As `check_descriptor`, of the rest of a step whose descriptor fits."""
     descriptor, num_rows = step.descriptor, len(step.next_tokens_R)
-    check_range("start_B", step.start_B, 2**31 - 1 - shape.max_num_rows - shape.max_depth)
+    check_range("start_B", step.start_B, 2**31 - 1 - shape.max_num_rows - shape.max_draft_tokens)
     check_range("num_valid_B", step.num_valid_B, num_rows)
     if (descriptor.row_offset_B + step.num_valid_B > num_rows).any():
         raise ValueError(f"row_offset_B + num_valid_B reaches beyond the {num_rows} rows of the step")

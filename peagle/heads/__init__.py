@@ -8,7 +8,6 @@ Importing this module loads neither torch nor vLLM.
 """
 
 import hashlib
-import json
 import logging
 import shutil
 from collections.abc import Collection, Mapping
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from peagle.checkpoint import TARGET_TENSORS, check_head, is_plain, read_tensor_specs, tables_left_out, weight_files
-from peagle.config import DrafterConfig, HeadError, is_vllms_own, read_json
+from peagle.config import DrafterConfig, HeadError, read_json
 from peagle.store import Report, cache_root, is_intact, prepare_directory, sha256_of, write_bytes
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_JOIN = 1  # raise it when the files of a prepared head change: the cache then builds a fresh directory
+_JOIN = 2  # raise it when the files of a prepared head change: the cache then builds a fresh directory
 
 
 def shipped_heads() -> dict[str, Path]:
@@ -132,9 +131,10 @@ def prepare_head(
     num_bytes += sum(table.nbytes for table in tables.values())
 
     def build(directory: Path) -> None:
+        from peagle.checkpoint import save_head
+
         report(f"writing the head {head_dir.name} in vLLM's form, tables of the target in it: {len(tables)}")
-        _join(head_dir, tables, directory)
-        check_head(directory, target)
+        save_head(directory, *_plain(head_dir, tables))
 
     root = cache_root(cache_dir) / "heads"
     return prepare_directory(root, f"{head_dir.name}-{key}", num_bytes, build, verify=verify, report=report)
@@ -195,19 +195,12 @@ def _join_key(head_dir: Path, tables: "dict[str, torch.Tensor]") -> str:
     return digest.hexdigest()[:10]
 
 
-def _join(head_dir: Path, tables: "dict[str, torch.Tensor]", directory: Path) -> None:
-    """Write the plain head made from the one in `head_dir` into `directory`."""
-    from safetensors.torch import save
-
+def _plain(head_dir: Path, tables: "dict[str, torch.Tensor]") -> "tuple[DrafterConfig, dict[str, torch.Tensor]]":
+    """Configuration and tensors of the plain head that the one in `head_dir` makes with the target's tables."""
     from peagle.checkpoint import load_head, with_tables
 
     config, tensors = load_head(head_dir)
-    tensors = with_tables(config, tensors, tables.get("embed_tokens.weight"), tables.get("lm_head.weight"))
-    written = (head_dir / "config.json").read_bytes()
-    if not is_vllms_own(json.loads(written)):
-        written = (json.dumps(config.to_dict(), indent=2) + "\n").encode()
-    write_bytes(directory / "config.json", written)
-    write_bytes(directory / "model.safetensors", save(tensors, metadata={"format": "pt"}))
+    return config, with_tables(config, tensors, tables.get("embed_tokens.weight"), tables.get("lm_head.weight"))
 
 
 def convert(
@@ -220,16 +213,13 @@ def convert(
     Raises HeadError as `load_head`, and for tables that are not there, before anything is written, and OSError when the
     disk is full.
     """
-    from peagle.checkpoint import load_head, save_head, with_tables, without_tables
+    from peagle.checkpoint import load_head, save_head, without_tables
 
     source_dir, target_dir = Path(source_dir), None if target_dir is None else Path(target_dir)
-    config, tensors = load_head(source_dir)
-    if target_dir is not None:
-        check_head(source_dir, read_json(target_dir / "config.json", "target"))
-    tables = _needed_tables(source_dir, config, target_dir) if has_tables else {}
+    config = check_head(source_dir, None if target_dir is None else read_json(target_dir / "config.json", "target"))
     if has_tables:
-        tensors = with_tables(config, tensors, tables.get("embed_tokens.weight"), tables.get("lm_head.weight"))
+        config, tensors = _plain(source_dir, _needed_tables(source_dir, config, target_dir))
     else:
-        tensors = without_tables(config, tensors)
+        tensors = without_tables(config, load_head(source_dir)[1])
     save_head(out_dir, config, tensors)
     return config, len(tensors), [name for name in TARGET_TENSORS if name in read_tensor_specs(source_dir)]

@@ -89,7 +89,7 @@ class RequestSlots:
 class EngineStep:
     """A step of the engine after sampling. Tensors may be known to the device only.
 
-    requests: all that the engine has, by id. wanted_B: whether the drafter needs the request's rows. prompt_of: token
+    requests: all that the engine has, by id. wanted_B: whether the drafter needs the request's rows. read_prompt: token
     ids of the positions 0 .. start of a request of the batch that starts or comes back, empty if not known.
     start_B, num_valid_B: int32, position of each request's first row, and how many of its rows stay, its first ones.
     next_tokens_R: int32, the token after each row. The rows of request b begin at row_offset_B[b]; the first
@@ -101,11 +101,11 @@ class EngineStep:
     request_ids: Sequence[str]
     requests: Mapping[str, object]
     heads_B: Int32Array
-    depth_B: Int32Array
+    num_drafts_B: Int32Array
     wanted_B: npt.NDArray[np.bool_]
     row_offset_B: Int32Array
     num_sent_B: Int32Array
-    prompt_of: Callable[[int], Int32Array]
+    read_prompt: Callable[[int], Int32Array]
     start_B: Tensor
     num_valid_B: Tensor
     next_tokens_R: Tensor
@@ -144,10 +144,10 @@ class StepSender:
         sent = []
         for link, places in groups:
             members_M = wanted[places]
-            prompts = {int(change.slots_B[i]): step.prompt_of(i) for i in change.new if i in members_M}
+            prompts = {int(change.slots_B[i]): step.read_prompt(i) for i in change.new if i in members_M}
             place = None if len(members_M) == len(step.request_ids) else _upload(members_M, self.device)
             one = SentStep(link, members_M, place, change.slots_B[members_M])
-            if self._send(one, step, prompts) and step.depth_B[members_M].any():
+            if self._send(one, step, prompts) and step.num_drafts_B[members_M].any():
                 sent.append(one)
         return sent
 
@@ -161,7 +161,7 @@ class StepSender:
         descriptor = StepDescriptor(
             slots_B=one.slots_M,
             heads_B=heads_M,
-            depth_B=step.depth_B[one.members_M],
+            num_drafts_B=step.num_drafts_B[one.members_M],
             row_offset_B=offset_M,
             num_rows=num_rows,
             prompts=dict(prompts),
@@ -179,7 +179,7 @@ class StepSender:
 
     def wait_host(self, sent: Sequence[SentStep], num_requests: int) -> Int32Array:
         """Drafts [B, K] of the host, -1 where there are none; waits no longer than the links' deadlines."""
-        drafts_BK = np.full((num_requests, self.shape.max_depth), NO_DRAFT, dtype=np.int32)
+        drafts_BK = np.full((num_requests, self.shape.max_draft_tokens), NO_DRAFT, dtype=np.int32)
         for one in sent:
             if (drafts_MK := one.link.wait()) is not None:
                 drafts_BK[one.members_M] = drafts_MK
@@ -201,7 +201,7 @@ class StepSender:
 
     def _no_drafts(self, num_requests: int) -> tuple[Tensor, Tensor]:
         """As `enqueue_wait`."""
-        drafts_BK = torch.zeros(num_requests, self.shape.max_depth, dtype=torch.int64, device=self.device)
+        drafts_BK = torch.zeros(num_requests, self.shape.max_draft_tokens, dtype=torch.int64, device=self.device)
         return drafts_BK, torch.zeros_like(drafts_BK, dtype=torch.float32)
 
     def num_drafts(self, sent: Sequence[SentStep], num_requests: int) -> list[int]:
@@ -210,7 +210,7 @@ class StepSender:
         num_drafts_B = np.zeros(num_requests, dtype=np.int32)
         for one in sent:
             num_drafts_B[one.members_M] = one.link.has_drafts(one.slots_M)
-        counts: list[int] = (num_drafts_B * self.shape.max_depth).tolist()
+        counts: list[int] = (num_drafts_B * self.shape.max_draft_tokens).tolist()
         return counts
 
     def report(self) -> dict[str, Any]:
@@ -275,7 +275,7 @@ def make_sender(config: Any, device: torch.device) -> StepSender:
     shape = TargetShape(
         hidden_size=about["hidden_size"],
         dtype=cast(DtypeName, str(model.dtype).removeprefix("torch.")),
-        max_depth=config.speculative_config.num_speculative_tokens,
+        max_draft_tokens=config.speculative_config.num_speculative_tokens,
         max_num_requests=scheduler.max_num_seqs,
         max_num_rows=scheduler.max_num_batched_tokens,
         vocab_size=model.get_vocab_size(),

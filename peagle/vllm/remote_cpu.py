@@ -122,25 +122,25 @@ class RemoteDrafts(Runner):
         ]
         k_max = self.num_spec_tokens
         k_B = np.array([drafts_wanted(request.sampling_params, k_max) for request in requests], dtype=np.int32)
-        depth_B = k_B if read_plan(scheduled).limit_drafts_ahead(k_max) else np.zeros_like(k_B)
+        num_drafts_B = k_B if read_plan(scheduled).limit_drafts_ahead(k_max) else np.zeros_like(k_B)
         is_prompt_B = batch.num_computed_tokens_cpu[:num_requests] < batch.num_prompt_tokens[:num_requests]
         return EngineStep(
             request_ids=batch.req_ids,
             requests=self.requests,
             heads_B=np.array(heads, dtype=np.int32),
-            depth_B=np.where(self.discard_request_mask.np[:num_requests], 0, depth_B).astype(np.int32),
+            num_drafts_B=np.where(self.discard_request_mask.np[:num_requests], 0, num_drafts_B).astype(np.int32),
             # A request with K = 0 never drafts; its prompt may serve another one from the drafter's cache.
             wanted_B=(k_B > 0) | is_prompt_B,
             row_offset_B=self.query_start_loc.np[:num_requests].astype(np.int32),
             num_sent_B=num_valid_B.numpy(),
-            prompt_of=self._prompt_of,
+            read_prompt=self._read_prompt,
             start_B=self.num_computed_tokens[:num_requests],
             num_valid_B=num_valid_B,
             next_tokens_R=next_tokens_R,
             aux=aux,
         )
 
-    def _prompt_of(self, index: int) -> Int32Array:
+    def _read_prompt(self, index: int) -> Int32Array:
         """Token ids of the positions 0 .. start of a request that starts or comes back in this step."""
         num_tokens = int(self.input_batch.num_computed_tokens_cpu[index]) + 1
         token_ids: Int32Array = self.input_batch.token_ids_cpu[index, :num_tokens].astype(np.int32)

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -54,17 +53,11 @@ class RemoteSpeculator(BaseSpeculator):
     _is_choice = False
     """The next step may choose among the drafts of this one."""
 
-    def __init__(self, config: VllmConfig, device: torch.device) -> None:
-        """Raises ValueError for settings that do not go with a remote drafter; the message names them."""
-        check_config(config)
-        if not config.scheduler_config.async_scheduling:
-            raise ValueError("a remote drafter on a GPU needs async_scheduling: leave it on")
-        self.sender: StepSender | None = None  # None on ranks that do not send
-        if get_tp_group().rank_in_group == 0:
-            self.sender = make_sender(config, device)
-        self._device, self._k_max = device, config.num_speculative_tokens
+    def __init__(self, sender: StepSender | None, max_requests: int, k_max: int, device: torch.device) -> None:
+        """sender: None on ranks that do not send."""
+        self.sender, self._device, self._k_max = sender, device, k_max
         self._known: dict[str, _Known] = {}
-        self.chances = Chances(config.scheduler_config.max_num_seqs, self._k_max, device)
+        self.chances = Chances(max_requests, k_max, device)
         self._num_ahead = self._k_max
         self.num_drafts: dict[str, int] = {}
         """By request that the last step wanted drafts for: how many will come, as far as the last answers say."""
@@ -126,7 +119,7 @@ class RemoteSpeculator(BaseSpeculator):
             drafts_BK, chance_BK = self.sender.enqueue_wait(sent, num_requests)
             if self._is_choice:
                 self.chances.record(chance_BK, input_batch.idx_mapping, self._num_ahead)
-            asked = zip(step.request_ids, step.depth_B, self.sender.num_drafts(sent, num_requests), strict=True)
+            asked = zip(step.request_ids, step.num_drafts_B, self.sender.num_drafts(sent, num_requests), strict=True)
             self.num_drafts = {request_id: count for request_id, depth, count in asked if depth}
         if get_tp_group().world_size > 1:
             drafts_BK = get_tp_group().broadcast(drafts_BK, src=0)
@@ -147,7 +140,7 @@ class RemoteSpeculator(BaseSpeculator):
         k_B = np.array([request.depth for request in known], dtype=np.int32)
         ends_B = batch.num_computed_tokens_np + lengths_B
 
-        def prompt_of(index: int) -> Int32Array:
+        def read_prompt(index: int) -> Int32Array:
             tokens = known[index].tokens[: int(batch.num_computed_tokens_np[index]) + 1]
             return np.array(tokens, dtype=np.int32)
 
@@ -155,12 +148,12 @@ class RemoteSpeculator(BaseSpeculator):
             request_ids=batch.req_ids,
             requests=self._known,
             heads_B=np.array([request.head for request in known], dtype=np.int32),
-            depth_B=(np.minimum(k_B, self._num_ahead) * (ends_B >= batch.prefill_len_np)).astype(np.int32),
+            num_drafts_B=(np.minimum(k_B, self._num_ahead) * (ends_B >= batch.prefill_len_np)).astype(np.int32),
             # A request with K = 0 never drafts; its prompt may serve another one from the drafter's cache.
             wanted_B=(k_B > 0) | batch.is_prefilling_np,
             row_offset_B=(np.cumsum(lengths_B) - lengths_B).astype(np.int32),
             num_sent_B=lengths_B,
-            prompt_of=prompt_of,
+            read_prompt=read_prompt,
             start_B=start_B,
             num_valid_B=num_valid_B,
             next_tokens_R=next_tokens_R,
@@ -174,8 +167,14 @@ class RemoteV2Worker(RemoteControl, V2Worker):
     as without speculation."""
 
     def make_speculator(self) -> RemoteSpeculator:
-        assert self.device is not None
-        return RemoteSpeculator(self.vllm_config, self.device)
+        """Raises ValueError for settings that do not go with a remote drafter; the message names them."""
+        config, device = self.vllm_config, self.device
+        assert device is not None
+        check_config(config)
+        if not config.scheduler_config.async_scheduling:
+            raise ValueError("a remote drafter on a GPU needs async_scheduling: leave it on")
+        sender = make_sender(config, device) if get_tp_group().rank_in_group == 0 else None
+        return RemoteSpeculator(sender, config.scheduler_config.max_num_seqs, config.num_speculative_tokens, device)
 
     def _make_model_runner(self) -> Any:
         runner = super()._make_model_runner()

@@ -54,4 +54,4 @@ def test_stock_vllm_drafts_as_the_reference_does(tmp_path: Path, kind: str) -> N
     num_compared, num_equal, num_ties = compare(run, lambda session, ids, aux: session.propose(ids, aux, NUM_DRAFTS))
     assert num_equal == num_compared > 50
     assert num_ties < num_compared / 10
-    assert len({tuple(one["draft_token_ids"]) for one in records}) > len(records) / 2, "they say nothing"
+    assert len({tuple(one["draft_token_ids"]) for one in records}) > 5, "they say nothing"

@@ -24,11 +24,8 @@ NUM_PLACES, PROMPT_TOKENS, LONGEST = SHAPE.max_num_requests, (1, 14), 60
 
 
 def make_speculator(pool: Any) -> Any:
-    one, cpu = object.__new__(remote_speculator.RemoteSpeculator), torch.device("cpu")
-    one.sender = remote_speculator.StepSender(pool, SHAPE, cpu)
-    one.chances = remote_speculator.Chances(NUM_PLACES, MAX_DEPTH, cpu)
-    one._device, one._k_max, one._num_ahead, one._known, one.num_drafts = torch.device("cpu"), MAX_DEPTH, 0, {}, {}
-    return one
+    sender = remote_speculator.StepSender(pool, SHAPE, cpu := torch.device("cpu"))
+    return remote_speculator.RemoteSpeculator(sender, NUM_PLACES, MAX_DEPTH, cpu)
 
 
 class Request:
@@ -44,7 +41,7 @@ class Request:
         return SimpleNamespace(req_id=self.id, sampling_params=params, prefill_token_ids=self.tokens[: self.num_prompt])
 
 
-def step(one: Any, requests: list[Request], draw: random.Random) -> list[tuple[Request, int, list[int]]]:
+def step(one: Any, requests: list[Request], ahead: int, draw: random.Random) -> list[tuple[Request, int, list[int]]]:
     """One step of these requests: each with what it wanted of drafts, and what came. In some steps the GPU chose which
     drafts are verified: the host knows how many all are, and of each request the most."""
     is_chosen, most = draw.random() < 0.5, []
@@ -88,9 +85,7 @@ def step(one: Any, requests: list[Request], draw: random.Random) -> list[tuple[R
     num_sampled = torch.tensor([0 if unfinished else 1 for unfinished in is_unfinished], dtype=torch.int32)
     num_rejected, aux = torch.tensor(rejected, dtype=torch.int32), list(torch.cat(taps).chunk(3, dim=-1))
     found = one.propose(batch, None, None, aux[0], aux, num_sampled, num_rejected, last, prefill, None, None)
-    wanted = [
-        0 if no_draft else min(r.max_k, one._num_ahead) for r, no_draft in zip(requests, is_unfinished, strict=True)
-    ]
+    wanted = [0 if no_draft else min(r.max_k, ahead) for r, no_draft in zip(requests, is_unfinished, strict=True)]
     assert set(one.num_drafts) == {r.id for r, depth in zip(requests, wanted, strict=True) if depth}
     return list(zip(requests, wanted, found.tolist(), strict=True))
 
@@ -121,7 +116,7 @@ def test_drafts_are_the_reference_s(monkeypatch: pytest.MonkeyPatch) -> None:
             draw.shuffle(live)
             if not live:
                 continue
-            for request, depth, drafts in step(one, live, draw):
+            for request, depth, drafts in step(one, live, ahead, draw):
                 chance_K, found_K = torch.zeros(ahead), one.chances.chance_SK[request.place]
                 if depth:
                     expected = proposed(0, request.tokens, 0, request.computed, depth)

@@ -64,18 +64,20 @@ def tensors(requests: list[Given], block_size: int, dtype: torch.dtype = torch.i
     num_blocks = 192 // block_size
     table_BN = torch.randperm(len(requests) * num_blocks, generator=generator).view(-1, num_blocks).to(dtype)
     columns = [[getattr(request, name) for request in requests] for name in ("start", "num_valid", "depth")]
-    start_B, num_valid_B, depth_B = (torch.tensor(column, dtype=dtype) for column in columns)
-    made = [start_B, num_valid_B, torch.tensor(offsets, dtype=dtype), depth_B, next_tokens_R, table_BN]
+    start_B, num_valid_B, num_drafts_B = (torch.tensor(column, dtype=dtype) for column in columns)
+    made = [start_B, num_valid_B, torch.tensor(offsets, dtype=dtype), num_drafts_B, next_tokens_R, table_BN]
     return [tensor.to(DEVICE) for tensor in made]
 
 
-def by_loop(requests: list[Given], arguments: list[Tensor], block_size: int, max_depth: int, num_rows: int) -> Rows:
+def by_loop(
+    requests: list[Given], arguments: list[Tensor], block_size: int, max_draft_tokens: int, num_rows: int
+) -> Rows:
     """The definition, request by request and row by row."""
     offsets, next_tokens, table = (arguments[index].tolist() for index in (2, 4, 5))
     found: list[tuple[int, int, int, int]] = []
     first, samples, context = [0], [], []
     for index, request in enumerate(requests):
-        depth = min(request.depth, max_depth) if request.num_valid else 0
+        depth = min(request.depth, max_draft_tokens) if request.num_valid else 0
         positions = range(request.start, request.start + request.num_valid + max(depth - 1, 0))
         base = len(found)
         for number, position in enumerate(positions):
@@ -87,12 +89,12 @@ def by_loop(requests: list[Given], arguments: list[Tensor], block_size: int, max
         first.append(len(found))
         context.append(positions.stop)
         sampled = [base + request.num_valid - 1 + number for number in range(depth)]
-        samples.append(sampled + [-1] * (max_depth - depth))
+        samples.append(sampled + [-1] * (max_draft_tokens - depth))
     found += [(0, 0, -1, -1)] * (num_rows - len(found))
     columns = torch.tensor(found, dtype=torch.int64).view(-1, 4).unbind(1)
     return Rows(
         *columns,
-        torch.tensor(samples, dtype=torch.int64).view(-1, max_depth),
+        torch.tensor(samples, dtype=torch.int64).view(-1, max_draft_tokens),
         torch.tensor(first),
         torch.tensor(context),
     )
@@ -111,7 +113,7 @@ def test_kernel_lays_rows_out_as_the_definition(name: str, block_size: int, padd
     requests = CASES[name]
     arguments = tensors(requests, block_size)
     num_rows = len(by_loop(requests, arguments, block_size, 7, 0).token_ids_N) + padding
-    found = build_rows(*arguments, block_size=block_size, mask_token_id=MASK, max_depth=7, num_rows=num_rows)
+    found = build_rows(*arguments, block_size=block_size, mask_token_id=MASK, max_draft_tokens=7, num_rows=num_rows)
     assert_same(found, by_loop(requests, arguments, block_size, 7, num_rows))
 
 
@@ -121,7 +123,7 @@ def test_twin_lays_rows_out_as_the_definition(name: str, dtype: torch.dtype) -> 
     requests = CASES[name]
     arguments = tensors(requests, 16, dtype)
     num_rows = len(by_loop(requests, arguments, 16, 7, 0).token_ids_N) + 5
-    found = twin(build_rows)(*arguments, block_size=16, mask_token_id=MASK, max_depth=7, num_rows=num_rows)
+    found = twin(build_rows)(*arguments, block_size=16, mask_token_id=MASK, max_draft_tokens=7, num_rows=num_rows)
     assert_same(found, by_loop(requests, arguments, 16, 7, num_rows))
 
 
@@ -136,8 +138,8 @@ def test_kernel_equals_twin_on_random_batches(num_requests: int) -> None:
     options = dict(block_size=16, mask_token_id=MASK)
     # The last size is too small for all rows: those beyond it are left out of everything.
     for num_rows in (10 * num_requests, 2 * num_requests):
-        found = build_rows(*arguments, max_depth=5, num_rows=num_rows, **options)
-        assert_same(found, twin(build_rows)(*arguments, max_depth=5, num_rows=num_rows, **options))
+        found = build_rows(*arguments, max_draft_tokens=5, num_rows=num_rows, **options)
+        assert_same(found, twin(build_rows)(*arguments, max_draft_tokens=5, num_rows=num_rows, **options))
 
 
 @needs_kernel
@@ -171,7 +173,7 @@ def test_a_captured_launch_follows_batches_that_change_on_the_device() -> None:
     addresses_R = payload_RH.data_ptr() + 4 * 576 * torch.arange(len(payload_RH), device=DEVICE)
 
     def run() -> Rows:
-        rows = build_rows(*given, max_depth=7, num_rows=64, **options)
+        rows = build_rows(*given, max_draft_tokens=7, num_rows=64, **options)
         place_hidden(addresses_R, rows.sources_N, mask_H, hidden)
         return rows
 

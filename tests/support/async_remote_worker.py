@@ -37,7 +37,9 @@ class AsyncRemoteRunner(RemoteCPURunner):
         if self.remote is not None:
             answers_BK = self.remote.wait_host(self._sent, num_requests)
             drafts_BK = torch.from_numpy(np.maximum(answers_BK, 0))
-            counts = zip(self.input_batch.req_ids, self.step.depth_B, (answers_BK != NO_DRAFT).sum(axis=1), strict=True)
+            counts = zip(
+                self.input_batch.req_ids, self.step.num_drafts_B, (answers_BK != NO_DRAFT).sum(axis=1), strict=True
+            )
             self.num_drafts = {request_id: int(count) for request_id, depth, count in counts if depth}
         self._sent = []
         if get_tp_group().world_size > 1:

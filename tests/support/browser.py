@@ -82,7 +82,7 @@ class Tab:
 
 
 @contextmanager
-def browser(*, is_dark: bool = False) -> Iterator[Tab]:
+def browser() -> Iterator[Tab]:
     """A tab of a fresh browser. Skips the test where none is installed."""
     binary = next(filter(None, map(shutil.which, BINARIES)), None)
     if binary is None:
@@ -103,8 +103,6 @@ def browser(*, is_dark: bool = False) -> Iterator[Tab]:
             (address,) = [tab["webSocketDebuggerUrl"] for tab in tabs if tab["type"] == "page"]
             with connect(address, max_size=None, proxy=None) as connection:
                 tab = Tab(connection)
-                scheme = "dark" if is_dark else "light"
-                tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
                 yield tab
         finally:
             running.terminate()

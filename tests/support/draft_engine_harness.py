@@ -21,7 +21,7 @@ from peagle.draft import Drafts, DraftSession
 from peagle.drafter.drafts import token_ids
 from peagle.drafter.engine import DraftEngine
 from peagle.drafter.kvcache import NO_ROW
-from peagle.drafter.parallel_pass import ParallelPass
+from peagle.drafter.parallel_pass import ParallelPass, PassLimits
 from peagle.drafter.protocol import Int32Array, StepDescriptor, TargetShape
 from peagle.drafter.step import Step, check_descriptor, check_tensors
 from peagle.model import Drafter
@@ -39,10 +39,11 @@ def drafter_of(head: int) -> Drafter:
 
 
 def head_runtime(head: int, **limits: int) -> ParallelPass:
-    sizes = dict(max_num_requests=16, max_num_rows=200, num_blocks=600, block_size=BLOCK, max_depth=MAX_DEPTH)
-    settings = {**sizes, **limits}
+    sizes = dict(max_num_requests=16, max_num_rows=200, num_blocks=600, block_size=BLOCK, max_draft_tokens=MAX_DEPTH)
+    sizes |= limits
+    sizes["max_blocks"] = min(sizes["num_blocks"], 200 // BLOCK)
     return ParallelPass(
-        drafter_of(head), digest=f"digest{head}", **settings, device="cpu", dtype=torch.float64, max_context=200,
+        drafter_of(head), limits=PassLimits(**sizes), digest=f"digest{head}", device="cpu", dtype=torch.float64,
         with_chances=True,
     )  # fmt: skip
 
@@ -142,7 +143,7 @@ def target_step(
     descriptor = StepDescriptor(
         slots_B=column(list(work)),
         heads_B=column([rows.request.head for rows in work.values()]),
-        depth_B=column([rows.depth for rows in work.values()]),
+        num_drafts_B=column([rows.depth for rows in work.values()]),
         row_offset_B=column(offsets),
         num_rows=num_rows,
         prompts=dict(prompts or {}),
@@ -179,16 +180,16 @@ def num_requests(engine: DraftEngine) -> int:
 def check_answer(engine: DraftEngine, session: int, work: Mapping[int, Rows], answer_BK: Int32Array) -> int:
     """Every request got the drafts of the rows that the engine says it holds. Returns how many got none."""
     num_refused = 0
-    assert answer_BK.shape == (len(work), engine.max_depth)
+    assert answer_BK.shape == (len(work), engine.max_draft_tokens)
     for (slot, rows), drafts_K in zip(work.items(), token_ids(answer_BK).tolist(), strict=True):
         end, cached = rows.start + rows.num_valid, cached_range(engine, session, slot)
         if cached is None:
-            assert drafts_K == [-1] * engine.max_depth
+            assert drafts_K == [-1] * engine.max_draft_tokens
             num_refused += 1
             continue
         assert cached[1] == end
         wanted = []
         if rows.num_valid and rows.depth:
             wanted = expected_drafts(rows.request.head, rows.request.tokens, cached[0], end, rows.depth)
-        assert drafts_K == wanted + [-1] * (engine.max_depth - len(wanted))
+        assert drafts_K == wanted + [-1] * (engine.max_draft_tokens - len(wanted))
     return num_refused

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from peagle.config import DrafterConfig, Llama3Rope
 from peagle.draft import DraftSession
-from peagle.drafter.parallel_pass import ParallelPass, PassBatch, row_addresses
+from peagle.drafter.parallel_pass import ParallelPass, PassBatch, PassLimits, row_addresses
 from peagle.drafter.serving import input_projection
 from peagle.model import Drafter
 from tests.unit.peagle.test_draft import CONFIG
@@ -60,13 +60,19 @@ class Requests:
         self.drafter, self.projection = drafter, input_projection(drafter)
         self.payloads: list[Tensor] = []  # a batch names addresses in them
 
-    def new_pass(self, device: str = "cpu", dtype: torch.dtype | None = None, **settings: object) -> ParallelPass:
-        limits = {"max_num_requests": len(self.tokens), "max_num_rows": 256, "max_depth": MAX_DEPTH}
-        return ParallelPass(
-            self.drafter, digest="", num_blocks=self.num_blocks, block_size=BLOCK_SIZE, device=device,
-            dtype=dtype or self.drafter.fc.weight.dtype, max_context=BLOCK_SIZE * BLOCKS_PER_REQUEST,
-            **(limits | settings),  # type: ignore[arg-type]
+    def new_pass(
+        self,
+        device: str = "cpu",
+        dtype: torch.dtype | None = None,
+        max_num_requests: int | None = None,
+        **settings: Any,
+    ) -> ParallelPass:
+        limits = PassLimits(
+            max_num_requests=max_num_requests or len(self.tokens), max_num_rows=256, max_draft_tokens=MAX_DEPTH,
+            max_blocks=min(self.num_blocks, BLOCKS_PER_REQUEST), num_blocks=self.num_blocks, block_size=BLOCK_SIZE,
         )  # fmt: skip
+        dtype = dtype or self.drafter.fc.weight.dtype
+        return ParallelPass(self.drafter, limits=limits, digest="", device=device, dtype=dtype, **settings)
 
     def rows(self, step: Step) -> tuple[Tensor, Tensor]:
         """Next tokens [n] and auxiliary hidden states [n, C * S] of a step."""
@@ -102,7 +108,7 @@ class Requests:
             start_B=np.array([step.start for step in steps], np.int32),
             num_valid_B=np.array([step.num_valid for step in steps], np.int32),
             row_offset_B=np.array(offsets, np.int32),
-            depth_B=np.array([step.depth for step in steps], np.int32),
+            num_drafts_B=np.array([step.depth for step in steps], np.int32),
             cache_start_B=self.cache_start[requests],
             next_tokens_R=torch.cat(tokens).long().numpy(),
             addresses_R=row_addresses(hidden_RH),

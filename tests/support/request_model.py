@@ -79,8 +79,8 @@ class Model:
         num_masks = max(depth - 1, 0) if num_valid else 0
         for position in range(start, start + num_valid + num_masks):
             block = int(self.table.blocks_CN[row, position // BLOCK])
-            assert self.pool._num_users_P[block] == 1, f"position {position} is in a block of two requests"
-            assert not self.pool._published_P[block], f"position {position} is in a block that others read"
+            assert self.pool.num_users_P[block] == 1, f"position {position} is in a block of two requests"
+            assert not self.pool.is_published_P[block], f"position {position} is in a block that others read"
             real = position < start + num_valid
             content = (self.table.cache_start_C[row], *request.tokens[: position + 2]) if real else ("mask", row)
             self.contents[block, position % BLOCK] = content
@@ -97,6 +97,6 @@ class Model:
         """Every block is used as often as tables name it, and is free, kept or used."""
         table, users = self.table, np.zeros(self.pool.num_blocks, int)
         for row in np.flatnonzero(table.last_call_C >= 0):
-            np.add.at(users, table.blocks_CN[row, table._first_block_C[row] : table._end_block_C[row]], 1)
-        assert (users == self.pool._num_users_P).all()
+            np.add.at(users, table.blocks_CN[row, table.first_block_C[row] : table.end_block_C[row]], 1)
+        assert (users == self.pool.num_users_P).all()
         assert self.pool.num_available == (users == 0).sum()

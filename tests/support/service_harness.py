@@ -15,7 +15,6 @@ from typing import Any
 
 import httpx
 import openai
-import psutil
 import pytest
 import ray
 import torch
@@ -114,14 +113,6 @@ class Service:
         details = ray.get(_get_global_client()._controller.get_serve_instance_details.remote())
         replicas = details["applications"][APP_NAME]["deployments"][deployment]["replicas"]
         return {int(replica["pid"]) for replica in replicas}
-
-    def niceness(self, deployment: str) -> set[tuple[int, int]]:
-        """Niceness and the kernel's oom_score_adj of the replicas of a deployment, and of every process that they have
-        started, but those that check grammars, which come behind all others on purpose."""
-        replicas = [psutil.Process(pid) for pid in self.processes(deployment)]
-        found = [one for replica in replicas for one in (replica, *replica.children(recursive=True))]
-        found = [one for one in found if "peagle.vllm.grammar_checker" not in one.cmdline()]
-        return {(int(one.nice()), int(Path(f"/proc/{one.pid}/oom_score_adj").read_text())) for one in found}
 
     def drafting(self) -> dict[str, Any]:
         """The document of GET /drafting."""

@@ -28,7 +28,7 @@ from tests.support.draft_engine_harness import CONFIG, MAX_DEPTH, aux_rows, draf
 SHAPE = TargetShape(
     hidden_size=CONFIG.hidden_size,
     dtype="float64",
-    max_depth=MAX_DEPTH,
+    max_draft_tokens=MAX_DEPTH,
     max_num_requests=4,
     max_num_rows=64,
     vocab_size=CONFIG.vocab_size,
@@ -44,7 +44,7 @@ def served_head(head: int, **changes: Any) -> ServedHead:
         "dtype": "float64",
         "vocab_size": CONFIG.vocab_size,
         "aux_layer_ids": CONFIG.aux_layer_ids,
-        "max_depth": MAX_DEPTH,
+        "max_draft_tokens": MAX_DEPTH,
     }
     return ServedHead(**(offered | changes))
 
@@ -197,7 +197,7 @@ class Target:
         descriptor = StepDescriptor(
             slots_B=ints(slots),
             heads_B=ints([head] * len(slots)),
-            depth_B=ints([depth] * len(slots)),
+            num_drafts_B=ints([depth] * len(slots)),
             row_offset_B=ints(range(0, num_rows * len(slots), num_rows)),
             num_rows=len(next_tokens),
             prompts={slot: ints(self.tokens[slot][: self.ends[slot] + 1]) for slot in new},

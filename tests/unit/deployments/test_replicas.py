@@ -147,17 +147,17 @@ def test_the_engine_is_told_addresses_and_digests() -> None:
 def test_a_drafter_is_dropped_when_it_is_missed_for_some_time() -> None:
     links = links_of(list, None)
     stays, goes = drafter_report("r1", "a", address="h:1"), drafter_report("r2", "a", address="h:2")
-    assert links.known([stays, goes]) == [stays, goes]
+    assert links.newest_reports([stays, goes]) == [stays, goes]
     swapped = drafter_report("r1", "b", address="h:1")
     for _ in range(MAX_MISSED_POLLS):
-        assert links.known([swapped]) == [swapped, goes]
-    assert links.known([swapped]) == [swapped]
+        assert links.newest_reports([swapped]) == [swapped, goes]
+    assert links.newest_reports([swapped]) == [swapped]
     for _ in range(MAX_MISSED_POLLS):
-        assert links.known([]) == [swapped]
-    assert links.known([swapped]) == [swapped]
+        assert links.newest_reports([]) == [swapped]
+    assert links.newest_reports([swapped]) == [swapped]
     for _ in range(MAX_MISSED_POLLS):
-        assert links.known([]) == [swapped]
-    assert links.known([]) == []
+        assert links.newest_reports([]) == [swapped]
+    assert links.newest_reports([]) == []
 
 
 def test_heads_change_when_most_drafters_have_changed() -> None:

@@ -142,7 +142,7 @@ def test_a_pass_that_fails_leaves_no_rows_behind(monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("CUDA error: an illegal memory access")
 
     with monkeypatch.context() as patch:
-        patch.setattr(runtime, "_compute", fail)
+        patch.setattr(runtime, "compute", fail)
         with pytest.raises(RuntimeError, match="illegal memory"):
             engine.step([target_step(1, 1, {0: Rows(request, 9, 7, 4)})])
     assert cached_range(engine, 1, 0) == (0, 9)
@@ -151,7 +151,7 @@ def test_a_pass_that_fails_leaves_no_rows_behind(monkeypatch: pytest.MonkeyPatch
 
 
 def test_engines_that_cannot_work_are_refused() -> None:
-    with pytest.raises(ValueError, match="max_num_rows = 3 holds no request that wants max_depth = 4 drafts"):
+    with pytest.raises(ValueError, match="max_num_rows = 3 holds no request that wants max_draft_tokens = 4 drafts"):
         DraftEngine({0: head_runtime(0, max_num_rows=3)})
 
 

@@ -106,7 +106,7 @@ def test_a_drafter_killed_while_it_drafts_releases_the_target_at_once(shared: bo
 
 def has_drafts(pool: LinkPool) -> npt.NDArray[np.bool_]:
     """Of the three requests of its one link."""
-    (link,) = pool._links.values()
+    (link,) = pool.links.values()
     return link.has_drafts(np.arange(3, dtype=np.int32))
 
 
@@ -185,7 +185,7 @@ def test_a_step_that_begins_while_the_connection_ends_is_let_go_at_once() -> Non
     with running(make_server()) as server:
         pool = connected(server.address)
         Target(pool).check_step()
-        (link,) = pool._links.values()
+        (link,) = pool.links.values()
         session = link._session
         assert session is not None
         session.is_late, lock = True, session.lock

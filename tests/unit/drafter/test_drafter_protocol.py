@@ -38,7 +38,9 @@ from tests.support.pass_requests import SWITCHES
 from tests.support.transport_harness import SHAPE as SERVED_SHAPE
 from tests.support.transport_harness import served_head
 
-SHAPE = TargetShape(hidden_size=6, dtype="bfloat16", max_depth=3, max_num_requests=4, max_num_rows=10, vocab_size=100)
+SHAPE = TargetShape(
+    hidden_size=6, dtype="bfloat16", max_draft_tokens=3, max_num_requests=4, max_num_rows=10, vocab_size=100
+)
 
 
 def ints(*values: int) -> Int32Array:
@@ -47,8 +49,8 @@ def ints(*values: int) -> Int32Array:
 
 def step(**changes: Any) -> StepDescriptor:
     made = StepDescriptor(
-        slots_B=ints(2, 0, 3), heads_B=ints(0, 0, 1), depth_B=ints(3, 0, 1), row_offset_B=ints(1, 5, 9), num_rows=10,
-        prompts={0: ints(7, 8), 3: ints()}, finished_slots=(0, 1), number=5,
+        slots_B=ints(2, 0, 3), heads_B=ints(0, 0, 1), num_drafts_B=ints(3, 0, 1), row_offset_B=ints(1, 5, 9),
+        num_rows=10, prompts={0: ints(7, 8), 3: ints()}, finished_slots=(0, 1), number=5,
     )  # fmt: skip
     return msgspec.structs.replace(made, **changes)
 
@@ -82,7 +84,7 @@ def test_a_step_is_the_same_over_tcp_and_only_its_valid_rows_travel() -> None:
     write(ours, step(), [4, 1, 0], [2, 3, 0])
     sent = ours.read_step(5)
     found = carry(sent)
-    for name in ("slots_B", "heads_B", "depth_B", "row_offset_B"):
+    for name in ("slots_B", "heads_B", "num_drafts_B", "row_offset_B"):
         assert getattr(found.descriptor, name).tolist() == getattr(sent.descriptor, name).tolist()
     for name in ("start_B", "num_valid_B", "next_tokens_R"):
         assert getattr(found, name).tolist() == getattr(sent, name).tolist()
@@ -123,7 +125,7 @@ def test_every_step_comes_out_as_it_went_in(requests: list[tuple[int, int, int, 
         ({}, [bytes(12) + b"\x09\x00\x00\x00" * 3 + bytes(40), bytes(324)], "27 valid rows with 324 bytes"),
         ({}, [bytes(12) + b"\xff" * 12 + bytes(40), bytes(60)], "num_valid_B holds -1"),
         ({}, [], "with 0 integers"),
-        ({"depth_B": ints(1, 1)}, [bytes(64)], "depth_B has 2 values for 3 requests"),
+        ({"num_drafts_B": ints(1, 1)}, [bytes(64)], "num_drafts_B has 2 values for 3 requests"),
     ],
 )
 def test_a_step_over_tcp_that_contradicts_itself_is_refused(changes: dict[str, Any], raw: Any, problem: str) -> None:
@@ -150,7 +152,7 @@ def test_a_descriptor_that_cannot_be_read_is_refused(changes: dict[str, Any], pr
     [
         ({"slots_B": ints(2, 2, 3)}, "names a slot twice"),
         ({"slots_B": ints(2, 0, 4)}, r"slots_B holds 0 .. 4, outside 0 .. 3"),
-        ({"depth_B": ints(4, 0, 1)}, "depth_B holds 0 .. 4"),
+        ({"num_drafts_B": ints(4, 0, 1)}, "num_drafts_B holds 0 .. 4"),
         ({"row_offset_B": ints(1, 5, 11)}, "row_offset_B holds 1 .. 11"),
         ({"num_rows": 11}, "num_rows = 11 is outside 0 .. 10"),
         ({"finished_slots": (9,)}, "finished_slots holds 9"),
@@ -186,7 +188,7 @@ def test_a_value_of_the_tensors_that_does_not_fit_is_named(
     [
         ({"dtype": "int8"}, r"Invalid enum value 'int8' - at `\$.shape.dtype`"),
         ({"hidden_size": 0}, r"Expected `int` >= 1 - at `\$.shape.hidden_size`"),
-        ({"max_depth": True}, r"Expected `int`, got `bool` - at `\$.shape.max_depth`"),
+        ({"max_draft_tokens": True}, r"Expected `int`, got `bool` - at `\$.shape.max_draft_tokens`"),
         ({"max_num_rows": 3}, "max_num_rows = 3 is below max_num_requests = 4"),
     ],
 )
@@ -211,7 +213,7 @@ def test_a_hello_comes_out_as_it_went_in() -> None:
         ({"heads": {0: "digest0", 1: "other"}}, "head 1 of the target is other, this drafter has digest0"),
         ({"aux_layer_ids": (1, 2)}, "aux_layer_ids is"),
         ({"shape": dataclasses.replace(SERVED_SHAPE, vocab_size=8)}, "vocab_size is"),
-        ({"shape": dataclasses.replace(SERVED_SHAPE, max_depth=50)}, "asks for up to 50 drafts"),
+        ({"shape": dataclasses.replace(SERVED_SHAPE, max_draft_tokens=50)}, "asks for up to 50 drafts"),
     ],
 )
 def test_a_target_that_does_not_fit_is_refused_by_field(changes: dict[str, Any], reason: str) -> None:

@@ -78,7 +78,7 @@ def stranger(server: DrafterServer) -> Iterator[zmq.Socket[bytes]]:
         ),
         ({"shape": dataclasses.replace(SHAPE, dtype="float32")}, "digest0", "dtype is float64 at the drafter"),
         ({"aux_layer_ids": (0, 1)}, "digest0", "aux_layer_ids is"),
-        ({"shape": dataclasses.replace(SHAPE, max_depth=9)}, "digest0", "up to 9 drafts, this drafter gives 4"),
+        ({"shape": dataclasses.replace(SHAPE, max_draft_tokens=9)}, "digest0", "up to 9 drafts, this drafter gives 4"),
     ],
 )
 def test_a_target_that_does_not_fit_learns_why(settings: dict[str, Any], digest: str, reason: str) -> None:

@@ -21,7 +21,7 @@ from tests.unit.peagle.test_draft import CONFIG, EAGLE3
 
 LIMITS = PassLimits(
     max_num_requests=128, max_num_rows=4096, max_blocks=64, num_blocks=512, block_size=16,
-    max_depth=7, hidden_size=32,
+    max_draft_tokens=7,
 )  # fmt: skip
 
 

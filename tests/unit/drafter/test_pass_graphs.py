@@ -11,8 +11,7 @@ import torch
 
 from peagle.drafter import graphs
 from peagle.drafter.drafts import token_ids
-from peagle.drafter.graphs import NUM_BUFFERS, PER_REQUEST, GraphRunner, GraphSizes, PassLayout
-from peagle.drafter.parallel_pass import ParallelPass
+from peagle.drafter.graphs import NUM_BUFFERS, PER_REQUEST, GraphSizes, PassLayout
 from tests.support.head_factory import CONFIG, random_drafter
 from tests.support.pass_requests import MAX_DEPTH, STEPS, SWITCHES, Requests, Step
 
@@ -24,11 +23,6 @@ def on_gpu(name: str = "plain", num_requests: int = 3) -> Requests:
     return Requests(random_drafter(SWITCHES[name]).float().cuda(), num_requests)
 
 
-def runner_of(parallel_pass: ParallelPass) -> GraphRunner:
-    assert parallel_pass._runner is not None
-    return parallel_pass._runner
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SWITCHES)
 @pytest.mark.parametrize("sizes", [NO_GRAPHS, SIZES, None], ids=["eager", "few sizes", "all sizes"])
@@ -38,7 +32,7 @@ def test_drafts_equal_the_sessions(name: str, sizes: GraphSizes | None) -> None:
     for steps in STEPS:
         expected = [requests.expected(step) for step in steps]
         assert token_ids(parallel_pass.run(requests.batch(steps))).tolist() == expected
-    assert (len(runner_of(parallel_pass)._graphs) > 0) == (sizes is not NO_GRAPHS)
+    assert (parallel_pass.num_graphs > 0) == (sizes is not NO_GRAPHS)
 
 
 @pytest.mark.gpu
@@ -50,7 +44,7 @@ def test_padded_requests_and_rows_touch_nothing() -> None:
     for steps in STEPS:
         for step in steps:
             assert token_ids(parallel_pass.run(requests.batch([step]))).tolist() == [requests.expected(step)]
-    assert len(runner_of(parallel_pass)._graphs) == 1
+    assert parallel_pass.num_graphs == 1
 
 
 @pytest.mark.gpu
@@ -115,7 +109,7 @@ def test_a_packed_batch_drafts_as_the_batch_does(num_padding: int) -> None:
         given, width = batch.block_table_BN.shape
         blocks_BN[:given, :width] = moved[blocks].view(given, width)
         inputs = layout.inputs(moved, padded, blocks_BN)
-        found_BK = parallel_pass._compute(inputs, batch.num_rows + 5, MAX_DEPTH)
+        found_BK = parallel_pass.compute(inputs, batch.num_rows + 5, MAX_DEPTH)
         assert token_ids(found_BK[: len(steps)].cpu().numpy()).tolist() == expected
         assert (found_BK[len(steps) :] == -1).all(), "a request that pads the batch drafted"
 

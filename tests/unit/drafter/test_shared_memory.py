@@ -34,7 +34,9 @@ from peagle.drafter.shared_memory import (
 from tests.support.transport_harness import SHAPE as SERVED_SHAPE
 from tests.support.transport_harness import DrafterProcess, Target, eventually, make_pool, named_rings
 
-SHAPE = TargetShape(hidden_size=6, dtype="float32", max_depth=3, max_num_requests=4, max_num_rows=10, vocab_size=100)
+SHAPE = TargetShape(
+    hidden_size=6, dtype="float32", max_draft_tokens=3, max_num_requests=4, max_num_rows=10, vocab_size=100
+)
 
 
 def ints(*values: int) -> Int32Array:
@@ -45,7 +47,7 @@ def write(ring: Ring, number: int, device: str = "cpu", **changes: Any) -> Tenso
     """A step of slots 3 and 1 with 4 and 2 of 7 rows and a hole between them; its payload."""
     hidden_RH = torch.randn(7, ring.shape.hidden_size, device=device).to(ring.shape.torch_dtype)
     fields: dict[str, Any] = {
-        "slots_B": ints(3, 1), "heads_B": ints(0, 2), "depth_B": ints(3, 0), "row_offset_B": ints(0, 5),
+        "slots_B": ints(3, 1), "heads_B": ints(0, 2), "num_drafts_B": ints(3, 0), "row_offset_B": ints(0, 5),
         "num_rows": 7, "finished_slots": (1, 2), "prompts": {1: ints(5, 6, 7)}, "number": number,
     }  # fmt: skip
     ring.write_descriptor(StepDescriptor(**(fields | changes)))
@@ -67,7 +69,7 @@ def test_a_step_and_its_reply_arrive_in_another_view_of_the_memory(dtype: str) -
         found = theirs.read_step(step, session=9)
         descriptor = found.descriptor
         assert (found.session, descriptor.number) == (9, step)
-        columns = [descriptor.slots_B, descriptor.heads_B, descriptor.row_offset_B, descriptor.depth_B]
+        columns = [descriptor.slots_B, descriptor.heads_B, descriptor.row_offset_B, descriptor.num_drafts_B]
         assert [column.tolist() for column in columns] == [[3, 1], [0, 2], [0, 5], [3, 0]]
         assert (found.start_B.tolist(), found.num_valid_B.tolist()) == ([8, 2], [4, 2])
         assert found.next_tokens_R.tolist() == list(range(7))
@@ -220,13 +222,13 @@ class StreamTarget(Target):
         slots_B = np.arange(len(self.tokens), dtype=np.int32)
         new, self.is_new = self.is_new, set()
         ((link, members_M),) = self.pool.assign(slots_B, np.zeros_like(slots_B), {slot: str(slot) for slot in new})
-        assert self._send(link, members_M.tolist(), num_rows, SERVED_SHAPE.max_depth, 0, new)
+        assert self._send(link, members_M.tolist(), num_rows, SERVED_SHAPE.max_draft_tokens, 0, new)
         drafts_MK = self._drafts(link)
         self.ends = [end + num_rows for end in self.ends]
         return drafts_MK, [self.expected(slot) for slot in range(len(self.tokens))]
 
     def _drafts(self, link: Any) -> torch.Tensor:
-        out_MK = torch.full((len(self.tokens), SERVED_SHAPE.max_depth), 77, device=self.pool.device)
+        out_MK = torch.full((len(self.tokens), SERVED_SHAPE.max_draft_tokens), 77, device=self.pool.device)
         link.enqueue_wait(out_MK, chance_MK := out_MK.float())
         self.check_chances(out_MK, chance_MK)
         return out_MK
@@ -268,7 +270,7 @@ def test_a_killed_drafter_releases_the_stream() -> None:
 @pytest.mark.parametrize("aborted", [False, True])
 def test_a_wait_ends_with_its_deadline_or_with_the_abort_word(device: str, aborted: bool) -> None:
     with pinned_ring(device) as ring:
-        out_BK = torch.full((2, SERVED_SHAPE.max_depth), 77, device=device)
+        out_BK = torch.full((2, SERVED_SHAPE.max_draft_tokens), 77, device=device)
         ring.set_abort(aborted)
         begin_s = time.monotonic()
         ring.enqueue_wait(1, 20.0 if aborted else 0.2, out_BK, chance_BK := out_BK.float())
@@ -276,7 +278,7 @@ def test_a_wait_ends_with_its_deadline_or_with_the_abort_word(device: str, abort
         assert chance_BK.unique().tolist() == [0.0]
         assert time.monotonic() - begin_s < 12
         assert eventually(lambda: int(ring.slot(1).outcome[0])) == (ABORTED if aborted else TIMED_OUT)
-        ring.write_drafts(1, np.full((2, SERVED_SHAPE.max_depth), 5, np.int32), 0)
+        ring.write_drafts(1, np.full((2, SERVED_SHAPE.max_draft_tokens), 5, np.int32), 0)
         ring.enqueue_wait(1, 0.2, out_BK, chance_BK)
         assert out_BK.unique().tolist() == [5], "an answer that is there counts even when aborted"
         assert eventually(lambda: int(ring.slot(1).outcome[0]) == REACHED)
@@ -291,4 +293,4 @@ def test_a_step_from_device_tensors_is_whole_when_it_is_ready(device: str) -> No
             found = ring.read_step(number)
             assert torch.equal(found.hidden_RH, hidden_RH.cpu())
             assert (found.next_tokens_R.tolist(), found.start_B.tolist()) == (list(range(7)), [8, 2])
-            ring.write_drafts(number, np.zeros((2, SERVED_SHAPE.max_depth), np.int32), 0)
+            ring.write_drafts(number, np.zeros((2, SERVED_SHAPE.max_draft_tokens), np.int32), 0)

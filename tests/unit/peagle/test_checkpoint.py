@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -48,40 +47,6 @@ def test_shipped_head_round_trip_and_its_tables_come_from_the_target(tmp_path: P
         build_drafter(config, loaded, embed_VH=table[:, 1:], lm_head_VH=table)
     drafter = build_drafter(config, loaded, embed_VH=table, lm_head_VH=table)
     assert torch.equal(drafter.embed(torch.tensor([98, 99])), torch.stack([table[98], tensors["mask_embedding"]]))
-
-
-def test_plain_and_shipped_form_make_the_same_drafter(tmp_path: Path) -> None:
-    plain = head_tensors(CONFIG)
-    shipped = {name: tensor for name, tensor in plain.items() if name not in ("embed_tokens.weight", "lm_head.weight")}
-    shipped["mask_embedding"] = plain["embed_tokens.weight"][99]
-    target_table = plain["embed_tokens.weight"].clone()
-    target_table[99] = 0.5  # the target's own row of the mask token, which the head must not use
-    one = build_drafter(CONFIG, load_head(save_head(tmp_path / "plain", CONFIG, plain))[1])
-    two = build_drafter(
-        CONFIG,
-        load_head(save_head(tmp_path / "shipped", CONFIG, shipped))[1],
-        embed_VH=target_table,
-        lm_head_VH=plain["lm_head.weight"],
-    )
-    ids = torch.arange(100)
-    assert torch.equal(one.embed(ids), two.embed(ids))
-    for name, parameter in one.trainable().items():
-        assert torch.equal(parameter, two.trainable()[name]), name
-
-
-def test_reduced_vocabulary_maps_to_target_tokens(tmp_path: Path) -> None:
-    config, loaded = load_head(save_head(tmp_path / "head", REDUCED, head_tensors(REDUCED)))
-    assert build_drafter(config, loaded).get_buffer("target_ids").tolist() == [4 + 9 * index for index in range(10)]
-
-
-def test_eagle3_head_without_mask_tensors(tmp_path: Path) -> None:
-    config = dataclasses.replace(CONFIG, ptd_token_id=None, num_depths=1)
-    tensors = {name: tensor for name, tensor in head_tensors(CONFIG).items() if name != "mask_hidden"}
-    path = save_head(tmp_path / "head", config, tensors)
-    assert load_head(path)[0] == config
-    rewrite(path, mask_hidden=torch.zeros(1, 1, 96))
-    with pytest.raises(HeadError, match="spare mask_hidden"):
-        load_head(path)
 
 
 def test_vocabulary_tables_must_agree(tmp_path: Path) -> None:

@@ -30,33 +30,26 @@ def random_request(num_tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def plain_logits(
-    drafter: Drafter, tokens: Tensor, aux: Tensor, num_drafts: int, *, mask_step: int = 1, prefix: int = 0
-) -> Tensor:
-    """[K, V_draft] logits after `tokens` [n], every row recomputed, attention written out row by row.
-
-    The two options make it wrong on purpose: mask_step = 0 puts all mask rows at one position; prefix hides the rows
-    before that position.
-    """
+def plain_logits(drafter: Drafter, tokens: Tensor, aux: Tensor, num_drafts: int) -> Tensor:
+    """[K, V_draft] logits after `tokens` [n], every row recomputed, attention written out row by row."""
     num_real = len(tokens) - 1
-    ids, hidden, positions = [], [], []
+    ids, hidden = [], []
     for row in range(num_real + num_drafts - 1):
         real = row < num_real
         ids.append(int(tokens[row + 1]) if real else drafter.config.ptd_token_id)
         hidden.append(aux[row] if real else drafter.mask_hidden.view(-1))
-        positions.append(row if real else num_real + (row - num_real) * mask_step)
 
     def attend(layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = torch.zeros_like(q)
         for head in range(q.shape[1]):
             group = head // (q.shape[1] // k.shape[1])
             for row in range(q.shape[2]):
-                scores = k[0, group, prefix : row + 1] @ q[0, head, row] / q.shape[3] ** 0.5
-                out[0, head, row] = scores.softmax(dim=0) @ v[0, group, prefix : row + 1]
+                scores = k[0, group, : row + 1] @ q[0, head, row] / q.shape[3] ** 0.5
+                out[0, head, row] = scores.softmax(dim=0) @ v[0, group, : row + 1]
         return out
 
     embeds, reduced = drafter.embed(torch.tensor([ids])), drafter.reduce(torch.stack(hidden)[None])
-    normed, _ = drafter(embeds, reduced, torch.tensor([positions]), attend)
+    normed, _ = drafter(embeds, reduced, torch.arange(len(ids))[None], attend)
     return drafter.logits(normed[0, num_real - 1 :])
 
 
@@ -108,15 +101,6 @@ def test_cached_steps_equal_recomputing_everything(num_drafts: int) -> None:
         assert drafts.token_ids_K.tolist() == expected.argmax(dim=-1).tolist()
         start = end - 1
         assert session.num_rows == start
-
-
-def test_a_smaller_k_gives_the_first_tokens_of_a_larger_one() -> None:
-    drafter = random_drafter(CONFIG)
-    tokens, aux = random_request(12)
-    whole = DraftSession(drafter).propose(tokens[1:], aux[:-1], 7)
-    for num_drafts in range(1, 7):
-        part = DraftSession(drafter).propose(tokens[1:], aux[:-1], num_drafts)
-        torch.testing.assert_close(part.logits_KV, whole.logits_KV[:num_drafts], rtol=1e-5, atol=1e-5)
 
 
 def test_truncate_takes_back_rows_that_were_not_kept() -> None:

@@ -25,8 +25,6 @@ from peagle.config import (
     DrafterConfig,
     HeadError,
     HeadFile,
-    Llama3Rope,
-    YarnRope,
     check_head_fits,
     plain_config,
     read_head_config,
@@ -86,19 +84,13 @@ def test_every_wrong_tensor_is_named_in_one_message(head: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("name", sorted(expected_tensors(REDUCED)))
+@pytest.mark.parametrize("name", sorted(name for name, want in expected_tensors(REDUCED).items() if want.required))
 def test_each_required_tensor_is_missed(tmp_path: Path, name: str) -> None:
     tensors = head_tensors(REDUCED)
     path = save_head(tmp_path / "head", REDUCED, tensors)
-    optional = not expected_tensors(REDUCED)[name].required
-    if optional and name not in tensors:
-        return
     rewrite(path, **{name: None})
-    if optional:
+    with pytest.raises(HeadError, match=f"missing {name}: expected"):
         load_head(path)
-    else:
-        with pytest.raises(HeadError, match=f"missing {name}: expected"):
-            load_head(path)
 
 
 def test_a_mask_token_that_nobody_names(head: Path) -> None:
@@ -154,9 +146,6 @@ def test_cut_file_is_named_with_its_bytes(head: Path, keep: int) -> None:
 def test_files_that_are_no_heads(head: Path, tmp_path: Path) -> None:
     weights = head / "model.safetensors"
     good = weights.read_bytes()
-    weights.write_bytes(b"<html>not found</html>" * 100)
-    with pytest.raises(HeadError, match=r"\(2200 bytes\) is cut short or damaged"):
-        load_head(head)
     weights.write_bytes(good[:8] + b"x" * (len(good) - 8))
     with pytest.raises(HeadError, match="is cut short or damaged: .*header"):
         load_head(head)
@@ -171,6 +160,9 @@ def test_one_tensor_in_two_files_is_refused(head: Path) -> None:
     save_file({"norm.weight": torch.zeros(32)}, head / "more.safetensors")
     with pytest.raises(HeadError, match=r"norm.weight is stored twice"):
         load_head(head)
+
+
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
 
 
 @pytest.mark.parametrize(
@@ -203,20 +195,6 @@ def test_one_tensor_in_two_files_is_refused(head: Path) -> None:
             r"wrong type at eagle_aux.*_ids.1: expected an integer, got .*'2'",
         ),
         ({"eagle_aux_hidden_state_layer_ids": [4, 2, 5], "eagle_config": {}}, "must be .* different and ascending"),
-    ],
-)
-def test_wrong_configuration_is_named(head: Path, changes: dict[str, Any], message: str) -> None:
-    reconfigure(head, **changes)
-    with pytest.raises(HeadError, match=message):
-        load_head(head)
-
-
-YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
         ({"num_hidden_layers": 1_000_000_000}, "num_hidden_layers must be at most 1024, not 1000000000"),
         ({"vocab_size": 2**62}, "vocab_size must be at most 16777216"),
         ({"hidden_size": 10**400}, "hidden_size"),
@@ -254,7 +232,7 @@ YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 8.0, "original_max_positi
         ),
     ],
 )  # fmt: skip
-def test_types_and_bounds_of_a_configuration(head: Path, changes: dict[str, Any], message: str) -> None:
+def test_wrong_configuration_is_named(head: Path, changes: dict[str, Any], message: str) -> None:
     reconfigure(head, **changes)
     with pytest.raises(HeadError, match=message):
         check_head(head)
@@ -330,12 +308,9 @@ def test_head_for_another_target_is_refused(head: Path, change: dict[str, Any], 
         check_head_fits(CONFIG, TARGET | change)
     with pytest.raises(HeadError, match=message):
         check_head(head, TARGET | change)
-
-
-def test_all_mismatches_with_a_target_are_in_one_message() -> None:
     with pytest.raises(HeadError) as caught:
         check_head_fits(CONFIG, {"hidden_size": 64, "vocab_size": 90, "num_hidden_layers": 3})
-    assert len(str(caught.value).splitlines()) == 5
+    assert len(str(caught.value).splitlines()) == 5, "all in one message"
 
 
 def test_tapped_layers_out_of_order_are_refused() -> None:
@@ -352,26 +327,6 @@ def test_default_taps_of_a_short_target_are_refused_before_training() -> None:
     with pytest.raises(HeadError, match=r"default aux_layer_ids \(2, 3, 3\) need a target of 7 layers, it has 6"):
         DrafterConfig.for_target(short, num_layers=1)
     assert DrafterConfig.for_target(short, num_layers=1, aux_layer_ids=(0, 5)).fc_input_size == 64
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"aux_layer_ids": (3,)},
-        {"aux_layer_ids": (0, 2, 4, 6, 8)},
-        {"qk_norm": True, "norm_before_fc": True, "norm_output": True, "sliding_window": 64},
-        {"rope_scaling": Llama3Rope(8.0, 1.0, 4.0, 4096), "rope_theta": 5e5, "fc_norm": True},
-        {"rope_scaling": YarnRope(32.0, 4096, truncate=False), "num_depths_is_known": False, "num_depths": 8},
-    ],
-    ids=["one tap", "five taps", "switches", "llama3", "yarn"],
-)
-def test_every_setting_survives_the_file(tmp_path: Path, changes: dict[str, Any]) -> None:
-    config = dataclasses.replace(CONFIG, **changes)
-    tensors = head_tensors(config)
-    loaded_config, loaded = load_head(save_head(tmp_path / "head", config, tensors))
-    assert loaded_config == config
-    assert loaded.keys() == tensors.keys()
-    assert loaded["fc.weight"].shape == (32, 32 * len(config.aux_layer_ids))
 
 
 def test_narrow_drafter_needs_its_own_table(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ that the head lacks. Its network then runs on a few rows, with torch's attention
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -286,10 +285,3 @@ def test_stock_vllm_cannot_read_what_is_written_anew(tmp_path: Path, targets: di
         folder = LAYOUTS[name](tmp_path / name)
         with pytest.raises(ValueError, match="architecture"):
             config_of(targets[100], folder, True)
-
-
-def test_a_plain_head_is_used_where_it_lies(tmp_path: Path, targets: dict[int, Path]) -> None:
-    folder = head(tmp_path / "head", CONFIG)
-    assert prepare_head(folder, targets[100], tmp_path / "cache") == folder
-    assert not (tmp_path / "cache").exists()
-    assert json.loads((folder / "config.json").read_text())["ptd_token_id"] == 99

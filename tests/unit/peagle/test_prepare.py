@@ -12,7 +12,7 @@ from deployments.cli import main
 from peagle.checkpoint import load_head, save_head
 from peagle.config import HeadError
 from peagle.embedded import DEFAULT_TARGET, embedded_targets, prepare_target, weights_digest
-from peagle.heads import head_digest, prepare_head, shipped_heads
+from peagle.heads import head_digest, prepare_head
 from tests.support.head_factory import CONFIG, TARGET, head_tensors, reconfigure
 
 
@@ -148,14 +148,6 @@ def test_head_for_another_target(tmp_path: Path, small_target: Path) -> None:
     assert not (tmp_path / "cache").exists()
 
 
-def test_head_cut_short(tmp_path: Path, small_target: Path) -> None:
-    head = save_head(tmp_path / "head", CONFIG, head_tensors(CONFIG, shipped=True))
-    weights = head / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(HeadError, match="is cut short"):
-        prepare_head(head, small_target, tmp_path / "cache")
-
-
 def test_a_head_without_tables_is_converted_and_back(
     tmp_path: Path, small_target: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,14 +171,6 @@ def test_target_without_an_embedding_table(tmp_path: Path, small_target: Path) -
     save_file({"model.norm.weight": torch.ones(32)}, small_target / "model.safetensors")
     with pytest.raises(ValueError, match="one embed_tokens.weight is needed in its safetensors, found none"):
         prepare_head(head, small_target, tmp_path / "cache")
-
-
-def test_shipped_head_of_the_embedded_target_is_complete(target_dir: Path, head_dir: Path) -> None:
-    config, tensors = load_head(head_dir)
-    shipped = load_file(shipped_heads()[DEFAULT_TARGET] / "model.safetensors")
-    assert "embed_tokens.weight" not in shipped
-    row = shipped["mask_embedding"].to(tensors["embed_tokens.weight"].dtype)
-    assert torch.equal(tensors["embed_tokens.weight"][config.ptd_token_id], row)
 
 
 def test_command_tells_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

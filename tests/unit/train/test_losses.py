@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from peagle.train.cod import chain_lengths, label_rows, sample_rows
-from peagle.train.losses import KERNELS, ChainWeights, ChunkedLoss, Scored, TargetLogits
+from peagle.train.losses import KERNELS, ChainWeights, ChunkedLoss, Scored
 from tests.support.plain_losses import plain_losses
 
 
@@ -125,24 +125,6 @@ def test_chain_weights_equal_a_slow_loop() -> None:
     for part_R in (first_R, ~first_R):
         weight_R[part_R] = weights.weigh(label_R[part_R], offset_R[part_R])(draft_R[part_R])
     torch.testing.assert_close(weight_R, expected_R)
-
-
-def test_walk_visits_each_row_once_with_its_label() -> None:
-    problem = Problem.draw(num_rows=53)
-    labels = TargetLogits(problem.target_NH, problem.lm_head_VH)
-    whole_NV = problem.target_NH @ problem.lm_head_VH.T
-    visits, num_made = torch.zeros(53), 0
-    for rows, target, index_C in labels.walk(problem.label_R, 10):
-        label_C = problem.label_R[rows]
-        torch.testing.assert_close(target.logits_UV[index_C], whole_NV[label_C])
-        torch.testing.assert_close(target.logsumexp_U[index_C], whole_NV.logsumexp(-1)[label_C])
-        assert torch.equal(target.best_U[index_C], whole_NV.argmax(-1)[label_C])
-        visits[rows] += 1
-        num_made += len(target.best_U)
-        assert len(index_C) in (8, 9)
-    assert torch.equal(visits, torch.ones(53))
-    # Rows in the order of their labels: a token is made again only where a chunk ends within its rows.
-    assert num_made <= 11 + 5
 
 
 def test_no_rows_are_no_loss() -> None:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from peagle.draft import DraftSession
 from peagle.model import Drafter
 from peagle.train.cod import CodRows, draft_rows
 from peagle.train.masks import Sight
-from peagle.train.partition import PackedSequence, Partition, Segment, SequencePass, cut_by_rows
+from peagle.train.partition import PackedSequence, Partition, Segment, cut_by_rows
 from tests.support.head_factory import CONFIG, random_drafter
-from tests.support.packed import DOCUMENTS, NUM_TOKENS, packed_sequence
+from tests.support.packed import NUM_TOKENS, packed_sequence
 
 LONG = dataclasses.replace(CONFIG, num_hidden_layers=3)
 
@@ -125,48 +123,6 @@ def test_memory_falls_with_the_segments() -> None:
     assert greatest_graph(4) < greatest_graph(1) / 2.5
 
 
-@torch.no_grad()
-def forward(partition: Partition, drafter: Drafter, sequence: PackedSequence) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows of each segment and their numbers, as a partition computes them."""
-    run = SequencePass(partition, drafter, sequence)
-    kept = run.sweep(sequence.rows.num_tokens)
-    for segment in cut_by_rows(sequence.rows, partition.num_segments):
-        normed_RH, _ = run(segment, segment.start, run.max_rows, kept)
-        yield normed_RH, segment.index(run.device)
-
-
-@pytest.mark.parametrize("num_segments", [1, 3, 8])
-def test_forward_gives_every_row_of_the_whole_pass(num_segments: int) -> None:
-    drafter, sequence = random_drafter(LONG), packed_sequence(LONG, 1.0)
-    mask = Sight.of(sequence.rows, sequence.document_1N).dense()
-    with torch.no_grad():
-        wanted = draft_rows(drafter, sequence.tokens_1N, sequence.aux_1NX, sequence.position_1T, mask)[0]
-    found = torch.full_like(wanted, torch.nan)
-    for normed_RH, index_R in forward(Partition(num_segments, tile=8), drafter, sequence):
-        assert not normed_RH.requires_grad
-        found[index_R] = normed_RH
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("window", [None, 6])
-def test_segments_train_what_is_drafted(window: int | None) -> None:
-    """The rows of an anchor propose what drafting there does, with a cache and without other chains."""
-    config = dataclasses.replace(LONG, sliding_window=window)
-    drafter, sequence = random_drafter(config), packed_sequence(config, 1.0)
-    rows, num_tokens = sequence.rows, DOCUMENTS[0]
-    found = torch.zeros(num_tokens, config.num_depths, config.hidden_size).double()
-    for normed_RH, index_R in forward(Partition(4, tile=8), drafter, sequence):
-        first = rows.anchor_BT[0, index_R] < num_tokens
-        number = index_R[first]
-        found[rows.anchor_BT[0, number], rows.offset_BT[0, number]] = normed_RH[first]
-    session = DraftSession(drafter)
-    for anchor in range(num_tokens - 1):
-        drafts = session.propose(
-            sequence.tokens_1N[0, anchor + 1 : anchor + 2], sequence.aux_1NX[0, anchor : anchor + 1], config.num_depths
-        )
-        torch.testing.assert_close(drafter.logits(found[anchor]), drafts.logits_KV, rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.gpu
 def test_compiled_segments_on_a_gpu() -> None:
     config = dataclasses.replace(LONG, head_dim=16, sliding_window=30, fc_norm=True)
@@ -189,28 +145,3 @@ def test_segments_beyond_the_tokens_are_refused(num_segments: int) -> None:
     drafter, sequence = random_drafter(CONFIG), packed_sequence(CONFIG, 0.8)
     with pytest.raises(ValueError, match=f"num_segments = {num_segments} must be"):
         Partition(num_segments).backward(drafter, sequence, SoftLoss(drafter, sequence))
-
-
-# ---- how a sequence is cut
-
-
-def own_rows(segment: Segment) -> list[int]:
-    return segment.index(torch.device("cpu")).tolist()
-
-
-@pytest.mark.parametrize("num_segments", [1, 2, 4, 7, NUM_TOKENS])
-def test_each_row_has_one_segment_and_mask_rows_stay_together(num_segments: int) -> None:
-    rows = packed_sequence(CONFIG, 0.8, seed=num_segments).rows
-    segments = cut_by_rows(rows, num_segments)
-    owned = [own_rows(segment) for segment in segments]
-    assert sorted(number for numbers in owned for number in numbers) == list(range(rows.anchor_BT.shape[1]))
-    owner = {number: which for which, numbers in enumerate(owned) for number in numbers}
-    for number in range(rows.num_tokens + 1, rows.anchor_BT.shape[1]):
-        if rows.anchor_BT[0, number] == rows.anchor_BT[0, number - 1]:
-            assert owner[number] == owner[number - 1]
-    for which, segment in enumerate(segments):
-        anchors = rows.anchor_BT[0, own_rows(segment)]
-        assert anchors.max() < segment.stop, "a chain whose own prefix is in a later segment"
-        assert [owner[number] for number in range(segment.start, segment.stop)] == [which] * (
-            segment.stop - segment.start
-        )

@@ -1,1 +1,0 @@
-"""Muon's arithmetic on a CPU."""
