@@ -190,7 +190,6 @@ def application(options: argparse.Namespace) -> serve.Application:
         "target": {"num_replicas": options.targets, "bundle": {"CPU": 1}, "num_cpus": 0.1},
         "limits": {"max_running_requests": MAX_NUM_SEQS},
     }
-    args["target"]["max_ongoing_requests"] = 4 * MAX_NUM_SEQS
     settings = load_settings(args, catalog(), os.environ)
     return bind_target(settings, serve.ingress(None)(EngineLess))
 

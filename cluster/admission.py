@@ -49,7 +49,7 @@ class Allowance:
         self._fill(now_s)
         return max(0.0, (min(needed, self.per_minute) - self._level) * 60 / self.per_minute)
 
-    def use(self, amount: float, now_s: float) -> None:
+    def spend(self, amount: float, now_s: float) -> None:
         self._fill(now_s)
         self._level -= amount
 
@@ -128,7 +128,7 @@ class Admission:
         return {line.name: line.num_running for line in self._lines.values() if line.num_running}
 
     @asynccontextmanager
-    async def place(self, caller: Caller, weight: int = 1) -> AsyncIterator[None]:
+    async def hold_places(self, caller: Caller, weight: int = 1) -> AsyncIterator[None]:
         """Hold a place during the `async with`, after waiting for it in the queue.
 
         Raises:
@@ -174,13 +174,13 @@ class Admission:
                 most = _rates_of(caller)[name]
                 raise BusyError(f"the caller {caller.name} has used up its {most:g} {name} a minute", wait_s)
         if "requests" in line.rates:
-            line.rates["requests"].use(1.0, now_s)
+            line.rates["requests"].spend(1.0, now_s)
 
     def charge_tokens(self, caller: str, num_tokens: int) -> None:
         """Count the tokens of an answer against the rate of the caller of this name, where it has one."""
         line = self._lines.get(caller)
         if line is not None and (tokens := line.rates.get("tokens")) is not None:
-            tokens.use(num_tokens, self._clock())
+            tokens.spend(num_tokens, self._clock())
 
     def _line_of(self, caller: Caller) -> _Line:
         line = self._lines.setdefault(caller.line, _Line(caller.line))

@@ -21,9 +21,6 @@ import numpy as np
 from cluster.k_policy import Demand, best_ks
 from cluster.step_latency import StepLatency
 
-MAX_WORKLOADS = 3
-"""Workloads planned apart, those with the most tokens; the rest are averaged. All plans of so few are compared."""
-
 
 @dataclass(frozen=True)
 class WorkloadDemand:
@@ -51,7 +48,7 @@ class Capacity:
         tokens_per_s: mu, output tokens per second.
         num_requests: b, the batch that gives it.
         acceptance_length: mean AL of its steps at the predicted K.
-        ks: predicted K by workload; workloads planned together are under `others`.
+        ks: predicted K by workload.
         missed: workloads that miss the TPOT limit; in the result of `CapacityModel.capacity` those that miss it even
             alone.
     """
@@ -84,7 +81,6 @@ class CapacityModel:
         """Capacity for a mix. Raises ValueError for no demand."""
         if not sum(demand.tokens_per_s for demand in demands) > 0:
             raise ValueError("capacity needs at least one workload with arrivals")
-        demands = self._merge_small(demands)
         alone = self._at(1, latency, demands, {}, ())
         best = near = replace(alone, missed=())
         low, too_many = 1, self.max_num_seqs + 1
@@ -98,15 +94,6 @@ class CapacityModel:
                 low, near = middle, found
                 best = max(best, found, key=lambda capacity: capacity.tokens_per_s)
         return replace(best, missed=alone.missed)
-
-    def _merge_small(self, demands: Sequence[WorkloadDemand]) -> list[WorkloadDemand]:
-        """At most `MAX_WORKLOADS` besides the pinned ones, which are not averaged with others."""
-        by_size = sorted(demands, key=lambda demand: (-demand.tokens_per_s, demand.workload))
-        kept = [demand for demand in by_size if demand.workload in self.pinned]
-        free = [demand for demand in by_size if demand.workload not in self.pinned]
-        if len(free) > MAX_WORKLOADS:
-            free = [*free[: MAX_WORKLOADS - 1], _average(free[MAX_WORKLOADS - 1 :])]
-        return [*kept, *free]
 
     def _at(
         self,
@@ -141,13 +128,3 @@ class CapacityModel:
             most_s = self.max_tpot_ms / 1e3 * decode_share * (1 + 1e-9)
             missed = tuple(name for name, tpot_s in plan.tpot_s.items() if tpot_s > most_s and name not in hopeless)
         return Capacity(plan.tokens_per_s * decode_share, num_requests, float(parts @ lengths), dict(plan.ks), missed)
-
-
-def _average(demands: Sequence[WorkloadDemand]) -> WorkloadDemand:
-    """Several workloads as one: acceptance by their tokens, lengths by their requests."""
-    rate = sum(demand.requests_per_s for demand in demands)
-    tokens = sum(demand.tokens_per_s for demand in demands)
-    weights = np.array([demand.tokens_per_s / tokens if tokens else 1 / len(demands) for demand in demands])
-    rates = tuple((weights @ np.array([demand.rates for demand in demands])).tolist())
-    prompt_tokens = sum(demand.requests_per_s * demand.prompt_tokens for demand in demands)
-    return WorkloadDemand("others", rate, tokens / max(rate, 1e-9), prompt_tokens / max(rate, 1e-9), rates)

@@ -90,7 +90,7 @@ class AnswerQueue:
         while self._num_bytes > self._max_bytes:
             self._num_bytes -= self._answers.popleft().num_bytes
 
-    def take_all(self) -> list[KeptAnswer]:
+    def drain(self) -> list[KeptAnswer]:
         """All of them, which are then the caller's."""
         taken = list(self._answers)
         self._answers.clear()

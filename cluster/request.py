@@ -45,7 +45,7 @@ class Caller:
         return f"{self.name}/{self.address}" if self.address else self.name
 
 
-def network_of(address: str) -> str:
+def client_network(address: str) -> str:
     """The address of one client: IPv4 as it is, of IPv6 the first 64 bits, of which a client has all addresses; "" for
     what is no address."""
     try:
@@ -79,13 +79,13 @@ class Callers:
         if scheme.lower() != "bearer" or not key.strip():
             raise UnknownCallerError("the Authorization header must read: Bearer YOUR_KEY")
         # Looked up by digest, so the time that it takes says nothing about a key that is nearly right.
-        caller = self._by_digest.get(digest_of(key.strip()))
+        caller = self._by_digest.get(hash_key(key.strip()))
         if caller is None:
             raise UnknownCallerError("incorrect API key: no caller of this service has it")
         return caller
 
 
-def digest_of(key: str) -> str:
+def hash_key(key: str) -> str:
     """SHA-256 of a key, in lower-case hexadecimal: what `printf %s KEY | sha256sum` prints."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -338,7 +338,7 @@ class Workloads:
         self._counts: Counter[str] = Counter()
         self._counts_before: Counter[str] = Counter()
 
-    def of(self, tag: str | None = None, model: str | None = None, prompt: str = "") -> str:
+    def resolve(self, tag: str | None = None, model: str | None = None, prompt: str = "") -> str:
         """The workload of a request with this tag (None: none), for this model id, with this system prompt."""
         if tag is not None:
             return self._admitted(tag, 1)

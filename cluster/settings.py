@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from cluster.request import Caller, Callers, DepthPolicy, TagRight, digest_of, is_workload_tag
+from cluster.request import Caller, Callers, DepthPolicy, TagRight, hash_key, is_workload_tag
 from peagle.schema import Problems, Section, SettingsError, listed, nearest, problem_lines, type_problems
 
 SPECULATIVE_CONFIG_ENV = "SM_VLLM_SPECULATIVE_CONFIG"
@@ -200,17 +200,15 @@ class ModelSettings(Section):
 
 
 class TargetSettings(Section):
-    """Replicas of the target. A bundle may name a kind of GPU, `"accelerator_type:H100": 0.001`. `max_ongoing_requests`
-    is above what `limits` lets in, so that a request is refused in OpenAI's form."""
+    """Replicas of the target. A bundle may name a kind of GPU, `"accelerator_type:H100": 0.001`."""
+
+    removed: ClassVar[Mapping[str, str]] = {"max_ongoing_requests": "limits says how many requests a replica takes"}
 
     num_replicas: int = Field(default=1, ge=1, description="Target replicas; with `autoscaling` leave it out.")
     num_cpus: float = Field(default=1.0, ge=0, description="Logical CPUs of the replica's own process.")
     bundle: dict[str, float] = Field(
         default_factory=lambda: {"GPU": 1.0},
         description="Ray resources of each engine worker, such as `{GPU: 1}` or `{CPU: 1}`.",
-    )
-    max_ongoing_requests: int = Field(
-        default=4096, ge=1, description="Requests that Serve lets into one replica; keep it above `limits`."
     )
     env: dict[str, str] = Field(default_factory=dict, description="Environment variables of replica and engine.")
 
@@ -222,15 +220,14 @@ class TargetSettings(Section):
 class DrafterReplicas(Section):
     """Replicas of a remote drafter."""
 
+    removed: ClassVar[Mapping[str, str]] = {"max_num_requests": "a replica has room for what all targets run together"}
+
     num_replicas: int = Field(default=1, ge=1, description="Drafter replicas; with `autoscaling` leave it out.")
     num_cpus: float = Field(default=1.0, ge=0, description="Logical CPUs of one replica.")
     num_gpus: float | None = Field(
         default=None, ge=0, description="GPUs of one replica; by default 1 where the target has GPUs, else 0."
     )
     cache_gib: float = Field(default=1.0, gt=0, description="Memory of its KV cache, all heads together.")
-    max_num_requests: int | None = Field(
-        default=None, ge=1, description="Requests drafted at a time; by default what all targets run together."
-    )
     host: str | None = Field(
         default=None, min_length=1, description="Address that it listens on; by default its node's."
     )
@@ -524,6 +521,8 @@ class LimitSettings(Section):
     messages too. `max_body_bytes_in_flight` counts a body from its first byte to the end of the answer. A grammar is
     compiled in a process of its own."""
 
+    removed: ClassVar[Mapping[str, str]] = {"max_num_stop": "a request has up to 16 stop strings"}
+
     max_body_bytes: int = Field(default=4 * 2**20, ge=1, description="Size of a body; beyond it 413.")
     max_body_bytes_in_flight: int = Field(
         default=128 * 2**20, ge=1, description="All bodies above 16 KiB together; beyond it 429. One caller: half."
@@ -539,7 +538,6 @@ class LimitSettings(Section):
     max_num_prompt_logprobs: int = Field(
         default=2**16, ge=0, description="`n` times prompt tokens times (1 + logprobs)."
     )
-    max_num_stop: int = Field(default=16, ge=0, description="Stop strings of a request.")
     max_grammar_bytes: int = Field(
         default=64 * 2**10, ge=1, description="Characters of a schema, regex, EBNF or list of choices."
     )
@@ -605,13 +603,13 @@ class CallerSettings(Section):
         if digest is None:
             if variable is None:
                 raise ValueError(f" has no key: {_KEY_RULE}")
-            digest = digest_of(_key_in(variable, {} if info.context is None else info.context.env))
+            digest = hash_key(_key_in(variable, {} if info.context is None else info.context.env))
         elif not isinstance(digest, str) or not re.fullmatch(r"[0-9a-fA-F]{64}", digest):
             raise ValueError(
                 ".key_sha256 must be the 64 hexadecimal digits of `printf %s KEY | sha256sum`, in quotes; it is not "
                 "the key itself"
             )
-        if digest.lower() == digest_of(""):
+        if digest.lower() == hash_key(""):
             raise ValueError(".key_sha256 is the SHA-256 of an empty key")
         return {**raw, "key_sha256": digest.lower(), "key_env": None}
 
@@ -737,6 +735,11 @@ class LearningSettings(Section):
     sample of what came stands for the mix of before. `recipe` goes over `peagle.train.continual.SETTINGS`. Both gains
     must be likely, not only measured."""
 
+    removed: ClassVar[Mapping[str, str]] = {
+        "queue_mib": "a target keeps 16 MiB of answers until they are fetched",
+        "replay_share": "0.3 of a round's tokens are of the mix of before",
+    }
+
     heads_dir: str | None = Field(
         default=None, min_length=1, description="Folder of proposed heads; by default in the node's cache directory."
     )
@@ -753,12 +756,8 @@ class LearningSettings(Section):
     )
     share: float = Field(default=0.5, gt=0, le=1, description="Share of the time that it may be busy.")
     buffer_mib: float = Field(default=256.0, gt=0, description="Answers kept in the learner, prompts included.")
-    queue_mib: float = Field(default=16.0, gt=0, description="Answers kept in each target until they are fetched.")
     keep_hours: float = Field(default=24.0, gt=0, description="Longest time that an answer is kept.")
     min_new_answers: int = Field(default=200, ge=1, description="New answers before a round begins.")
-    replay_share: float = Field(
-        default=0.3, ge=0, lt=1, description="Share of a round's tokens from the mix of before."
-    )
     min_held_out: int = Field(default=30, ge=2, description="Fewest held-out answers of a comparison.")
     min_gain: float = Field(default=0.02, ge=0, description="AL gain on recent answers that a proposal needs.")
     max_loss: float = Field(default=0.01, ge=0, description="AL loss on the mix of before that a proposal may have.")

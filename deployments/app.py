@@ -32,6 +32,9 @@ HEALTH_CHECK_PERIOD_S = 2.0
 """A drafter or a router that died is noticed and replaced soon: until then targets decode without drafts, or choose K
 by the last policy update. So is a target whose engine died (Serve's own period is 10 s, and it asks three times)."""
 
+TARGET_REQUESTS = 1_000_000
+"""Requests that Serve lets into a target replica at a time: no limit, so that `limits` refuses in OpenAI's form."""
+
 ROUTER_REQUESTS = 1024
 """Calls that the router answers at a time: of targets, drafters, and readers of its metrics."""
 
@@ -88,7 +91,7 @@ def target_options(settings: ClusterSettings) -> dict[str, Any]:
     return {
         "name": TARGET_NAME,
         **({"num_replicas": target.num_replicas} if scaling is None else scaled),
-        "max_ongoing_requests": target.max_ongoing_requests,
+        "max_ongoing_requests": TARGET_REQUESTS,
         "ray_actor_options": actor,
         "placement_group_bundles": settings.target_bundles(),
         "placement_group_strategy": "PACK",

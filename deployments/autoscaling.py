@@ -1,12 +1,9 @@
 """Replica counts that follow the traffic: the router decides, and Serve's policies of target and drafter obey.
 
 Enters: what the router has counted (`cluster.scaling` decides). Leaves: one record in Ray's key-value store, which
-`ReplicaPolicy` reads in Serve's controller, where an exception would stop the scaling of every application and a slow
-policy all of them: it raises nothing and waits for nothing. Serve applies its delays and bounds to what it says. Serve
-pickles this module by value, so its imports must be installed on the head node.
-
-Serve takes a policy of a whole application from its config file only, never from the application's code, and would then
-need every setting twice. So each deployment has a policy of its own.
+`ReplicaPolicy` reads. That runs in Serve's controller and would stop every application's scaling if it raised or
+waited. Serve applies its delays and bounds. It pickles this module by value, so its imports must be installed on the
+head node. Serve takes a policy of a whole application from its config file only, so each deployment has its own.
 """
 
 import asyncio
@@ -16,7 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
 from ray import serve
@@ -100,19 +97,10 @@ class Autoscaler:
     """Decides for the whole service, in the router, and publishes each decision."""
 
     def __init__(
-        self,
-        settings: ClusterSettings,
-        app_name: str,
-        channel: KVChannel,
-        pools_of: Callable[[str], dict[str, Pool]] = read_pools,
+        self, settings: ClusterSettings, channel: KVChannel, read_pools: Callable[[], dict[str, Pool]]
     ) -> None:
         assert settings.autoscaling is not None
-        self._settings, self._app_name, self._channel, self._pools_of = (
-            settings.autoscaling,
-            app_name,
-            channel,
-            pools_of,
-        )
+        self._settings, self._channel, self._read_pools = settings.autoscaling, channel, read_pools
         self.policy = ScalingPolicy(settings.autoscaling, capacity_model(settings))
         self._decided_s, self._num_decisions = -math.inf, 0
         self._deciding: asyncio.Task[None] | None = None
@@ -138,7 +126,7 @@ class Autoscaler:
     async def decide(self, k_policy: KPolicy, now_s: float) -> None:
         """Decide and publish. What goes wrong is logged; policies go by queue length when the record is old."""
         try:
-            pools = await asyncio.to_thread(self._pools_of, self._app_name)
+            pools = await asyncio.to_thread(self._read_pools)
             target, drafter = pools[TARGET_NAME], pools.get(DRAFTER_NAME)
             decision = self.policy.decide(now_s, target, drafter, k_policy.posteriors, k_policy.latency)
             numbers = {TARGET_NAME: decision.target, DRAFTER_NAME: decision.drafter}
@@ -187,6 +175,7 @@ class ReplicaPolicy:
         target_ongoing_requests: of a replica, by queue length; None: the number stays where the record says none.
         shrinks: queue length decides by itself while the router is there, and may take replicas away.
         clock: seconds that never go back.
+        reader: runs what waits for the store.
     """
 
     def __init__(
@@ -196,19 +185,15 @@ class ReplicaPolicy:
         shrinks: bool = False,
         clock: Callable[[], float] = time.monotonic,
         channel: KVChannel | None = None,
+        reader: Executor | None = None,
     ) -> None:
         self._deployment, self._clock, self._channel = deployment, clock, channel
         self._target_ongoing_requests, self._shrinks = target_ongoing_requests, shrinks
-        self._thread = ThreadPoolExecutor(1, "peagle-autoscaling")
+        self._reader = reader or ThreadPoolExecutor(1, "peagle-autoscaling")
         self._reading: Future[dict[str, Any] | None] | None = None
         self._record: dict[str, Any] = {}
         self._asked_s = self._seen_s = -math.inf
         self._problem = ""
-
-    @property
-    def is_reading(self) -> bool:
-        """Whether the record is being read."""
-        return self._reading is not None
 
     def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         """The wanted number of replicas; the present one, after an error."""
@@ -240,7 +225,7 @@ class ReplicaPolicy:
         now_s = self._clock()
         if self._reading is None and now_s - self._asked_s >= READ_INTERVAL_S:
             self._asked_s, channel = now_s, self._channel or KVChannel(app_name)
-            self._reading = self._thread.submit(channel.get, RECORD)
+            self._reading = self._reader.submit(channel.get, RECORD)
         if self._reading is not None and self._reading.done():
             reading, self._reading = self._reading, None
             record = reading.result() or {}

@@ -97,7 +97,7 @@ def _too_many_values(limits: LimitSettings) -> ApiError:
     return ApiError(413, f"{text}, this service's limit (limits.max_body_values).", code="too_large")
 
 
-def call_of(document: Any) -> Call:
+def detect_call(document: Any) -> Call:
     """Chat or completion, as vLLM tells requests to SageMaker's /invocations apart. Raises ApiError for neither."""
     if not isinstance(document, dict):
         check_document(document)
@@ -311,6 +311,9 @@ def _check_messages(messages: Any) -> None:
 
 # ---- limits of one request
 
+MAX_NUM_STOP = 16
+"""Stop strings of a request: each is looked for in every new text."""
+
 
 def check_counts(fields: Mapping[str, Any], limits: LimitSettings) -> None:
     """Raises ApiError for a field with more entries than it may have, before anything looks at each of them. Token ids
@@ -320,7 +323,7 @@ def check_counts(fields: Mapping[str, Any], limits: LimitSettings) -> None:
             _at_most(name, f"the number of entries of {name}", len(value), limits.max_list_entries)
     for name in ("stop", "stop_token_ids"):
         if isinstance(listed := fields.get(name), list):
-            _at_most(name, f"the number of entries of {name}", len(listed), limits.max_num_stop)
+            _at_most(name, f"the number of entries of {name}", len(listed), MAX_NUM_STOP)
     prompts = fields.get("prompt")
     if isinstance(prompts, list) and prompts and type(prompts[0]) is not int:
         _at_most("n", "n times the number of prompts", len(prompts), limits.max_num_sequences)

@@ -178,7 +178,7 @@ async def ask_engine(server: Any, call: str, request: Any, trace: Mapping[str, s
     return await server.engine._oai_serving_completion.create_completion(request, **raw)
 
 
-def error_of(server: Any, error: Exception) -> Any:
+def describe_error(server: Any, error: Exception) -> Any:
     """vLLM's `error` object for an exception: its own table of which are the client's fault."""
     return server.engine._oai_serving_chat.create_error_response(error).error
 

@@ -127,8 +127,7 @@ class HeadLoader:
         self._dtype: torch.dtype = getattr(torch, ROW_DTYPES[engine["dtype"]])
         self._max_model_len: int | None = engine.get("max_model_len")
         self.device = torch.device("cuda" if drafter.replicas.num_gpus else "cpu")
-        num_at_targets = settings.max_num_targets * settings.max_num_seqs
-        self.max_num_requests: int = drafter.replicas.max_num_requests or num_at_targets
+        self.max_num_requests = settings.max_num_targets * settings.max_num_seqs
 
     def directory(self, name: str) -> Path:
         """A head's directory, ready. Raises ValueError for a damaged head, or one of another target."""

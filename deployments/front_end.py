@@ -7,7 +7,6 @@ is.
 """
 
 import contextlib
-import functools
 import json
 import logging
 import random
@@ -34,7 +33,7 @@ from cluster.request import (
     ForbiddenTagError,
     UnknownCallerError,
     Workloads,
-    network_of,
+    client_network,
     resolve,
     system_prompt,
 )
@@ -69,29 +68,23 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 @dataclass
 class Admitted:
-    """A request as the engine gets it. May travel from an ingress replica to a target replica.
+    """A request as the engine gets it.
 
-    `fields`: vLLM's fields of the body, with what the front end decided in `vllm_xargs`. `num_sequences`: its weight.
-    `trace`: headers by which the engine's span becomes part of its client's trace. `caller`: name of who asked."""
+    `fields`: vLLM's fields as the client sent them. `body`: vLLM's record of them, with what the front end decided in
+    `vllm_xargs`. `num_sequences`: its weight. `trace`: headers by which the engine's span becomes part of its client's
+    trace. `caller`: name of who asked."""
 
     call: Call
     fields: dict[str, Any]
+    body: Body
     drafting: Drafting
     num_sequences: int = 1
     trace: Mapping[str, str] = field(default_factory=dict)
     caller: str = ""
 
-    @functools.cached_property
-    def body(self) -> Body:
-        """vLLM's record, made anew where the request has travelled: its message parts cannot be pickled."""
-        return parse_body(self.call, self.fields)
-
     @property
     def streams(self) -> bool:
         return bool(self.body.stream)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "body"}
 
 
 class Usage(NamedTuple):
@@ -169,9 +162,9 @@ class FrontEnd:
         self.heads: tuple[str, ...] = ()
         """Digests of the heads that draft: those of `drafter.heads`, then those that only the router names."""
         self.routing = HeadRouting()
-        self.use(settings, k_policy)
+        self.apply_settings(settings, k_policy)
 
-    def use(self, settings: ClusterSettings, k_policy: KPolicy | None) -> None:
+    def apply_settings(self, settings: ClusterSettings, k_policy: KPolicy | None) -> None:
         """Go on with other limits, callers, depths and aliases; requests that run keep theirs."""
         self.k_policy = k_policy
         names, aliases = settings.named_workloads(), settings.model.aliases
@@ -213,11 +206,11 @@ class FrontEnd:
     def needs_key(self) -> bool:
         return self._callers is not None
 
-    def caller_of(self, authorization: str | None, address: str = "") -> Caller:
+    def identify_caller(self, authorization: str | None, address: str = "") -> Caller:
         """Who sends a request with this Authorization header from this address ("": not known). Raises ApiError
         (401)."""
         if self._callers is None:
-            return replace(ANYONE, address=network_of(address))
+            return replace(ANYONE, address=client_network(address))
         try:
             return self._callers.identify(authorization)
         except UnknownCallerError as error:
@@ -255,24 +248,24 @@ class FrontEnd:
             decided[GROUP_KEY] = secrets.token_hex(8)
         if self._settings.learns_from(caller, base_workload(drafting.workload)):
             decided[LEARN_KEY] = caller.name
-        fields["vllm_xargs"] = body.vllm_xargs = {**own, **decided}
+        body.vllm_xargs = {**own, **decided}
         if "request_id" in fields and not _REQUEST_ID.fullmatch(body.request_id):
             rule = "1 to 128 letters, digits or . _ : -"  # every chunk of a stream carries it
             raise ApiError(400, f"request_id must be {rule}, not {body.request_id!r:.80}", param="request_id")
         request_id = (headers or {}).get("x-request-id", "")
         if "request_id" not in fields and _REQUEST_ID.fullmatch(request_id):
-            fields["request_id"] = body.request_id = request_id
+            body.request_id = request_id
         trace = {name: headers[name] for name in TRACE_HEADERS if name in headers} if headers else {}
-        admitted = Admitted(call, fields, drafting, num_sequences, trace, caller.name)
-        admitted.__dict__["body"] = body
-        return admitted
+        return Admitted(call, fields, body, drafting, num_sequences, trace, caller.name)
 
     def _decide(
         self, asked: Any, model: str, body: Body, caller: Caller, headers: Mapping[str, str] | None
     ) -> Drafting:
         prompt = system_prompt(body.messages) if isinstance(body, ChatCompletionRequest) else ""
         try:
-            drafting = resolve(self._policy, asked, headers, caller, lambda tag: self._workloads.of(tag, model, prompt))
+            drafting = resolve(
+                self._policy, asked, headers, caller, lambda tag: self._workloads.resolve(tag, model, prompt)
+            )
         except ForbiddenTagError as error:
             raise ApiError(403, error.message, param=error.field, code="tag_not_allowed") from error
         except DraftingError as error:
@@ -306,7 +299,7 @@ class FrontEnd:
         named = () if self._settings.drafter is None else self._settings.drafter.heads_by_workload
         return {name: self.head_of(name) for name in (*workloads, *named) if self._head_index(name)}
 
-    def know(self, workload: str) -> None:
+    def remember_workload(self, workload: str) -> None:
         """Tell `workload`, which another front end has found, apart from now on."""
         self._workloads.remember(base_workload(workload))
 
@@ -329,7 +322,7 @@ class FrontEnd:
             admitted = self.admit(call, document, caller, headers)
             workload = base_workload(admitted.drafting.workload)
             async with (
-                self.admission.place(caller, admitted.num_sequences),
+                self.admission.hold_places(caller, admitted.num_sequences),
                 contextlib.aclosing(generate(admitted)) as items,
             ):
                 async for item in items:

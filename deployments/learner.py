@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 COLLECT_INTERVAL_S = 5.0
 MAX_NICENESS = 19
+REPLAY_SHARE = 0.3
+"""Share of a round's tokens from the mix of before."""
+
 HELD_OUT_FACTOR = 2
 """A head is judged by up to this number times `learning.min_held_out` answers of each mix; of each workload, where one
 may get a head of its own."""
@@ -77,7 +80,7 @@ class Learner:
         while True:
             await asyncio.sleep(COLLECT_INTERVAL_S)
             try:
-                for answers in await ask_each(self._target, "take_answers", POLL_TIMEOUT_S):
+                for answers in await ask_each(self._target, "fetch_answers", POLL_TIMEOUT_S):
                     if isinstance(answers, list):  # else what a replica raised
                         self._buffer.add(answers, time.monotonic())
             except (*REPLICA_LOST, TimeoutError):
@@ -111,9 +114,9 @@ class Learner:
         workloads = [name for name in self._buffer.num_answers() if heads.get(name, heads[""]) == head]
         for workload in workloads:
             self._buffer.num_new.pop(workload, None)
-        share = self._learning.replay_share
-        recent = self._buffer.draw(workloads, held_out=False, max_tokens=(1 - share) * self._trainer.max_tokens)
-        num_before = share / (1 - share) * sum(answer.num_tokens for answer in recent)
+        num_recent = (1 - REPLAY_SHARE) * self._trainer.max_tokens
+        recent = self._buffer.draw(workloads, held_out=False, max_tokens=num_recent)
+        num_before = REPLAY_SHARE / (1 - REPLAY_SHARE) * sum(answer.num_tokens for answer in recent)
         before = self._buffer.draw(workloads, held_out=False, newest=False, max_tokens=num_before)
         if not recent:
             return

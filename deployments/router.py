@@ -8,6 +8,7 @@ the targets, past this process (`deployments.target`), which imports neither vLL
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import logging
 import time
@@ -34,7 +35,7 @@ from cluster.k_policy import PolicyUpdate
 from cluster.learning import LearnerReport
 from cluster.settings import ClusterSettings, live_config
 from deployments import TARGET_NAME, compat
-from deployments.autoscaling import Autoscaler, capacity_model
+from deployments.autoscaling import Autoscaler, capacity_model, read_pools
 from deployments.replicas import POLL_TIMEOUT_S, REPLICA_LOST, ReplicaMonitor, settings_with
 from deployments.telemetry import (
     HeadCounts,
@@ -99,7 +100,7 @@ class Router:
         self._learner = None if learner is None else ReplicaMonitor(learner, LearnerReport, lambda _: None)
         self._autoscaler: Autoscaler | None = None
         if settings.autoscaling is not None:
-            self._autoscaler = Autoscaler(settings, context.app_name, self._channel)
+            self._autoscaler = Autoscaler(settings, self._channel, functools.partial(read_pools, context.app_name))
         self._warn_without_callers()
         compat.warn_without_haproxy()
         # A replica that takes another's place must know the targets before its first request.

@@ -29,7 +29,7 @@ from cluster.request import (
 )
 from cluster.settings import IngressSettings
 from deployments import openapi
-from deployments.body import UNUSED_FIELDS, Call, call_of, engine_keys, name_keys, read_json
+from deployments.body import UNUSED_FIELDS, Call, detect_call, engine_keys, name_keys, read_json
 from deployments.compat import address_header, listening_host
 from deployments.errors import ApiError, busy_error, internal_error
 from deployments.front_end import Admitted, Answer, FrontEnd, logger
@@ -237,7 +237,7 @@ async def _answer(backend: Backend, call: Call | None, request: Request) -> Resp
             _check_media_type(request.headers.get("content-type", ""))
             body = until_sent.enter_context(front_end.bodies.hold_body(caller))
             document = read_json(await _body(request, body, front_end.limits.max_body_bytes), front_end.limits)
-            call = call or call_of(document)
+            call = call or detect_call(document)
         except (ApiError, BusyError) as error:
             refusal = busy_error(error) if isinstance(error, BusyError) else error
             front_end.metrics.count_answer("", refusal.status)
@@ -348,7 +348,7 @@ class GateMiddleware:
             if path not in PROBE_PATHS and not self._front_end.needs_key and self._entrance.checks_hosts:
                 self._entrance.check_site(headers)
             if path not in OPEN_PATHS:
-                caller = self._front_end.caller_of(headers.get("authorization"), self._read_address(scope))
+                caller = self._front_end.identify_caller(headers.get("authorization"), self._read_address(scope))
                 scope["state"] = {**scope.get("state", {}), "caller": caller}
                 scope["headers"] = [header for header in scope["headers"] if header[0].lower() != b"authorization"]
         except ApiError as error:

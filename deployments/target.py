@@ -107,7 +107,7 @@ class TargetServer(LLMServer):
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._answers, self._weights = None, ""
         if settings.learning is not None:
-            self._answers = AnswerQueue(int(settings.learning.queue_mib * 2**20))
+            self._answers = AnswerQueue(MAX_QUEUED_ANSWER_BYTES)
             self._weights = await asyncio.to_thread(target_digest, target_dir)
         self._recorder = DraftingRecorder(
             max_workloads=MAX_NUM_WORKLOADS + len(settings.named_workloads()),
@@ -145,7 +145,7 @@ class TargetServer(LLMServer):
         """Take other limits, callers, depths and aliases while requests run (`cluster.settings.live_config`)."""
         if user_config is not None:
             self._settings = settings_with(self._settings, user_config)
-            self.front_end.use(self._settings, make_k_policy(self._settings, self.front_end.k_policy))
+            self.front_end.apply_settings(self._settings, make_k_policy(self._settings, self.front_end.k_policy))
             self._grammars.limits = grammar_limits(self._settings.limits)
 
     def _is_busy(self) -> bool:
@@ -194,9 +194,9 @@ class TargetServer(LLMServer):
         tokens = np.array(prompt, np.int32), np.array(answer, np.int32)
         self._answers.put(KeptAnswer(base_workload(workload), caller, *tokens, self._weights))
 
-    async def take_answers(self) -> list[KeptAnswer]:
+    async def fetch_answers(self) -> list[KeptAnswer]:
         """What the learner has not fetched yet of answers that may be learned from."""
-        return [] if self._answers is None else self._answers.take_all()
+        return [] if self._answers is None else self._answers.drain()
 
     async def front_end_metrics(self) -> tuple[str, list[Any]]:
         """This replica, and what its clients saw, as `FrontEnd.families`."""
@@ -228,7 +228,7 @@ class TargetServer(LLMServer):
         self._num_targets = self.front_end.admission.num_replicas = max(1, update.num_targets)
         self.front_end.routing = update.heads
         for workload in update.workloads:
-            self.front_end.know(workload)
+            self.front_end.remember_workload(workload)
         if self.front_end.k_policy is not None:
             self.front_end.k_policy.apply_update(update, time.monotonic())
 
@@ -380,7 +380,7 @@ class TargetServer(LLMServer):
 
     def _refusal(self, error: Exception) -> ApiError:
         """What a request gets that raised before its first output."""
-        refusal = from_engine(compat.error_of(self, error))
+        refusal = from_engine(compat.describe_error(self, error))
         if refusal.status == 500 and isinstance(error, ODD_VALUE_ERRORS):
             logger.warning("a request cannot be turned into a prompt", exc_info=error)
             return ApiError(400, f"the request cannot be turned into a prompt ({error!r:.200})")
@@ -390,6 +390,9 @@ class TargetServer(LLMServer):
 
 
 HttpTarget = serve.ingress(None)(TargetServer)
+
+MAX_QUEUED_ANSWER_BYTES = 16 * 2**20
+"""Answers kept until the learner fetches them; the oldest go first."""
 
 RESPONSE_ID = re.compile(r'"id":"([^"]+)"')
 ODD_VALUE_ERRORS = (KeyError, IndexError, AttributeError, RecursionError, UnicodeError)

@@ -1,6 +1,7 @@
 """The policy in Serve's own controller, with replicas that count instead of serving: from their reports through the
 router's decision to new replicas. No engine runs here."""
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from ray import serve
 from cluster.counts import TargetReport
 from cluster.k_policy import KPolicy
 from cluster.settings import ClusterSettings
-from deployments.autoscaling import Autoscaler, drafter_autoscaling, target_autoscaling
+from deployments.autoscaling import Autoscaler, drafter_autoscaling, read_pools, target_autoscaling
 from deployments.compat import KVChannel
 from deployments.replicas import ReplicaMonitor
 from tests.support.autoscaling_harness import scaled_settings
@@ -51,7 +52,7 @@ class Front:
 
     async def __init__(self, settings: ClusterSettings, target: Any, drafter: Any) -> None:
         self._k_policy = KPolicy(settings.depth_policy())
-        self._autoscaler = Autoscaler(settings, APP, KVChannel(APP))
+        self._autoscaler = Autoscaler(settings, KVChannel(APP), functools.partial(read_pools, APP))
         self._monitor = ReplicaMonitor(target, TargetReport, self._observe)
         self._monitor.start()
 

@@ -6,7 +6,7 @@ import httpx
 import openai
 import pytest
 
-from cluster.request import digest_of, fingerprint
+from cluster.request import fingerprint, hash_key
 from deployments.client import TargetClient
 from tests.support.service_harness import QUESTION, WEB_KEY, wait_for
 
@@ -15,8 +15,8 @@ pytestmark = pytest.mark.service
 WEB, JOB, OLD = WEB_KEY, "sk-job", "sk-old"
 CALLERS = {
     "web": {"key_env": "TEST_WEB_KEY", "max_k": 3},
-    "job": {"key_sha256": digest_of(JOB), "tags": "allow"},
-    "old": {"key_sha256": digest_of(OLD), "tags": "ignore", "workload": "chat"},
+    "job": {"key_sha256": hash_key(JOB), "tags": "allow"},
+    "old": {"key_sha256": hash_key(OLD), "tags": "ignore", "workload": "chat"},
 }
 ALIAS = "small-coder"
 SYSTEM = {"role": "system", "content": "You answer in one short sentence."}
@@ -41,7 +41,7 @@ def drafting(service, key: str, **body: Any) -> tuple[str, int, str]:
 
 
 def test_only_known_keys_are_served(service):
-    for key in ("none", digest_of(JOB), WEB + "x"):
+    for key in ("none", hash_key(JOB), WEB + "x"):
         client = openai.OpenAI(base_url=f"{service.url}/v1", api_key=key, max_retries=0)
         for call in (
             client.models.list,

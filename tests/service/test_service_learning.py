@@ -22,7 +22,6 @@ pytestmark = [pytest.mark.service, pytest.mark.long, pytest.mark.timeout(1200)]
 LEARNING = {
     "min_new_answers": 72,
     "min_held_out": 4,
-    "replay_share": 0.4,
     "max_loss": 0.1,
     "num_cpus": 1,
     "recipe": {

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from benchmarks.common import free_port
-from cluster.request import digest_of
+from cluster.request import hash_key
 from tests.support.browser import browser
 from tests.support.metric_names import documented, exported
 from tests.support.service_harness import PROMPTS, wait_for
@@ -92,7 +92,7 @@ def test_the_page_in_a_browser_shows_the_service_and_which_tokens_were_drafted(s
 
 @pytest.mark.long
 def test_with_keys_the_page_asks_for_one_and_forgets_it_with_the_tab(service):
-    service.change_live(callers={"page": {"key_sha256": digest_of(KEY), "tags": "allow"}})
+    service.change_live(callers={"page": {"key_sha256": hash_key(KEY), "tags": "allow"}})
     wait_for(lambda: service.ask(max_tokens=1).status_code == 401, "callers")
     try:
         with browser() as tab:

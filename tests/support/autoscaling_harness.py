@@ -5,6 +5,7 @@ import asyncio
 import json
 import time
 from collections.abc import Iterable
+from concurrent.futures import Executor, Future
 from typing import Any
 
 from ray.serve._private.common import DeploymentID, ReplicaID
@@ -58,6 +59,18 @@ class MemoryChannel(KVChannel):
             raise ConnectionError("no answer")
 
 
+class Inline(Executor):
+    """Does at once what it is given."""
+
+    def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(function(*args, **kwargs))
+        except ConnectionError as error:
+            done.set_exception(error)
+        return done
+
+
 class Controller:
     """Calls the target's policy as Serve's controller does, beside a router that decides every 10 s."""
 
@@ -66,7 +79,7 @@ class Controller:
         self.now_s, self.channel = 1000.0, MemoryChannel()
         self.wanted, self.replicas = 1, [FakeReplica("a", started_s=1000.0)]
         self.k_policy = KPolicy(settings.depth_policy())
-        self.router = Autoscaler(settings, "app", self.channel, lambda _: self.pools())
+        self.router = Autoscaler(settings, self.channel, self.pools)
         config = target_autoscaling(settings)
         assert config is not None
         self.policy = self.make(config)
@@ -74,7 +87,7 @@ class Controller:
     def make(self, config: dict[str, Any]) -> ReplicaPolicy:
         """A policy of a config, through JSON as Serve carries it."""
         kwargs = json.loads(json.dumps(config["policy"]["policy_kwargs"]))
-        return ReplicaPolicy(**kwargs, clock=lambda: self.now_s, channel=self.channel)
+        return ReplicaPolicy(**kwargs, clock=lambda: self.now_s, channel=self.channel, reader=Inline())
 
     def pools(self) -> dict[str, Pool]:
         return {"target": Pool(len(self.replicas), self.wanted), "drafter": Pool(1, 1)}
@@ -106,11 +119,6 @@ class Controller:
 
 
 def ask(policy: ReplicaPolicy, ctx: AutoscalingContext) -> int:
-    """What the policy says when it has read the newest record: its reading is answered from one call to the next."""
-    policy(ctx)
-    while policy.is_reading:
-        time.sleep(0.001)
-        policy(ctx)
     wanted, state = policy(ctx)
     assert isinstance(wanted, int)
     assert state == {}

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.admission import MAX_OVERTAKEN, UNCOUNTED_BODY_BYTES, Admission, BodyBudget, BusyError
-from cluster.request import ANYONE, Caller, network_of
+from cluster.request import ANYONE, Caller, client_network
 
 WEB, JOB = Caller("web"), Caller("job")
 
@@ -35,7 +35,7 @@ class Requests:
     async def _run(self, name: str, caller: Caller, weight: int) -> None:
         try:
             self.admission.count_request(caller)
-            async with self.admission.place(caller, weight):
+            async with self.admission.hold_places(caller, weight):
                 self.running.append(name)
                 try:
                     await self._doors[name].wait()
@@ -157,7 +157,7 @@ def test_callers_without_keys_take_turns_by_address_and_leave_nothing_behind() -
     ],
 )
 def test_a_client_is_told_apart_by_what_it_cannot_choose_of_its_address(address: str, network: str) -> None:
-    assert network_of(address) == network
+    assert client_network(address) == network
 
 
 def test_bodies_are_held_up_to_a_bound_of_which_one_caller_has_half() -> None:

@@ -38,11 +38,11 @@ def test_a_queue_keeps_the_newest_within_its_bytes_and_gives_them_once() -> None
     given = [answer(seed) for seed in range(5)]
     for kept in given:
         queue.put(kept)
-    assert queue.take_all() == given[2:]
-    assert queue.take_all() == []
+    assert queue.drain() == given[2:]
+    assert queue.drain() == []
     queue.put(answer(9, num_tokens=500))  # larger than the queue: nothing else goes with it
     queue.put(given[0])
-    assert queue.take_all() == given[:1]
+    assert queue.drain() == given[:1]
 
 
 def test_bytes_and_age_are_bounded() -> None:

@@ -265,7 +265,10 @@ BAD_INPUTS: dict[str, tuple[Any, list[str]]] = {
     "half a replica": (remote(drafter__replicas={"num_replicas": 0.5}), ["drafter.replicas.num_replicas", "integer"]),
     "negative GPUs": (remote(drafter__replicas={"num_gpus": -1}), ["drafter.replicas.num_gpus", "at least 0"]),
     "no cache": (remote(drafter__replicas={"cache_gib": 0}), ["drafter.replicas.cache_gib", "0"]),
-    "no requests": (remote(drafter__replicas={"max_num_requests": 0}), ["drafter.replicas.max_num_requests", "1"]),
+    "requests of a drafter": (
+        remote(drafter__replicas={"max_num_requests": 8}),
+        ["drafter.replicas.max_num_requests is no setting any more", "all targets"],
+    ),
     "environment of numbers": (remote(drafter__replicas={"env": {"A": 1}}), ["drafter.replicas.env.A", "a string"]),
     "replicas of a colocated drafter": (
         changed(drafter__replicas={"num_replicas": 1}),

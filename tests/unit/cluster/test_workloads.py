@@ -58,7 +58,7 @@ def test_a_fingerprint_is_a_tag_and_the_same_for_what_one_application_sends():
 @pytest.mark.parametrize("prompt", ["", " ", "\n\t \u2003"])
 def test_a_blank_system_prompt_has_no_fingerprint(prompt):
     assert fingerprint(prompt) is None
-    assert Workloads(min_num_requests=1).of(prompt=prompt) == "default"
+    assert Workloads(min_num_requests=1).resolve(prompt=prompt) == "default"
 
 
 def test_a_system_prompt_that_utf8_cannot_write_has_one():
@@ -67,21 +67,31 @@ def test_a_system_prompt_that_utf8_cannot_write_has_one():
 
 def test_tag_comes_before_alias_before_system_prompt_before_default():
     workloads = Workloads(aliases={"small-coder": "code"}, min_num_requests=1)
-    assert workloads.of("mine", "small-coder", CHAT) == "mine"
-    assert workloads.of(None, "small-coder", CHAT) == "code"
-    assert workloads.of(None, "small", CHAT) == fingerprint(CHAT)
-    assert workloads.of(None, "small") == workloads.of() == "default"
+    assert workloads.resolve("mine", "small-coder", CHAT) == "mine"
+    assert workloads.resolve(None, "small-coder", CHAT) == "code"
+    assert workloads.resolve(None, "small", CHAT) == fingerprint(CHAT)
+    assert workloads.resolve(None, "small") == workloads.resolve() == "default"
 
 
 def test_a_system_prompt_becomes_a_workload_at_its_third_request():
     workloads = Workloads()
-    assert [workloads.of(prompt=CODE) for _ in range(4)] == ["default", "default", fingerprint(CODE), fingerprint(CODE)]
+    assert [workloads.resolve(prompt=CODE) for _ in range(4)] == [
+        "default",
+        "default",
+        fingerprint(CODE),
+        fingerprint(CODE),
+    ]
 
 
 def test_tags_get_their_workload_at_once_while_there_is_room_and_share_default_afterwards():
     workloads = Workloads(5, ["code", "chat"])
-    assert [workloads.of(f"tag{i}") for i in range(4)] == ["tag0", "tag1", "default", "default"]
-    assert [workloads.of(tag) for tag in ("code", "chat", "tag1", "default")] == ["code", "chat", "tag1", "default"]
+    assert [workloads.resolve(f"tag{i}") for i in range(4)] == ["tag0", "tag1", "default", "default"]
+    assert [workloads.resolve(tag) for tag in ("code", "chat", "tag1", "default")] == [
+        "code",
+        "chat",
+        "tag1",
+        "default",
+    ]
     assert workloads.names() == ("chat", "code", "default", "tag0", "tag1")
 
 
@@ -89,7 +99,7 @@ def test_what_the_operator_names_always_stays():
     workloads = Workloads(2, ["code", "chat"], aliases={"x": "docs"})
     for _ in range(50):
         for tag in ("new", "newer"):
-            assert workloads.of(tag) == "default"
+            assert workloads.resolve(tag) == "default"
     assert workloads.names() == ("chat", "code", "default", "docs")
 
 
@@ -101,19 +111,19 @@ def test_thousands_of_names_do_not_displace_the_busy(kind, times_each):
     workloads = Workloads(max_num=16)
     busy = [f"You write {letter} code." for letter in "abcdefghij"]
     for prompt in busy * 20:
-        workloads.of(prompt=prompt)
+        workloads.resolve(prompt=prompt)
     lost = 0
     for number in range(4000):
         name = "".join(chr(ord("a") + int(digit)) for digit in str(number))
         for _ in range(times_each):
             if kind == "tag":
-                workloads.of(tag=name)
+                workloads.resolve(tag=name)
             else:
-                workloads.of(prompt=name)
+                workloads.resolve(prompt=name)
             if random_source.random() < 0.1:
                 prompt = random_source.choice(busy)
                 lost += fingerprint(prompt) not in workloads.names()
-                assert workloads.of(prompt=prompt) == fingerprint(prompt)
+                assert workloads.resolve(prompt=prompt) == fingerprint(prompt)
     assert lost == 0
     assert len(workloads.names()) <= 16
 
@@ -121,8 +131,8 @@ def test_thousands_of_names_do_not_displace_the_busy(kind, times_each):
 def test_memory_is_bounded_whatever_comes():
     workloads = Workloads()
     for number in range(3 * 4096):
-        workloads.of(f"tag-{number}")
+        workloads.resolve(f"tag-{number}")
     size = len(pickle.dumps(workloads))
     for number in range(3 * 4096, 30 * 4096):
-        workloads.of(f"tag-{number}")
+        workloads.resolve(f"tag-{number}")
     assert len(pickle.dumps(workloads)) < 1.5 * size

@@ -320,7 +320,7 @@ def test_a_target_follows_the_router_and_goes_on_when_it_is_silent() -> None:
 
     async def run() -> None:
         replica = Replica(whole)
-        replica.front_end.use(cluster(), KPolicy(cluster().depth_policy(), seed=0))
+        replica.front_end.apply_settings(cluster(), KPolicy(cluster().depth_policy(), seed=0))
         router: Any = SimpleNamespace(policy_update=SimpleNamespace(remote=ask))
         await replica._apply_update(router)
         assert (replica._num_targets, replica.front_end.admission.num_replicas) == (3, 3)
