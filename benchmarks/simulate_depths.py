@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, Protocol, cast
+from typing import Annotated, Any, cast
 
 import numpy as np
 import typer
@@ -86,13 +86,9 @@ def select(answers: Sequence[Answer], categories: Sequence[str], temperature: fl
 # ---- engines
 
 
-class Engine(Protocol):
-    """Seconds of a step of so many requests and target rows, beside so many rows of prompts. is_drafted: the drafter's
-    pass runs; None: exactly if some drafts are verified."""
-
-    def __call__(
-        self, num_requests: int, num_tokens: int, prompt_tokens: int = 0, is_drafted: bool | None = None
-    ) -> float: ...
+Engine = Callable[..., float]
+"""Seconds of a step of so many requests and target rows, beside so many rows of prompts, with the drafter's pass or
+without: as `TableEngine` is called."""
 
 
 class TableEngine:
@@ -167,27 +163,10 @@ class Request:
     sampling_params: Any = None
 
 
-class Policy(Protocol):
-    """Decides K at admission and at every step, and learns from what came of it."""
-
-    def admit(self, workload: str, now_s: float) -> Drafting: ...
-
-    def depths(self, requests: Sequence[Request], prompt_tokens: int) -> list[int]: ...
-
-    def drafts(self, requests: Sequence[Request], prompt_tokens: int) -> bool | None:
-        """Whether the step makes drafts for the next one; None: it may verify some, and then pays for them itself."""
-        ...
-
-    def observe(
-        self, requests: Sequence[Request], steps: Sequence[tuple[int, int]], step: TimedStep, now_s: float
-    ) -> None:
-        """`steps`: drafts verified and accepted of each request."""
-        ...
-
-
 @dataclass
 class Fixed:
-    """One K for all."""
+    """One K for all. A policy decides K at admission and at every step, says whether the step makes drafts for the next
+    one, and learns from what came of it: drafts verified and accepted of each request."""
 
     k: int
 
@@ -197,7 +176,7 @@ class Fixed:
     def depths(self, requests: Sequence[Request], prompt_tokens: int) -> list[int]:
         return [request.drafting.k for request in requests]
 
-    def drafts(self, requests: Sequence[Request], prompt_tokens: int) -> bool | None:
+    def drafts(self, requests: Sequence[Request], prompt_tokens: int) -> bool:
         return any(request.drafting.k for request in requests)
 
     def observe(
@@ -256,6 +235,9 @@ class Learned:
         latency = None if text is None else StepLatency.from_wire(text)
         report = TargetReport("replica", head="head", workloads=self._counts, step_latency=latency)
         self.k_policy.observe([report], now_s)
+
+
+Policy = Fixed | Learned
 
 
 # ---- a run

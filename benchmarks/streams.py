@@ -381,15 +381,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ]
         for arm, found in arms.items()
     ]
-    header = [
-        "way",
-        "tokens/s",
-        "chunks/s",
-        "TTFT ms",
-        "p99",
-        "server, us/token",
-        *(f"{one}, us/chunk" for one in kinds),
-    ]
+    kind_names = (f"{one}, us/chunk" for one in kinds)
+    header = ["way", "tokens/s", "chunks/s", "TTFT ms", "p99", "server, us/token", *kind_names]
     sys.stdout.write(markdown(header, rows) + "\n")
     if options.out is not None:
         load_options = {k: value for k, value in vars(options).items() if k not in ("out", "serve_vllm", "engine")}

@@ -154,6 +154,8 @@ class FrontEnd:
     ) -> None:
         self.metrics = FrontEndMetrics()
         self._max_running = max_running
+        self.max_model_len: int | None = None
+        """Tokens of a prompt and its answer, once the engine has said it."""
         self.admission = Admission(1, 0)
         self.bodies = BodyBudget(1)
         self.metrics.queued.set_function(lambda: self.admission.num_queued)
@@ -199,6 +201,8 @@ class FrontEnd:
     def models(self) -> dict[str, dict[str, Any]]:
         """Model cards by id, the served model first."""
         card = {"object": "model", "created": 0, "owned_by": "peagle", "permission": []}
+        if self.max_model_len is not None:
+            card["max_model_len"] = self.max_model_len
         names = (self.model, *self._settings.model.aliases)
         return {name: {"id": name, **card} for name in names}
 
@@ -388,7 +392,16 @@ def drafting_field(drafting: Drafting, head: str, counts: Any) -> dict[str, Any]
 
 def whole_answer(response: Any, drafting: Mapping[str, Any]) -> str:
     """The JSON text of vLLM's response object with its `drafting`."""
-    return json.dumps({**response.model_dump(), "drafting": drafting}, ensure_ascii=False, separators=(",", ":"))
+    return _text_with(response.model_dump(), drafting)
+
+
+def _text_with(document: dict[str, Any], drafting: Mapping[str, Any]) -> str:
+    """The JSON text of an answer or of a stream's last chunk with its `drafting`. `usage`, where there is one, counts
+    accepted drafts where OpenAI's API counts accepted predictions."""
+    if usage := document.get("usage"):
+        details = {"accepted_prediction_tokens": drafting["num_accepted_tokens"]}
+        usage["completion_tokens_details"] = (usage.get("completion_tokens_details") or {}) | details
+    return json.dumps({**document, "drafting": drafting}, ensure_ascii=False, separators=(",", ":"))
 
 
 def num_finished_choices(event: str) -> int:
@@ -404,10 +417,9 @@ def event_document(event: str) -> dict[str, Any]:
     return dict(json.loads(data)) if data.startswith("{") else {}
 
 
-def event_with(event: str, **fields: Any) -> str:
-    """A server-sent event with further fields in its object."""
-    document = json.dumps({**event_document(event), **fields}, ensure_ascii=False, separators=(",", ":"))
-    return f"data: {document}\n\n"
+def event_with(event: str, drafting: Mapping[str, Any]) -> str:
+    """A server-sent event with `drafting` in its object."""
+    return f"data: {_text_with(event_document(event), drafting)}\n\n"
 
 
 def is_error_event(event: str) -> bool:

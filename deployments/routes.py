@@ -5,6 +5,7 @@ import base64
 import contextlib
 import functools
 import hashlib
+import importlib.metadata
 import ipaddress
 import json
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
@@ -20,6 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
+from vllm import __version__ as vllm_version
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
 
@@ -160,6 +162,10 @@ def make_app(backend: Backend, entrance: Entrance) -> FastAPI:
     @app.get("/health")
     async def health() -> Response:
         return JSONResponse(await backend.health())
+
+    @app.get("/version")
+    async def version() -> Response:
+        return JSONResponse({"version": vllm_version, "peagle": importlib.metadata.version("peagle-serve")})
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:

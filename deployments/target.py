@@ -119,6 +119,7 @@ class TargetServer(LLMServer):
         self._grammars.start()
         render_at_once(self._client)
         self.front_end = FrontEnd(settings, make_k_policy(settings), QUEUED_PER_RUNNING * settings.max_num_seqs)
+        self.front_end.max_model_len = self._client.vllm_config.model_config.max_model_len
         if settings.drafter is not None and drafter is None:
             digest = head_digest(head_dir) if head_dir is not None else target_digest(target_dir)
             self.front_end.heads = (digest,)
@@ -339,7 +340,7 @@ class TargetServer(LLMServer):
                     last = event
                     continue
                 if last:
-                    yield event_with(last, drafting=drafting)
+                    yield event_with(last, drafting)
                     last = ""
                 if num_finished := num_finished_choices(event):
                     num_unfinished -= num_finished
@@ -354,7 +355,7 @@ class TargetServer(LLMServer):
         if held:
             yield held
         if last:
-            yield event_with(last, drafting=drafting)
+            yield event_with(last, drafting)
         yield usage
 
     def _drafting_field(self, admitted: Admitted, record: Any) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """A target's link to one drafter: steps out, drafts back, within a deadline.
 
-Whatever goes wrong costs drafts, never a request.
+Every failure costs drafts, never a request.
 
-The engine's thread sends and waits; a thread of the link connects, watches the drafter and, where the ring is not
-shared, carries steps and drafts over TCP: whoever sends and waits sees no difference. `peagle.drafter.pool` keeps the
-links of a target.
+The engine's thread sends and waits. A thread of the link connects and watches the drafter. Where the ring is not
+shared, it also carries steps and drafts over TCP: the engine's thread sees no difference. `peagle.drafter.pool` keeps
+the links of a target.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class Session:
             self.ring.pin(self.device, will_wait=True)
 
     def descriptor(self, number: int) -> StepDescriptor:
-        """Of one of the steps sent last."""
+        """The descriptor of one of the steps sent last."""
         found = self.descriptors[number % NUM_SLOTS]
         assert found is not None
         return found
@@ -531,7 +531,7 @@ class Link:
         }
 
     def _record_outcomes(self, session: Session) -> None:
-        """Of the waits that a GPU did meanwhile."""
+        """Count what the GPU's waits came to meanwhile."""
         while session.waited and (outcome := int(session.ring.slot(session.waited[0]).outcome[0])):
             number = session.waited.popleft()
             if outcome == REACHED:

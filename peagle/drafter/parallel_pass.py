@@ -95,17 +95,17 @@ class PassBatch(Generic[Values]):
 
     @functools.cached_property
     def drafts_B(self) -> Int32Array:
-        """Of the host: drafts that each request gets, `num_drafts_B`, but 0 without rows."""
+        """Drafts that each request gets: `num_drafts_B`, but 0 without rows. This and the next two: on the host."""
         return np.where(np.asarray(self.num_valid_B) > 0, self.num_drafts_B, 0)
 
     @functools.cached_property
     def num_rows(self) -> int:
-        """Of the host: rows of the pass, n of each request and one of the mask token for each draft after the first."""
+        """Rows of the pass: n of each request, and one of the mask token for each draft after the first."""
         return int(np.sum(np.asarray(self.num_valid_B) + np.maximum(self.drafts_B - 1, 0)))
 
     @functools.cached_property
     def depth(self) -> int:
-        """Of the host: drafts that the request with the most of them gets."""
+        """Drafts of the request that gets the most."""
         return int(self.drafts_B.max())
 
 

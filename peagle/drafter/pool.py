@@ -160,7 +160,7 @@ class LinkPool:
         return max(serving, key=lambda number: rank(key, self.links[number].address), default=-1)
 
     def _drop_unused_projections(self) -> None:
-        """Of heads that were swapped for others, or that nobody serves any more."""
+        """Drop the projections of heads that were swapped for others, or that nobody serves any more."""
         links = self.links.values()
         used = {digest for link in links for heads in (link.heads, link.served_heads) for digest in heads.values()}
         for digest in self._projections.keys() - used:
@@ -181,5 +181,5 @@ def _is_one_of(values_B: npt.NDArray[Any], numbers: Iterable[int]) -> npt.NDArra
 
 
 def rank(key: str, address: str) -> bytes:
-    """Of a drafter for a request: the highest gets it."""
+    """Rank of a drafter for a request, which goes to the highest."""
     return hashlib.blake2b(f"{key}\n{address}".encode(), digest_size=8).digest()

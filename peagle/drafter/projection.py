@@ -45,7 +45,7 @@ class InputProjection:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights and of the rows that leave."""
+        """Type of the weights and of the rows that leave."""
         return self.fc_HX.dtype
 
     @torch.no_grad()

@@ -85,7 +85,7 @@ class TargetShape:
 
     @property
     def payload_bytes(self) -> int:
-        """Of one step's hidden rows at most."""
+        """Size of one step's hidden rows at most."""
         return self.max_num_rows * self.hidden_size * self.torch_dtype.itemsize
 
 

@@ -1,6 +1,16 @@
-"""P-EAGLE inside vLLM: K by request (`scheduler`), counts by request and workload (`acceptance`), what a request may
-ask for (`limits`), drafts of another process (`remote`), engine settings (`engine`), training data (`generate`).
+"""P-EAGLE inside vLLM. Importing this package imports no vLLM.
 
-Importing this package imports no vLLM. What depends on vLLM's version is in `compat`; it is checked when an engine
-starts.
+| attaches to vLLM's | by | modules |
+| --- | --- | --- |
+| engine arguments | keyword arguments | `engine`, `setting_types` (their types), `generate` (training data) |
+| scheduler | `scheduler_cls` | `scheduler`, `trimming` (draft budget), `rejections` (forecast), `turns` |
+| scheduler's outputs | `scheduler_cls` | `outputs` (stream coalescing) |
+| V2 model runner (GPU) | `worker_cls` | `v2_worker`, `speculator`, `draft_rows`, `last_layer`, `step_measure` |
+| verification (V2) | the runner's sampler and manager | `verification`, `chosen`, or `adaptive` (vLLM's own) |
+| V1 model runner (CPU) | `worker_cls` | `workers`, `coupling` (sampling), `cpu_drafting` |
+| both, remote drafter | `worker_cls` | `remote`, `remote_speculator` (V2), `remote_cpu` (V1) |
+| client (`AsyncLLM`) | wrapped methods | `limits`, `grammar_bounds`, `grammar_checker`, `rendering`, `recorder` |
+
+`request_args` reads what a request asks for, `step_notes` holds what travels with a step. Everything that depends on
+vLLM's version is in `compat`, which is checked when an engine starts.
 """

@@ -98,6 +98,7 @@ PATCH_POINTS: Mapping[str, Mapping[str, Methods]] = {
             "_copy_valid_sampled_token_count": ("next_token_ids", "valid_sampled_tokens_count"),
         },
         "vllm.v1.spec_decode.eagle:EagleProposer": {
+            "__init__": ("vllm_config", "device", "runner"),
             "prepare_next_token_ids_padded": (
                 "sampled_token_ids",
                 "requests",
@@ -115,6 +116,7 @@ PATCH_POINTS: Mapping[str, Mapping[str, Methods]] = {
         "vllm.v1.worker.gpu_worker:Worker": {
             "_make_model_runner": (),
             "load_model": (),
+            "sample_tokens": ("grammar_output",),
             "compile_or_warm_up_model": (),
         },
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner": {

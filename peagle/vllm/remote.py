@@ -2,8 +2,8 @@
 
 The engine keeps vLLM's `eagle3` + `parallel_drafting` configuration, so auxiliary hidden states, schedulers and
 sampling are those of an engine with a colocated drafter; what changes is where drafts come from. `StepSender` is the
-same for both of vLLM's runners: `peagle.vllm.remote_speculator` uses it on a GPU, whose stream waits for drafts, and
-`peagle.vllm.remote_cpu` on a CPU, whose host waits. Of the ranks of a tensor-parallel group the first sends.
+same for both of vLLM's runners. `peagle.vllm.remote_speculator` uses it on a GPU: there the stream waits for drafts.
+`peagle.vllm.remote_cpu` uses it on a CPU: there the host waits. The first rank of a tensor-parallel group sends.
 
 Dimensions: B requests of the batch, M of them on one link, R rows, X = C * S auxiliary hidden states, H, K drafts.
 """
@@ -114,8 +114,8 @@ class EngineStep:
 
 
 class SentStep(NamedTuple):
-    """Of a step, what one drafter is to answer: its requests' positions in the batch, also as an index for tensors
-    (None for all in order), and their slots."""
+    """The part of a step that one drafter is to answer: its requests' positions in the batch, also as an index for
+    tensors (None for all in order), and their slots."""
 
     link: Any
     members_M: npt.NDArray[np.int64]

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class RemoteProposer(ChunkedProposer):
-    """What is left of vLLM's proposer: the token after each request's last row."""
+    """Does one thing of vLLM's proposer: it finds the token after each request's last row."""
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)

@@ -136,9 +136,6 @@ def compare_with_reference(
         else:  # fewer drafts where fewer pay
             assert all(num_verified <= (K_MAX if job.k is None else job.k) for num_verified, _ in result.steps or ())
     assert engine.num_preempted == preempted_before
-    latency = StepLatency.from_wire(engine.recorder.step_costs)
-    assert latency.num_steps > 0
-    assert 0.001 < latency.seconds(8, 8 * (1 + K_MAX)) < 10.0
 
 
 @only_sync
@@ -168,6 +165,18 @@ def test_buffered_tokens_all_arrive(
         assert expected.drafting is not None
         assert result.drafting.counts == expected.drafting.counts == counts_of(result.steps or ())
         assert result.drafting.num_output_tokens == job.max_tokens
+
+
+def test_the_client_hears_what_steps_take(engine: RunningEngine, prompts: Prompts) -> None:
+    """From the first steps on, though nothing was measured at the engine's start. Reports come twice a second."""
+    for _ in range(100):
+        engine.run([Job(prompts[5], NUM_SHORT)])
+        latency = StepLatency.from_wire(engine.recorder.step_costs)
+        if latency.num_steps:
+            break
+    assert latency.num_steps > 0
+    assert not latency.is_measured
+    assert 0.001 < latency.seconds(1, 1 + K_MAX) < 10.0
 
 
 @only_sync

@@ -85,15 +85,19 @@ def test_usage_says_how_many_tokens_of_a_prompt_were_cached(service, call: str, 
     assert usage().prompt_tokens_details.cached_tokens < 100
     again = usage()
     assert again.prompt_tokens_details.cached_tokens > again.prompt_tokens / 2
+    assert 0 <= again.completion_tokens_details.accepted_prediction_tokens < again.completion_tokens
 
 
 def test_chat_and_completions_with_the_openai_client(service):
     client = service.client()
-    assert [model.id for model in client.models.list()] == [service.model]
+    (model,) = client.models.list()
+    assert (model.id, model.max_model_len) == (service.model, 2048)
+    assert client.get(f"{service.url}/version", cast_to=object).keys() == {"version", "peagle"}
     chat = client.chat.completions.create(model=service.model, messages=QUESTION, max_tokens=12, temperature=0)
     assert chat.choices[0].message.content.strip()
     assert chat.usage.completion_tokens == 12
     drafting = chat.drafting
+    assert chat.usage.completion_tokens_details.accepted_prediction_tokens == drafting["num_accepted_tokens"]
     assert set(drafting) == {
         "workload", "k", "max_k", "source", "head", "num_steps", "num_draft_tokens", "num_accepted_tokens",
         "acceptance_length",

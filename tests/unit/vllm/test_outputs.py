@@ -60,12 +60,6 @@ def test_tokens_go_out_by_the_chunk_after_the_first_and_before_the_last() -> Non
     assert engine.step(num_tokens=1, finish_reason=FinishReason.LENGTH) == [8, 9, 10, 11, 12]
 
 
-def test_a_reader_of_each_token_waits_for_none() -> None:
-    engine = Engine("a", stream_interval=None)
-    assert [engine.step(num_tokens=1) for _ in range(3)] == [[0], [1], [2]]
-    assert all(output.trace_headers is None for output in engine.sent)
-
-
 @pytest.mark.parametrize(
     ("sampling", "interval", "least"),
     [
@@ -75,6 +69,7 @@ def test_a_reader_of_each_token_waits_for_none() -> None:
         ({"output_kind": RequestOutputKind.FINAL_ONLY, "stop": ["x"], "stream_interval": None}, 1, 1),
         ({"output_kind": RequestOutputKind.CUMULATIVE}, 1, 6),
         ({"stream_interval": None}, 4, 4),
+        ({"stream_interval": None}, 1, 1),
         ({"stream_interval": 3}, 9, 9),
         ({"stream_interval": 20}, 1, 20),
         ({"stream_interval": 2 * MAX_BUFFERED_TOKENS + 2}, 1, math.ceil((2 * MAX_BUFFERED_TOKENS + 2) / 3)),
@@ -165,15 +160,6 @@ def test_requests_do_not_wait_for_each_other() -> None:
     for name in "ab":
         engine.step(name, 0, finish_reason=FinishReason.STOP)
         assert tokens_of(engine, name) == list(range(engine.made[name]))
-
-
-def test_who_comes_after_an_aborted_request_of_its_name_gets_none_of_its_tokens() -> None:
-    engine = Engine("a")
-    engine.step()
-    engine.step()
-    engine.coalescer.drop(["a", "unknown"])
-    engine.made["a"] = 100
-    assert engine.step() == [100, 101]
 
 
 def test_rejections_are_forecast_from_the_last_steps() -> None:

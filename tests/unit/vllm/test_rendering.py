@@ -9,7 +9,6 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 from vllm.renderers import ChatParams, TokenizeParams, renderer_from_config
 
-from peagle.vllm.compat import UnsupportedVLLMError
 from peagle.vllm.rendering import MAX_CHARS, MAX_MESSAGES, render_at_once
 
 TOKENIZE = TokenizeParams(max_total_tokens=8192)
@@ -109,9 +108,3 @@ def test_prompts_of_a_completion(
 def test_an_error_in_a_template_reaches_the_caller(counting: Counting) -> None:
     with pytest.raises(Exception, match="no such role"):
         counting.chat(chat(1, "x"), chat_template="{{ raise_exception('no such role') }}")
-
-
-def test_a_client_without_a_renderer_is_refused_in_one_line() -> None:
-    client: Any = SimpleNamespace(input_processor=None, model_config=None, output_processor=None, vllm_config=None)
-    with pytest.raises(UnsupportedVLLMError, match=r"SimpleNamespace\.renderer"):
-        render_at_once(client)
