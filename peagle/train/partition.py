@@ -7,7 +7,7 @@ inputs. Their gradients add up until the segment that owns the rows passes them 
 Every row is computed with gradients once, and no segment holds more than about T / S.
 
 The paper's Algorithm 1 computes the earlier rows again in every segment instead, with gradients, which takes more time
-and memory (figures in benchmarks/README.md).
+and memory (docs/performance.md, training memory).
 
 A chain is never split: its rows of mask tokens see each other, and one segment holds them all.
 """
