@@ -576,8 +576,8 @@ def _tap_problems(raw: dict[str, Any], eagle: dict[str, Any]) -> list[str]:
     return problems
 
 
-def _is_count(value: object, at_least: int = 1) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 # ---- heads and targets on disk

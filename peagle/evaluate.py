@@ -2,11 +2,11 @@
 
     peagle evaluate HEAD DIR [DIR2 ...] --target DIR [--against HEAD2] [--out DIR]
 
-`replay` makes drafts at all positions of an answer at once, on the true prefix, and says of each anchor A how many the
-answer confirms (`accepted_N`: leading drafts that are the answer's own tokens, at most K_max). Decoding at any K visits
-only some of these anchors: it accepts min(accepted, K) tokens, emits one more, and goes on after that one (`walk`). So
-one run at K_max gives every K, and every policy that changes K on the way. A folder of answers holds answers at one
-temperature, which its manifest.json names; `peagle generate --prompts` writes such folders.
+`replay` makes drafts at all positions of an answer at once, on the true prefix. For each anchor it counts the leading
+drafts that are the answer's own tokens (`accepted_N`, at most K_max). Decoding at any K visits only some of these
+anchors: it accepts min(accepted, K) tokens, emits one more, and goes on after that one (`walk`). So one run at K_max
+gives every K, and every policy that changes K on the way. A folder of answers holds answers at one temperature, which
+its manifest.json names; `peagle generate --prompts` writes such folders.
 
 AL = answer tokens / steps, bonus token counted, pooled over answers (as in arXiv 2602.01469, section 5.1, and vLLM).
 The first token of an answer comes from the prompt's pass and counts for none. Survival S_i is the share of steps whose
@@ -48,7 +48,7 @@ from peagle.train.passes import ChainAttention, check_window
 from peagle.train.target import Target
 
 PACK_TOKENS = 2048
-"""Answers are packed into sequences of so many tokens; a longer one is a sequence of its own."""
+"""Tokens of a sequence into which answers are packed; a longer answer is a sequence of its own."""
 LOGIT_ROWS = 4096
 LOOPING = "looping"
 RATIO_DEPTHS = (3, 5, 7)
@@ -68,8 +68,9 @@ def walk(accepted_N: np.ndarray, num_draft_tokens: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class AnswerCounts:
-    """Of several answers. num_tokens [answers]: answer tokens but the first; num_steps [answers, K_max]: decoding steps
-    at K = 1..K_max; num_survived [answers, K_max]: steps at K_max whose first 1..K_max drafts were all accepted.
+    """Counts of several answers. num_tokens [answers]: answer tokens but the first; num_steps [answers, K_max]:
+    decoding steps at K = 1..K_max; num_survived [answers, K_max]: steps at K_max whose first 1..K_max drafts were all
+    accepted.
     """
 
     num_tokens: np.ndarray
@@ -208,7 +209,7 @@ def sequences(data: Conversations, indices: list[int]) -> Iterator[tuple[list[in
 
 
 def answer_anchors(data: Conversations, indices: list[int]) -> dict[int, slice]:
-    """Of each conversation of a packed sequence: anchors in it whose first draft is a token of the answer."""
+    """Anchors whose first draft is a token of the answer, by conversation of a packed sequence."""
     ends = data.lengths[indices].cumsum().tolist()
     starts = [
         end - int(data.lengths[index]) + int(data.prompt_lengths[index])
@@ -298,7 +299,7 @@ def evaluate(drafter: Drafter, target: Target, answers: Answers) -> dict[str, An
 
 
 def load_answers(folder: str | Path, max_per_category: int | None = None) -> Answers:
-    """Answers that `peagle generate --prompts` wrote, or the first so many of each category.
+    """Answers that `peagle generate --prompts` wrote, or the first `max_per_category` of each category.
 
     Raises ValueError when manifest.json has no categories, or not one for each answer, or a temperature that is none.
     """

@@ -89,7 +89,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(input_size, config.num_attention_heads * config.head_dim, bias=bias)
         self.k_proj = nn.Linear(input_size, config.num_key_value_heads * config.head_dim, bias=bias)
         self.v_proj = nn.Linear(input_size, config.num_key_value_heads * config.head_dim, bias=bias)
-        # Of Qwen 3's layers vLLM has no bias there.
+        # vLLM has no bias there in Qwen 3's layers.
         out_bias = bias and not config.qk_norm
         self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=out_bias)
         self.qk_norm = config.qk_norm

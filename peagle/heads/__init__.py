@@ -1,8 +1,9 @@
 """The heads that ship with this package, their join with a target's tables, and heads of other trainers.
 
-A head in the shipped form, or in one of other trainers (`peagle.checkpoint`), becomes a plain head, as vLLM loads it:
-with the target's embedding table, of which the mask token's row is the head's own, and with the target's output rows of
-a reduced draft vocabulary. `prepare_head` writes it into the cache directory, `convert` where a user says.
+A head in the shipped form, or in one of other trainers (`peagle.checkpoint`), becomes a plain head, as vLLM loads it. A
+plain head has the target's embedding table, with the head's own row of the mask token. With a reduced draft vocabulary
+it has the target's output rows of that vocabulary. `prepare_head` writes it into the cache directory, `convert` where a
+user says.
 
 Importing this module loads neither torch nor vLLM.
 """

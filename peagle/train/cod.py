@@ -1,7 +1,7 @@
 """Conditional drop-token sampling (COD): which rows a training pass holds (paper section 3.2).
 
 A chain starts at an anchor, a token position a. Its row at offset g (0..K-1) stands at position a + g and is trained to
-propose token a + g + 2: the row at offset 0 reads token a + 1 and the target's hidden state of a, so a + 2 is the first
+propose token a + g + 2. The row at offset 0 reads token a + 1 and the target's hidden state of a, so a + 2 is the first
 token that is not known. Offset 0 keeps all N positions. Offset g keeps a share r of what offset g - 1 keeps: kept sets
 are nested, so no row is without the rows it depends on.
 
@@ -152,7 +152,7 @@ def draft_rows(
 
 
 def label_rows(rows: CodRows, chain_BN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of all B * T rows, flattened: whether worth a loss, index of the label's position into B * N, offset.
+    """(whether worth a loss, index of the label's position into B * N, offset) of all B * T rows, flattened.
 
     The row of anchor a and offset g proposes token a + g + 2, whose distribution the target gives at position a + g +
     1.

@@ -212,7 +212,7 @@ class PackedBatches:
         return int(self._lengths[self._usable].max())
 
     def __call__(self, skip: int = 0, rank: int = 0, num_workers: int = 1) -> Iterator[Batch]:
-        """skip: batches to pass over (resume). Of the rest, worker `rank` gets every `num_workers`-th."""
+        """skip: batches to pass over (resume). Worker `rank` gets every `num_workers`-th of the others."""
         for number, rows in enumerate(self._groups()):
             if number >= skip and number % num_workers == rank:
                 yield self.assemble(rows)

@@ -133,8 +133,10 @@ class Scored(NamedTuple):
 
 
 class ChainWeights:
-    """Weights of the useful rows of a pass: offset_decay ** offset, times `reach` behind a draft of the chain that is
-    not the conversation's token there, for decoding never gets to such rows.
+    """Weights of the useful rows of a pass (`chain_lengths` in `peagle.train.cod` says which are useful).
+
+    A row weighs offset_decay ** offset. If an earlier draft of its chain is not the conversation's token there, the row
+    weighs `reach` times that, because decoding never gets to such a row.
 
     What counts is the token and not the target's most likely one: where an answer was sampled and they differ, a chain
     that drafts the latter ends too, and what follows in the conversation is no label for its later drafts.
@@ -218,7 +220,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def _score(
     kernel: Callable[..., Any], hidden_PH: Tensor, lm_head_VH: Tensor, target: Distributions, index_P: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of one chunk: loss, gradient of hidden_PH, most likely token. Its logits die with the call."""
+    """(loss, gradient of hidden_PH, most likely token) of one chunk, whose logits die with the call."""
     logits_PV = hidden_PH @ lm_head_VH.T
     loss_P, argmax_P = kernel(logits_PV, target.logits_UV, target.logsumexp_U, target.best_U, index_P)
     return loss_P, logits_PV @ lm_head_VH, argmax_P

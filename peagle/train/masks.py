@@ -48,7 +48,7 @@ class Sight:
         return cls(anchor_BT, offset_BT, first_BT.int(), anchor_BT, offset_BT)
 
     def select(self, key_U: Tensor, num_queries: int) -> Sight:
-        """Of the rows numbered `key_U` as keys and of the last `num_queries` of them as queries.
+        """The sight of the rows numbered `key_U` as keys and of the last `num_queries` of them as queries.
 
         For the sight of all rows (`of`). -1 in place of a number is a blank: a key that nobody sees, a query that sees
         itself alone. Its anchor is its own and lies behind all others, so that the rule holds for it as it is.

@@ -7,7 +7,7 @@ inputs. Their gradients add up until the segment that owns the rows passes them 
 Every row is computed with gradients once, and no segment holds more than about T / S.
 
 The paper's Algorithm 1 computes the earlier rows again in every segment instead, with gradients, which takes more time
-and memory (figures in benchmarks/README.md).
+and memory (docs/performance.md, training memory).
 
 A chain is never split: its rows of mask tokens see each other, and one segment holds them all.
 """
@@ -112,9 +112,9 @@ def segment_rows(
 class Partition:
     """Passes over one sequence in S segments; holds the compiled functions.
 
-    block_mask: masks for FlexAttention, which a GPU needs compiled (`compiled`), else dense ones. dynamic: compile for
-    changing shapes at once. autocast: the drafter runs in bfloat16 on a GPU, losses and backward passes don't. tile:
-    rows are padded to a multiple of it. Raises ValueError for S < 1.
+    block_mask: masks for FlexAttention, which a GPU needs compiled (`compiled`), else dense ones. autocast: the drafter
+    runs in bfloat16 on a GPU, losses and backward passes don't. tile: rows are padded to a multiple of it. Raises
+    ValueError for S < 1.
     """
 
     def __init__(
@@ -123,7 +123,6 @@ class Partition:
         *,
         block_mask: bool = False,
         compiled: bool = False,
-        dynamic: bool | None = None,
         autocast: bool = True,
         tile: int = 128,
     ) -> None:
@@ -134,7 +133,7 @@ class Partition:
         self._inputs, self._rows = row_inputs, segment_rows
         if compiled:
             self._inputs = torch.compile(row_inputs, dynamic=True)
-            self._rows = torch.compile(segment_rows, dynamic=dynamic, fullgraph=block_mask)
+            self._rows = torch.compile(segment_rows, fullgraph=block_mask)
 
     def backward(self, drafter: Drafter, sequence: PackedSequence, loss_of: LossOf) -> None:
         """Adds the gradients of the sum of all segments' losses to the drafter's parameters.

@@ -1,13 +1,11 @@
 """QK-clip (MuonClip, arXiv 2507.20534, section 2.1): attention scores kept from growing without bound.
 
-Query and key matrices grow under Muon, and nothing in the loss holds them back: scores in the hundreds make the softmax
+Query and key matrices grow under Muon, and nothing in the loss holds them back. Scores in the hundreds make the softmax
 a hard choice of one key, which passes no gradient, and bfloat16 rounds them by whole units. The heads of SmolLM2-135M,
-trained without, have scores up to 1,400 in their first layer (figures in benchmarks/README.md).
+trained without the clip, have scores up to 1,400 in their first layer (benchmarks/README.md of commit da11d84).
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -22,14 +20,11 @@ EVERY_STEPS = 4
 
 
 @torch.no_grad()
-def look_at_scores(
-    drafter: Drafter, batch: Batch, aux_BNX: Tensor, look: Callable[[Tensor, Tensor], Tensor], max_tokens: int = 512
-) -> Tensor:
-    """What `look` finds in the scores q k / sqrt(D) of each layer and head [L, A].
+def attention_scores(drafter: Drafter, batch: Batch, aux_BNX: Tensor, max_tokens: int = 512) -> Tensor:
+    """Greatest absolute score q k / sqrt(D) of each layer and head [L, A], float32.
 
-    Of one draft: the first `max_tokens` of the batch's first sequence, and for P-EAGLE the K - 1 mask tokens behind
-    them. aux_BNX: the target's tapped hidden states of the batch. look: scores [A, T, T] in float32, and which of them
-    are seen and no padding's [T, T] -> one number a head [A].
+    One draft is looked at: the first `max_tokens` of the batch's first sequence, and for P-EAGLE the K - 1 mask tokens
+    behind them. aux_BNX: the target's tapped hidden states of the batch. Padding does not count.
     """
     num_tokens = min(max_tokens, batch.tokens_BN.shape[1])
     tokens_BN, document_N = batch.tokens_BN[:1, :num_tokens], batch.document_BN[0, :num_tokens]
@@ -39,7 +34,8 @@ def look_at_scores(
 
     def attend(_layer: int, q_BATD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> Tensor:
         q_GMTD, k_GTD = q_BATD[0].float().unflatten(0, (k_BGTD.shape[1], -1)), k_BGTD[0].float()
-        found.append(look((q_GMTD @ k_GTD[:, None].mT).flatten(0, 1) * q_BATD.shape[-1] ** -0.5, counted_TT))
+        scores_ATT = (q_GMTD @ k_GTD[:, None].mT).flatten(0, 1) * q_BATD.shape[-1] ** -0.5
+        found.append(scores_ATT.abs().masked_fill(~counted_TT, 0).amax((1, 2)))
         return F.scaled_dot_product_attention(q_BATD, k_BGTD, v_BGTD, attn_mask=seen_TT, enable_gqa=True)
 
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
@@ -55,15 +51,6 @@ def look_at_scores(
         counted_TT = seen_TT & (document_T >= 0)
         drafter(embeds_BTH, hidden_BTH, position_T[None], attend)
     return torch.stack(found)
-
-
-def attention_scores(drafter: Drafter, batch: Batch, aux_BNX: Tensor) -> Tensor:
-    """Greatest score in size, of each layer and head [L, A], float32."""
-
-    def greatest(scores_ATT: Tensor, counted_TT: Tensor) -> Tensor:
-        return scores_ATT.abs().masked_fill(~counted_TT, 0).amax((1, 2))
-
-    return look_at_scores(drafter, batch, aux_BNX, greatest)
 
 
 @torch.no_grad()

@@ -3,9 +3,8 @@
 Each step is a pass (`peagle.train.passes`) over a packed batch. `output/checkpoint.pt` resumes a run, `output/head/` is
 the head, `output/log.jsonl` the figures on the way, and `output/tensorboard/` the same for TensorBoard.
 
-Data-parallel training: every worker has the whole drafter, batches of its own, and the mean of all gradients. Whoever
-starts the workers (Ray Train, torchrun) also starts torch.distributed's default process group; without one there is a
-single worker.
+Data-parallel training: every worker has the whole drafter, batches of its own, and the mean of all gradients. Ray Train
+or torchrun starts the workers and torch.distributed's default process group; without one there is a single worker.
 """
 
 from __future__ import annotations
