@@ -14,6 +14,7 @@ drafters, `HeadRouting` for the targets, and events for the log. Never knows: Ra
 import dataclasses
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -301,6 +302,8 @@ class HeadManager:
         self._index_of[""] = 0
         self._state = HeadState("", (), {}, {}, None, [], {})
         self._num_running: Mapping[str, int] = {}
+        self._num_uncounted: Counter[str] = Counter()
+        """Requests by workload that started and have verified nothing yet. Their steps come with a later report."""
         self._num_cold: dict[str, int] = {}  # of the requests that ran when heads last changed, by workload
         self.events: list[str] = []
         """What happened, for the log; the caller takes it out."""
@@ -438,6 +441,7 @@ class HeadManager:
         for name, counted in deltas.workloads.items():
             if (workload := base_workload(name)) in cold:
                 self._num_cold[workload] -= counted.num_ended
+            self._num_uncounted[name] += counted.num_started
         compared = [change for change in state.changes if change.is_compared]
         for head, by_workload in deltas.by_head.items():
             kept = state.evidence[head] = state.evidence.pop(head, {})
@@ -446,7 +450,11 @@ class HeadManager:
             for name, counts in by_workload.items():
                 for table in tables if base_workload(name) not in cold else ():
                     found = table.setdefault(base_workload(name), HeadEvidence())
-                    found.add(counts, deltas.workloads[name].num_started, MAX_EVIDENCE_STEPS if table is kept else None)
+                    found.add(counts, self._num_uncounted[name], MAX_EVIDENCE_STEPS if table is kept else None)
+        for name in {name for by_workload in deltas.by_head.values() for name in by_workload}:
+            del self._num_uncounted[name]
+        for name, number in self._num_uncounted.items():  # those that ended verified nothing
+            self._num_uncounted[name] = min(number, num_running.get(base_workload(name), 0))
         while len(state.evidence) > MAX_HEADS:
             del state.evidence[next(iter(state.evidence))]
         for change in compared:

@@ -369,15 +369,19 @@ def test_heads_are_compared_at_the_k_that_both_were_verified_at() -> None:
     assert found.gain == pytest.approx(0, abs=0.01)
 
 
-def test_a_trial_of_long_answers_ends() -> None:
+@pytest.mark.parametrize("is_late", [False, True], ids=["steps with the start", "steps in the next report"])
+def test_a_trial_of_long_answers_ends(is_late: bool) -> None:
     """One workload whose requests take 250 steps: evidence is not halved while it decides."""
     manager, a = make_manager(), (HeadRef("a", "a"),)
     manager.observe_drafters([report(*a, configured=a)])
     manager.propose(C, HeadProposal("/heads/c"))
     manager.observe_drafters([report(*a, HeadRef(C, "c"), configured=a, desired=manager.desired)])
-    counts, news = Counts([2500], [2500], [1500]), CounterDeltas()
+    counts, starts, steps = Counts([2500], [2500], [1500]), CounterDeltas(), CounterDeltas()
     for name, head in (("x", "a"), ("x/trial", "c")):
-        news.workloads[name], news.by_head[head] = WorkloadCounts(10, 10, counts=counts), {name: counts}
+        starts.workloads[name] = WorkloadCounts(10, 10) if is_late else WorkloadCounts()
+        steps.workloads[name] = WorkloadCounts(counts=counts) if is_late else WorkloadCounts(10, 10, counts=counts)
+        steps.by_head[head] = {name: counts}
     for _ in range(501):
-        manager.record_counts(news, {})
+        manager.record_counts(starts, {"x": 20})
+        manager.record_counts(steps, {"x": 0})
     assert manager.get_change(C).state == "dropped"
