@@ -262,7 +262,7 @@ class DrafterConfig:
     not use; None for a head without parallel drafting (EAGLE-3). `norm_output`: an
     EAGLE-3 head feeds back its rows after the last norm, not its residual stream (EAGLE-3.1). `sliding_window`: tokens
     that a row sees back, itself counted, by position and in every layer; None for all. `norm_before_fc` normalises the
-    tapped hidden states together, `fc_norm` each alone; `qk_norm` each head of queries and keys (Qwen 3's layers).
+    auxiliary hidden states together, `fc_norm` each alone; `qk_norm` each head of queries and keys (Qwen 3's layers).
     """
 
     hidden_size: int

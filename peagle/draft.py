@@ -87,9 +87,10 @@ class DraftSession:
         """Add T rows and propose the tokens after them, greedily.
 
         next_token_ids_T: int, row i's token: the one *after* position num_rows + i; the last is the token that the
-        target emitted last. aux_TX: [T, C * S], the target's tapped hidden states at positions num_rows .. num_rows + T
-        - 1. num_drafts: K; heads are trained for `config.num_depths`, more is allowed, as in vLLM. A smaller K gives
-        the first tokens of a larger one. Raises ValueError for no rows, shapes that do not fit together, or K below 1.
+        target emitted last. aux_TX: [T, C * S], the target's auxiliary hidden states at positions num_rows ..
+        num_rows + T - 1. num_drafts: K; heads are trained for `config.num_depths`, more is allowed, as in vLLM. A
+        smaller K gives the first tokens of a larger one. Raises ValueError for no rows, shapes that do not fit
+        together, or K below 1.
         """
         config = self.drafter.config
         num_new = next_token_ids_T.shape[0]

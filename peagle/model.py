@@ -258,7 +258,7 @@ def initialize(drafter: Drafter, aux_RX: Tensor, generator: torch.Generator | No
     """Normal weights of std 0.02 in every matrix but an embedding table; mask token and shared hidden state start at
     the mean of what they replace.
 
-    aux_RX: a sample of the target's tapped hidden states [rows, C * S].
+    aux_RX: a sample of the target's auxiliary hidden states [rows, C * S].
     """
     for name, parameter in drafter.trainable().items():
         if parameter.ndim == 2 and name != "embed_tokens.weight":

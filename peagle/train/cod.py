@@ -126,7 +126,7 @@ def next_tokens(tokens_BN: Tensor) -> Tensor:
 def row_inputs(drafter: Drafter, next_BN: Tensor, aux_BNX: Tensor, num_masks: int) -> tuple[Tensor, Tensor]:
     """Embeddings and hidden states, [B, N + num_masks, H] each, of N rows of offset 0 and of mask tokens after them.
 
-    next_BN: `next_tokens` of the rows. aux_BNX: the target's tapped hidden states there [B, N, C * S].
+    next_BN: `next_tokens` of the rows. aux_BNX: the target's auxiliary hidden states there [B, N, C * S].
     """
     batch = next_BN.shape[0]
     embeds_BNH, hidden_BNH = drafter.embed(next_BN), drafter.reduce(aux_BNX)
@@ -143,7 +143,7 @@ def draft_rows(
 ) -> Tensor:
     """Normed hidden states [B, T, H] of N rows of offset 0, then T - N rows of mask tokens.
 
-    aux_BNX: the target's tapped hidden states [B, N, C * S]. The row of anchor a reads the embedding of token a + 1.
+    aux_BNX: the target's auxiliary hidden states [B, N, C * S]. The row of anchor a reads the embedding of token a + 1.
     """
     num_masks = position_BT.shape[1] - tokens_BN.shape[1]
     embeds_BTH, hidden_BTH = row_inputs(drafter, next_tokens(tokens_BN), aux_BNX, num_masks)

@@ -31,7 +31,7 @@ LossOf = Callable[[Tensor, Tensor], Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class PackedSequence:
-    """document_1N: -1 on padding; aux_1NX: the target's tapped hidden states; position_1T: within the document."""
+    """document_1N: -1 on padding; aux_1NX: the target's auxiliary hidden states; position_1T: within the document."""
 
     tokens_1N: Tensor
     document_1N: Tensor

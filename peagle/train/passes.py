@@ -55,7 +55,7 @@ _TILE = 1024  # queries whose scores exist at once where no kernel avoids them
 
 @dataclasses.dataclass(frozen=True)
 class States:
-    """What the target says about a batch. aux_BNX: tapped hidden states; last_BNS: input of its output matrix."""
+    """What the target says about a batch. aux_BNX: auxiliary hidden states; last_BNS: input of its output matrix."""
 
     aux_BNX: Tensor
     last_BNS: Tensor
@@ -219,8 +219,8 @@ def all_rows(like_BN: Tensor, num_depths: int) -> CodRows:
 def unrolled_rows(drafter: Drafter, tokens_BN: Tensor, aux_BNX: Tensor, position_BN: Tensor, mask: ChainMask) -> Tensor:
     """Normed hidden states [B, K * N, H] in the order of `all_rows`, each chain on the true tokens.
 
-    aux_BNX: the target's tapped hidden states [B, N, C * S]. Chains near the end of a document read tokens behind it;
-    no loss looks at those rows, and no other row sees them.
+    aux_BNX: the target's auxiliary hidden states [B, N, C * S]. Chains near the end of a document read tokens behind
+    it; no loss looks at those rows, and no other row sees them.
     """
     attend, hidden_BNH = ChainAttention(mask, drafter.config.sliding_window), drafter.reduce(aux_BNX)
     last = tokens_BN.shape[1] - 1

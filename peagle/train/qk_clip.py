@@ -24,7 +24,7 @@ def attention_scores(drafter: Drafter, batch: Batch, aux_BNX: Tensor, max_tokens
     """Greatest absolute score q k / sqrt(D) of each layer and head [L, A], float32.
 
     One draft is looked at: the first `max_tokens` of the batch's first sequence, and for P-EAGLE the K - 1 mask tokens
-    behind them. aux_BNX: the target's tapped hidden states of the batch. Padding does not count.
+    behind them. aux_BNX: the target's auxiliary hidden states of the batch. Padding does not count.
     """
     num_tokens = min(max_tokens, batch.tokens_BN.shape[1])
     tokens_BN, document_N = batch.tokens_BN[:1, :num_tokens], batch.document_BN[0, :num_tokens]

@@ -1,4 +1,4 @@
-"""The frozen target in training and evaluation: tapped hidden states and output logits, by Hugging Face transformers.
+"""The frozen target in training and evaluation: auxiliary hidden states and logits, by Hugging Face transformers.
 
 Any decoder-only model of full and sliding-window attention will do; what cannot be packed or scored exactly is refused
 when it is loaded. Serving never uses this module: there vLLM runs the target.
