@@ -38,7 +38,7 @@ DESIGN_EFFECT = 4.0
 benchmarks/results/2026-11-21-traces-smollm2-135m.npz the variance of a_i between requests is 3.6 times the binomial one
 (median over tasks and positions, quartiles 2.4 and 4.8)."""
 MAX_HEADS, MAX_WORKLOADS = 4, 64
-"""Whose evidence is kept: heads, and workloads of each, those with the latest steps."""
+"""Numbers of heads, and of workloads of each, whose evidence is kept: those with the latest steps."""
 
 
 class RatesError(ValueError):

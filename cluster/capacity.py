@@ -103,8 +103,8 @@ class CapacityModel:
         ks_near: Mapping[str, int],
         hopeless: Sequence[str],
     ) -> Capacity:
-        """A batch of so many requests. `ks_near`: predicted K at a similar one, by which the batch is divided among the
-        workloads; `hopeless`: workloads without a limit."""
+        """The capacity at a batch of `num_requests`. `ks_near`: predicted K at a similar batch, by which this one is
+        divided among the workloads; `hopeless`: workloads without a limit."""
         rate = sum(demand.tokens_per_s for demand in demands)
         parts = np.array([d.tokens_per_s / d.acceptance_length(ks_near.get(d.workload, self.max_k)) for d in demands])
         parts /= parts.sum()  # of the requests of a step

@@ -19,9 +19,10 @@ b requests and sum b_c k_c drafts. `best_ks` gives the most tokens per second:
 
 The router decides so for all targets (`KPolicy.observe`), changes K only for a gain of `MIN_GAIN`, and hands its
 decision to the front ends (`make_update`, `apply_update`). A front end then answers for each request (`resolve`): a K
-that the client or the operator fixed stays, and a caller's limit caps the rest. The scheduler obeys: K is the most that
-it verifies. Where throughput alone counts that cap is K_max, and each step verifies what pays at its own load
-(`cluster.step_allocation`). At K = 0 nothing would be measured any more, so few requests explore: they get K_max.
+that the client or the operator fixed stays, and a caller's limit caps a learned K. The scheduler verifies all drafts of
+a fixed K in every step. A learned K is a plan: each step verifies what pays at its own load
+(`cluster.step_allocation`), up to `max_k`, or up to K where a workload has a limit of TPOT. At K = 0 nothing would be
+measured any more, so few requests explore: they get the largest K.
 """
 
 import dataclasses
@@ -62,7 +63,7 @@ LOAD_WEIGHT = 0.5
 """Weight of the newest reading in the mean load; readings come about once a second."""
 
 FORMAT = 3
-"""Of the snapshot."""
+"""Version of the snapshot."""
 
 
 # ---- the best K of each workload, at one time

@@ -249,7 +249,7 @@ def _to_blame(call: Call, fields: Mapping[str, Any]) -> str | None:
 
 
 def _from_validation(error: ValidationError) -> ApiError:
-    """The first problem. Of a field that may have several forms: of the form that was most likely meant."""
+    """The first problem. If a field may have several forms, that of the form that was most likely meant."""
     details = error.errors(include_url=False, include_input=False)
     forms: dict[tuple[Any, ...], list[Any]] = {}
     for detail in details:

@@ -37,7 +37,7 @@ from peagle.heads import candidate_directory, head_digest, keep_candidate, prepa
 logger = logging.getLogger(__name__)
 
 MAX_SMALL_MACHINE_CORES = 4
-"""On so few cores a pass computes on all of them, else on half: the target waits meanwhile."""
+"""Up to this number a pass computes on all cores, else on half: the target waits meanwhile."""
 
 MAX_NUM_ROWS = 2048
 """Rows of one pass. A step of more rows, long prompts, takes several."""
@@ -309,7 +309,7 @@ class DrafterReplica:
         logger.info("drafting at %s on %s", self._server.address, loader.device)
 
     async def report(self) -> DrafterReport:
-        """Who this replica is, and what it has counted."""
+        """Identity, heads and counts of this replica."""
         served = {name.removeprefix("num_"): value for name, value in dataclasses.asdict(self._server.stats).items()}
         served["refused_connections"] = served.pop("refused")  # `refused` is the engine's: requests without drafts
         heads = self._heads

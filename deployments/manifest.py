@@ -26,10 +26,10 @@ MAX_GPUS_PER_POD = 8
 """GPUs of a usual node. Drafters that do not fit beside their target get pods of their own."""
 
 MAX_IDLE_S = 300
-"""A pod without a replica stays so long: a new one would load its checkpoint again."""
+"""Time that a pod without a replica stays: a new one would load its checkpoint again."""
 
 AGENT_PORT = 52365
-"""Of Ray's agent on every node, which says without a token whether the node is healthy."""
+"""Port of Ray's agent on every node, which says without a token whether the node is healthy."""
 
 KEYS_SECRET = "peagle-keys"
 """Holds callers' API keys, each under the name of its environment variable."""
@@ -51,7 +51,7 @@ SECURITY = {
     "capabilities": {"drop": ["ALL"]},
     "seccompProfile": {"type": "RuntimeDefault"},
 }
-"""Of every container: what Kubernetes' pod security standard `restricted` asks for."""
+"""Security context of every container, as Kubernetes' pod security standard `restricted` asks."""
 
 
 @dataclass(frozen=True)
@@ -121,11 +121,11 @@ class Manifest:
             "metadata": {"name": self._name, "labels": {"app.kubernetes.io/name": "peagle-serve"}},
             "spec": {
                 "serveConfigV2": _dump(self.serve_config()),
-                # After a change of pods: the cluster before has so long to finish its streams.
+                # Time of the old cluster to finish its streams after a change of pods.
                 "rayClusterDeletionDelaySeconds": int(MAX_STREAM_S),
                 "rayClusterConfig": {
                     "rayVersion": importlib.metadata.version("ray"),
-                    # Whoever reaches the dashboard can run code: KubeRay makes a token and hands it to every pod.
+                    # A client of the dashboard can run code: KubeRay makes a token and hands it to every pod.
                     "authOptions": {"mode": "token"},
                     **({} if self._settings.autoscaling is None else autoscaling),
                     "headGroupSpec": self._head(),
@@ -249,7 +249,7 @@ class Manifest:
         return [self._workers("target", fewest, most, cpus, gpus), *groups]
 
     def _workers(self, group: str, fewest: int, most: int, cpus: float, gpus: float) -> Json:
-        """A group of pods that each have room for so many of Ray's CPUs and GPUs."""
+        """A group of pods that each have room for `cpus` and `gpus` of Ray's."""
         resources = {"cpu": str(max(2, math.ceil(cpus))), "memory": self.machine.worker_memory}
         if gpus:
             resources["cpu"] = str(max(CPUS_PER_GPU * math.ceil(gpus), math.ceil(cpus)))

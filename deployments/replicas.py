@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 1.0
 POLL_TIMEOUT_S = 5.0
 MAX_DRAIN_S = 60.0
-"""A drafter that Serve retires drafts on so long for the requests that it has."""
+"""Time for which a drafter that Serve retires drafts on, for the requests that it has."""
 
 
 class EngineLost(RuntimeError):
@@ -79,8 +79,8 @@ class ReplicaMonitor(Generic[ReportT]):
             self._task = asyncio.get_running_loop().create_task(self._poll_forever())
 
     async def refresh(self) -> Sequence[ReportT]:
-        """The replicas' reports, asked for now. Of two calls at a time, the one that asked first counts for nothing
-        once the other has its answers: counters would go back."""
+        """The replicas' reports, asked for now. If two calls overlap and the later one has its answers first, the
+        answers of the earlier one are dropped: counters would go back."""
         self._num_asked += 1
         asked = self._num_asked
         answers: list[Any] = []
@@ -127,7 +127,7 @@ class ReplicaMonitor(Generic[ReportT]):
 
 MAX_MISSED_POLLS = 3
 IDLE_POLLS = 10
-"""An engine without requests is asked for its links once in so many polls: each call keeps a core of every worker of it
+"""Polls from one question for the links of an engine without requests to the next: each keeps a core of every worker
 spinning for about a second."""
 
 

@@ -210,7 +210,7 @@ class Router:
         return found
 
     async def metrics(self) -> bytes:
-        """Prometheus text over all replicas. Whoever asks, it says the same, but for counts by head."""
+        """Prometheus text over all replicas. Only counts by head begin anew in a restarted router."""
         reports = await self._monitor.refresh()
         families = target_metrics(reports, self._monitor.num_ready or 0)
         families += head_metrics(self._head_counts.by_head())

@@ -241,11 +241,11 @@ class TargetServer(LLMServer):
         return {"status": "ready", "model": self.front_end.model, "num_target_replicas": self._num_targets}
 
     async def metrics(self) -> bytes:
-        """Of all replicas. Raises ApiError (503) while the router is down."""
+        """Metrics of all replicas. Raises ApiError (503) while the router is down."""
         return bytes(await self._of_the_service("metrics"))
 
     async def drafting(self) -> dict[str, Any]:
-        """Of all replicas. Raises ApiError (503) while the router is down."""
+        """The document of all replicas. Raises ApiError (503) while the router is down."""
         return dict(await self._of_the_service("drafting"))
 
     async def _of_the_service(self, page: str) -> Any:

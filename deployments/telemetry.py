@@ -1,10 +1,9 @@
 """What is seen of the service: Prometheus families, the document of `GET /drafting`, and the store that keeps what
 was learned.
 
-Enters: `TargetReport`s, `DrafterReport`s, the edges' own metrics, and decisions. Leaves: text and JSON. There is one
-way into Prometheus: the router asks all replicas when `/metrics` is read, so that one address says everything, with
-every replica once. Ray's own metrics would need a scraper on every node, come in steps of 10 s, and name no
-replica.
+Enters: `TargetReport`s, `DrafterReport`s, the front ends' own metrics, and decisions. Leaves: text and JSON. There is
+one way into Prometheus: the router asks all replicas when `/metrics` is read, so that one address says everything, with
+every replica once. Ray's own metrics would need a scraper on every node, come in steps of 10 s, and name no replica.
 
 Denominators: `draft_tokens{depth=i}` counts the steps that verified at least i drafts, so accepted_tokens{depth=i} /
 draft_tokens{depth=i} is the survival S_i even where K varies, and 1 + sum over depths of accepted_tokens /
@@ -195,7 +194,7 @@ def head_metrics(by_head: Mapping[str, Counts]) -> list[Metric]:
 
 
 SHOWN_S = 3600.0
-"""For so long after a head was rolled back the metric says so."""
+"""Time for which the metric shows that a head was rolled back."""
 
 
 def change_metrics(changes: Iterable[Mapping[str, Any]]) -> list[Metric]:
@@ -372,8 +371,8 @@ class StateStore:
         self._task = asyncio.get_running_loop().create_task(work)
 
     def write(self, snapshot: Mapping[str, Any]) -> None:
-        """Replace the state by this snapshot, at once and as a whole. Of several failures in a row the first is logged,
-        and the end of them."""
+        """Replace the state by this snapshot, at once and as a whole. The first of several failures in a row is logged,
+        and their end."""
         try:
             if self._path is not None:
                 self._replace_file(self._path, json.dumps(snapshot).encode())

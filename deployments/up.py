@@ -56,12 +56,12 @@ RAY_ENVIRONMENT = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     # Ray gives up a proxy that three times is not ready in this time, and on a busy machine all take long to start.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
-    # So long HAProxy takes to hear that a replica is to go; whoever still comes is sent to another one.
+    # HAProxy needs this time to hear that a replica is to go. A request that still comes is sent to another one.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3",
     # By Ray's default of 1000 the kernel ends engines first, whoever fills the memory; so it ends the largest process.
     "RAY_worker_oom_score_adjustment": "0",
 }
-"""Of the processes that start Ray, on every node."""
+"""Environment of the processes that start Ray, on every node."""
 
 
 LOCAL_ENVIRONMENT = {

@@ -132,7 +132,7 @@ def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """The product with these weights, [out, in] and [out].
 
     In float32 on a CPU by oneDNN, from a copy in its own layout: MKL, which torch takes, needs several times as long
-    for a few rows on an AMD CPU (benchmarks/parallel_pass.py).
+    for a few rows on an AMD CPU (benchmarks/parallel_pass.py of commit da11d84).
     """
     if weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
         packed = torch.ops.mkldnn._reorder_linear_weight(weight)

@@ -37,8 +37,8 @@ class Chances:
         self._levels_L = torch.tensor(WORTH_LEVELS, dtype=torch.float32, device=device)
         self._counts_L = torch.zeros(len(WORTH_LEVELS), dtype=torch.int32, device=device)
         self.counts: tuple[Tensor, int] | None = None
-        """Of the batch that was recorded last: the number of drafts of at least each of `WORTH_LEVELS`, on their way to
-        the host, and its number of requests."""
+        """Drafts of the newest batch that reach each of `WORTH_LEVELS`, on their way to the host, and its number of
+        requests."""
 
     def record(self, chance_BK: Tensor, place_B: Tensor, depth: int) -> None:
         """Record the first `depth` chances of a batch's requests."""

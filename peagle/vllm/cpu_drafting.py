@@ -32,7 +32,7 @@ class ChunkedProposer(EagleProposer):
     vLLM hands the drafter the prompt's last token there."""
 
     def __init__(self, runner: Any) -> None:
-        """Of a finished runner, in the place of vLLM's own.
+        """Takes the place of vLLM's own proposer in a finished runner.
 
         Raises:
             UnsupportedVLLMError: this vLLM lacks what this class builds on.

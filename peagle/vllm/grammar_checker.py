@@ -77,7 +77,7 @@ class GrammarChecker:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that forks; None where it does not run."""
+        """Id of the process that forks; None where it does not run."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def start(self) -> None:

@@ -17,7 +17,7 @@ MIN_P_EPSILON = 1e-5  # vLLM's own
 
 SURVIVAL_KEY = "peagle_survival"
 """`extra_args` key: list of cumulative acceptance rates S_1, S_2, ..., at least K long, by which the scheduler may
-verify fewer drafts under load. Absent: K is obeyed."""
+verify fewer drafts under load. Absent: every step verifies K drafts."""
 
 WORKLOAD_KEY = "peagle_workload"
 """`extra_args` key: str, the workload under which this request is counted. Absent: `DEFAULT_WORKLOAD`."""

@@ -1,7 +1,8 @@
 """Schedulers for vLLM that verify at most K draft tokens a step for each request.
 
-Enters: a request whose `SamplingParams.extra_args["peagle_k"]` says its K. Leaves: `SchedulerOutput`s in which that
-request has at most K drafts, and outputs that carry what was verified and accepted (`peagle.vllm.step_notes`).
+Enters: a request whose `SamplingParams.extra_args["peagle_k"]` says its `max_k`, which is called K here. Leaves:
+`SchedulerOutput`s in which that request has at most K drafts, and outputs that carry what was verified and accepted
+(`peagle.vllm.step_notes`).
 The drafter always proposes K_max tokens in its one pass (P-EAGLE, arXiv 2602.01469, section 3); K limits verification
 only. So fewer verified drafts cost no draft quality and keep the distribution of the output.
 
@@ -60,7 +61,7 @@ logger = logging.getLogger(__name__)
 WARNING_INTERVAL_S = 60.0
 
 VERIFY_ALL_INTERVAL_STEPS = 50
-"""Where vLLM chooses among the drafts, one step in so many verifies all of them, so that acceptance stays known."""
+"""Steps from one that verifies all its drafts to the next, where vLLM chooses among them: acceptance stays known."""
 
 ADMITTED_WEIGHT = 0.1
 """Weight of the newest step in the mean number of drafts that vLLM's adaptive verification admits of a request."""

@@ -159,7 +159,7 @@ def _source(file: str) -> str:
 
 
 def _folder() -> Path:
-    """Of vLLM; one that does not exist where it is not installed."""
+    """vLLM's folder; one that does not exist where vLLM is not installed."""
     spec = importlib.util.find_spec("vllm")
     places = None if spec is None else spec.submodule_search_locations
     return Path(places[0]) if places else Path("/nonexistent")

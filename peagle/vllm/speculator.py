@@ -22,7 +22,7 @@ the GPU, as vLLM does between EAGLE's drafts, full graphs do so: the host lays o
 
 Drafts are greedy: vLLM's rejection sampling keeps the output's distribution with them.
 
-R requests, N target rows, M rows of the pass, S drafts, H drafter's hidden size, X concatenated size of the auxiliary
+B requests, N target rows, M rows of the pass, S drafts, H drafter's hidden size, X concatenated size of the auxiliary
 hidden states, A size of the attention's output.
 """
 
@@ -218,7 +218,7 @@ class PEagleSpeculator(DraftModelSpeculator):
         super().__init__(vllm_config, device)
         compat.check("v2 speculator", self)
         _check_settings(vllm_config)
-        self._without_drafts: set[str] = set()
+        self._never_drafted: set[str] = set()
         """Requests with K = 0."""
         self._num_ahead = self.num_speculative_steps
         """Most drafts of a request that the next step verifies."""
@@ -311,14 +311,14 @@ class PEagleSpeculator(DraftModelSpeculator):
         """Record the requests that start in this step, and the scheduler's plan of the pass."""
         for new in scheduled.scheduled_new_reqs:
             if not drafts_wanted(new.sampling_params, self.num_speculative_steps):
-                self._without_drafts.add(new.req_id)
+                self._never_drafted.add(new.req_id)
         plan = read_plan(scheduled)
         self._num_ahead = plan.limit_drafts_ahead(self.num_speculative_steps)
         self._num_rejected, self._is_choice = plan.num_rejected, plan.ranks_drafts
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop requests that have ended."""
-        self._without_drafts.difference_update(request_ids)
+        self._never_drafted.difference_update(request_ids)
 
     def _prepare_capture(self, desc: BatchExecutionDescriptor, warmup: bool) -> Callable[[CUDAGraphMode], None]:
         """vLLM's `CreateForwardFn`: a batch of requests without any context, which writes nothing to the cache."""
@@ -377,7 +377,7 @@ class PEagleSpeculator(DraftModelSpeculator):
         is_profile: bool = False,
         **kwargs: Any,
     ) -> Tensor:
-        """Draft tokens of every request of the batch, [R, K_max] int64. Drafts that the scheduler does not plan to
+        """Draft tokens of every request of the batch, [B, K_max] int64. Drafts that the scheduler does not plan to
         verify are undefined."""
         assert aux_hidden_states, "the target returned no auxiliary hidden states"
         num_requests, k_max = input_batch.num_reqs, self.num_speculative_steps
@@ -421,9 +421,9 @@ class PEagleSpeculator(DraftModelSpeculator):
 
     def _members(self, batch: InputBatch) -> np.ndarray[Any, Any] | None:
         """Indices of the requests that take part in the pass; None: all."""
-        if not self._without_drafts:
+        if not self._never_drafted:
             return None
-        drafts_B = [request_id not in self._without_drafts for request_id in batch.req_ids]
+        drafts_B = [request_id not in self._never_drafted for request_id in batch.req_ids]
         takes_part_B = np.array(drafts_B) | batch.is_prefilling_np
         return None if takes_part_B.all() else takes_part_B.nonzero()[0]
 
@@ -531,7 +531,7 @@ class PEagleSpeculator(DraftModelSpeculator):
         return first_row_B1, context_B
 
     def _lay_out_drafts(self, num_requests: int, depth: int) -> None:
-        """Copy `draft_ids_S` [R * D], one request after another, to the first D columns of `draft_tokens` [R, K_max],
+        """Copy `draft_ids_S` [B * D], one request after another, to the first D columns of `draft_tokens` [B, K_max],
         and the drafts' probabilities to those of `chance_BK`."""
         for out_BK, given_S in ((self.draft_tokens, self.draft_ids_S), (self.chance_BK, self.chance_S)):
             out_BK[:num_requests, :depth] = given_S[: num_requests * depth].view(num_requests, depth)

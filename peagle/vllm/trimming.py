@@ -47,13 +47,13 @@ STEPS_PER_LATENCY = 8
 """Steps between two updates of the step latency that budgets use: an update takes time between two steps."""
 
 LOOK_ERROR, LOOK_INTERVAL_STEPS = 0.06, 20
-"""Exploration: while the relative error of a step's predicted time is above the first number, one step in so many
-is run to measure it. It verifies all its drafts or another number of each request, or runs or leaves out the drafter's
-pass against the present estimate, if a better estimate could change the decision."""
+"""While the relative error of a step's predicted time is above the first number, one step in 20 explores. It verifies
+all its drafts or another number of each request. Or it does the opposite of what the estimate says of the drafter's
+pass, if a better estimate could change that decision."""
 
 VERIFY_INTERVAL_STEPS = 200
-"""One step in so many verifies all its drafts although fewer pay, or runs a pass that would be left out, so that
-acceptance stays known. It does so for all its requests: the pass of a batch is as long as its longest request needs."""
+"""Steps from one that verifies all its drafts although fewer pay, or runs a pass that would be left out, to the next:
+so acceptance stays known. All requests of such a step take part: a pass is as long as its longest request needs."""
 
 CHOICE_KEY = "peagle_choice"
 """Key of vLLM's `additional_config`: bool, verify the best drafts of a batch rather than each request's first ones
@@ -74,7 +74,7 @@ CHOICE_ERROR = 0.02
 step in `LOOK_INTERVAL_STEPS` does the opposite of the present decision."""
 
 WORTH_INTERVAL_STEPS = 8
-"""If first drafts are verified, one step in so many measures the worth of drafts: that takes the host some time."""
+"""Steps from one that measures the worth of drafts to the next, while first drafts are verified: it takes time."""
 
 MIN_DRAFTED = 100
 """Requests with drafts, summed over steps, before a pass may be left out: acceptance has been measured by then."""
@@ -144,8 +144,8 @@ class Trimmer:
         self._leaves_out = False
         self._decided: tuple[object, list[int], int | None] = None, [], None
         self.num_chosen: int | None = None
-        """Of the last call of `depths`: number of drafts that the worker should choose. None if each request's first
-        drafts are as good, and in exploration steps."""
+        """Drafts that the worker should choose, by the last call of `depths`. None if each request's first drafts are
+        as good, and in exploration steps."""
         self._worth: NDArray[np.float64] | None = None  # drafts of a request, by their worth
         # Read once a request, not once a step. Requests of a workload share the survival of its newest request: it is
         # the best estimate, and requests with the same survival are decided together.

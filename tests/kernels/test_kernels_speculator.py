@@ -132,7 +132,7 @@ def make_speculator(drafter: Any, num_drafts: int, with_graphs: bool) -> Any:
     model_config = SimpleNamespace(get_hidden_size=lambda: drafter.config.fc_input_size // 3)
     one.vllm_config = SimpleNamespace(model_config=model_config)
     one.device, one.dtype = torch.device("cpu"), torch.float32
-    one.num_speculative_steps, one._num_ahead, one._without_drafts = num_drafts, num_drafts, set()
+    one.num_speculative_steps, one._num_ahead, one._never_drafted = num_drafts, num_drafts, set()
     one.max_num_reqs, one.max_num_tokens, one.max_model_len = MAX_REQUESTS, MAX_TOKENS, MAX_LEN
     one.max_rows = MAX_TOKENS + MAX_REQUESTS * 2 * num_drafts
     one.mask_token_id, one.hidden_size = drafter.config.ptd_token_id, drafter.config.hidden_size
