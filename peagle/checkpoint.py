@@ -31,7 +31,7 @@ from peagle.config import (
     DrafterConfig,
     HeadError,
     check_head_fits,
-    is_vllms_own,
+    is_read_alike_by_vllm,
     read_head_config,
     read_json,
 )
@@ -182,7 +182,7 @@ def is_plain(head_dir: str | Path, config: DrafterConfig) -> bool:
     return (
         not tables_left_out(config, names)
         and not has_others
-        and is_vllms_own(read_json(Path(head_dir) / "config.json"))
+        and is_read_alike_by_vllm(read_json(Path(head_dir) / "config.json"))
     )
 
 

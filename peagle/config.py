@@ -437,7 +437,7 @@ def _mask_tokens(raw: dict[str, Any]) -> dict[str, int]:
     return {key: raw[key] for key in MASK_TOKEN_KEYS if raw.get(key) is not None}
 
 
-def is_vllms_own(raw: dict[str, Any]) -> bool:
+def is_read_alike_by_vllm(raw: dict[str, Any]) -> bool:
     """Whether stock vLLM, 0.29 and 0.32, takes a head's `config.json` for what this package takes it for.
 
     It does not where the file is of the speculators package (of a P-EAGLE head vLLM drops `fc_norm` and `norm_output`),

@@ -38,7 +38,7 @@ from vllm.v1.worker.gpu.spec_decode.utils import get_parallel_drafting_token_id
 
 from benchmarks import models
 from peagle.checkpoint import build_drafter, load_head, save_head
-from peagle.config import UNNAMED_LAYERS, DrafterConfig, Llama3Rope, YarnRope, is_vllms_own, read_json
+from peagle.config import UNNAMED_LAYERS, DrafterConfig, Llama3Rope, YarnRope, is_read_alike_by_vllm, read_json
 from peagle.heads import prepare_head, target_table
 from peagle.train.cod import attend_under
 from peagle.vllm import compat
@@ -219,7 +219,7 @@ def test_a_head_is_the_same_drafter_here_and_in_vllm(tmp_path: Path, targets: di
     config, tensors = load_head(folder)
     target = targets[config.vocab_size]
     prepared = prepare_head(folder, target, tmp_path / "cache")
-    assert is_vllms_own(read_json(prepared / "config.json"))
+    assert is_read_alike_by_vllm(read_json(prepared / "config.json"))
     is_parallel = config.ptd_token_id is not None
     vllm_config = config_of(target, prepared, is_parallel)
 
