@@ -11,11 +11,11 @@ class ChoosingScheduler(PerRequestDepthAsyncScheduler):
         super().__init__(*args, **kwargs)
         assert self._draft_budget is not None
         assert self._draft_budget.chooses, "this engine cannot choose"
-        trimmer: Any = self._draft_budget
+        draft_budget: Any = self._draft_budget
         draw = random.Random(5)
 
         def depths(requests: list[Any], max_ks: list[int], prompt_tokens: int = 0) -> list[int]:
-            trimmer.num_chosen = draw.randint(0, sum(max_ks)) if draw.random() < 0.9 else None
+            draft_budget.num_chosen = draw.randint(0, sum(max_ks)) if draw.random() < 0.9 else None
             return max_ks
 
-        trimmer.depths = depths
+        draft_budget.depths = depths

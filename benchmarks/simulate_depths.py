@@ -4,8 +4,8 @@
 
 A closed loop of clients sends requests whose drafts are accepted as a real head's were (`benchmarks.traces`) to
 an engine whose steps take what was measured on a real one. The learned arm is the product's own code: `KPolicy` gets a
-report each second, and the scheduler's `Trimmer` sees every step's time and trims every step. It knows the engine by
-its guess alone, or by points as an engine measures them at its start (`--points`).
+report each second, and the scheduler's `DraftBudget` sees every step's time and decides every step's drafts. It knows
+the engine by its guess alone, or by points as an engine measures them at its start (`--points`).
 
 A step decodes every running request with 1 + k rows, and takes in the prompts of new ones. Not modelled: the limit of
 the KV cache, prefix caching, several replicas.
@@ -28,7 +28,7 @@ from cluster.request import DepthPolicy, Drafting
 from cluster.step_latency import StepLatency, StepLatencyModel, TimedStep
 from peagle.provenance import conditions
 from peagle.vllm.request_args import SURVIVAL_KEY, WORKLOAD_KEY
-from peagle.vllm.trimming import Trimmer
+from peagle.vllm.trimming import DraftBudget
 
 RESULTS = Path(__file__).parent / "results"
 TRACES = RESULTS / "2026-11-21-traces-smollm2-135m.npz"
@@ -152,7 +152,7 @@ def points_of(engine: Engine, max_num_seqs: int, max_draft_tokens: int = K_MAX) 
 
 @dataclass(eq=False)
 class Request:
-    """A request in the engine; `request_id`, `num_computed_tokens` and `sampling_params` as the Trimmer reads them."""
+    """A request in the engine; `request_id`, `num_computed_tokens`, `sampling_params` as `DraftBudget` reads them."""
 
     request_id: str
     workload: str
@@ -186,13 +186,13 @@ class Fixed:
 
 
 class Learned:
-    """The product: `KPolicy` in the router and `Trimmer` in the scheduler, with one replica."""
+    """The product: `KPolicy` in the router and `DraftBudget` in the scheduler, with one replica."""
 
     REPORT_S = 1.0
 
     def __init__(self, on_gpu: bool, document: Mapping[str, Any] | None = None) -> None:
         self.k_policy = KPolicy(DepthPolicy(K_MAX, K_MAX, 3), on_gpu=on_gpu, seed=0)
-        self.trimmer = Trimmer(StepLatencyModel(on_gpu, document))
+        self.draft_budget = DraftBudget(StepLatencyModel(on_gpu, document))
         self._on_gpu = on_gpu
         self._counts: dict[str, WorkloadCounts] = {}
         self._reported_s = 0.0
@@ -208,20 +208,22 @@ class Learned:
                 survival = {SURVIVAL_KEY: request.drafting.survival} if request.drafting.survival else {}
                 request.sampling_params = SimpleNamespace(extra_args={**survival, WORKLOAD_KEY: request.workload})
         max_ks = [request.drafting.max_k for request in requests]
-        depths = self.trimmer.depths(cast(Any, requests), max_ks)
+        depths = self.draft_budget.depths(cast(Any, requests), max_ks)
         if prompt_tokens:  # as the scheduler asks
-            depths = self.trimmer.depths(cast(Any, requests), max_ks, prompt_tokens)
+            depths = self.draft_budget.depths(cast(Any, requests), max_ks, prompt_tokens)
         return depths
 
     def drafts(self, requests: Sequence[Request], prompt_tokens: int) -> bool:
         max_ks = [request.drafting.max_k for request in requests]
         # With asynchronous scheduling, on a GPU, the pass is not left out.
-        return any(max_ks) if self._on_gpu else self.trimmer.makes_drafts(cast(Any, requests), max_ks, prompt_tokens)
+        return (
+            any(max_ks) if self._on_gpu else self.draft_budget.makes_drafts(cast(Any, requests), max_ks, prompt_tokens)
+        )
 
     def observe(
         self, requests: Sequence[Request], steps: Sequence[tuple[int, int]], step: TimedStep, now_s: float
     ) -> None:
-        self.trimmer.model.observe(step)
+        self.draft_budget.model.observe(step)
         for request, (num_verified, num_accepted) in zip(requests, steps, strict=True):
             counts = self._counts[request.workload]
             counts.counts.add_step(num_verified, num_accepted)
@@ -231,7 +233,7 @@ class Learned:
 
     def _report(self, now_s: float) -> None:
         self._reported_s = now_s
-        text = self.trimmer.report(now_s)
+        text = self.draft_budget.report(now_s)
         latency = None if text is None else StepLatency.from_wire(text)
         report = TargetReport("replica", head="head", workloads=self._counts, step_latency=latency)
         self.k_policy.observe([report], now_s)

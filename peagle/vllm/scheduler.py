@@ -40,7 +40,7 @@ from peagle.vllm.step_notes import (
     steps_text,
     update_plan,
 )
-from peagle.vllm.trimming import MORE_TO_CHOOSE, Trimmer, make_trimmer
+from peagle.vllm.trimming import MORE_TO_CHOOSE, DraftBudget, make_draft_budget
 from peagle.vllm.turns import count_overtaken, group_of, order_by_turns
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class _PerRequestDepth(_Base):
                 "hands drafts to the wrong request when the batch lowers its number of drafts; set each request's "
                 f"{DEPTH_KEY} instead"
             )
-        self._draft_budget = make_trimmer(self.vllm_config, self.num_spec_tokens)
+        self._draft_budget = make_draft_budget(self.vllm_config, self.num_spec_tokens)
         speculative = self.vllm_config.speculative_config
         self._is_adaptive = speculative is not None and speculative.enable_adaptive_verification
         self._mean_admitted = float(self.num_spec_tokens)
@@ -269,7 +269,7 @@ class _PerRequestDepth(_Base):
             num_ready = dict(zip(model_runner_output.req_ids, result.num_ready, strict=True))
             self._mark_missing(num_ready, scheduler_output)
         if self._draft_budget is not None and (counts := result.list_acceptance_counts()) is not None:
-            self._draft_budget.hear_worth(*counts)
+            self._draft_budget.record_worth(*counts)
         if num_admitted is not None:
             self._mark_unverified(dict(zip(model_runner_output.req_ids, num_admitted, strict=True)), scheduler_output)
             self._chosen_step = []
@@ -310,11 +310,11 @@ class _PerRequestDepth(_Base):
         return finished
 
     @staticmethod
-    def _report_costs(trimmer: Trimmer, outputs_by_client: "dict[int, EngineCoreOutputs]") -> None:
+    def _report_costs(budget: DraftBudget, outputs_by_client: "dict[int, EngineCoreOutputs]") -> None:
         """Put the step latency model onto the first output of each client; a step without outputs leaves it to the
         next one."""
         firsts = [client.outputs[0] for client in outputs_by_client.values() if client.outputs]
-        if firsts and (costs := trimmer.report(time.perf_counter())) is not None:
+        if firsts and (costs := budget.report(time.perf_counter())) is not None:
             for first in firsts:
                 first.trace_headers = {**(first.trace_headers or {}), STEP_COSTS_HEADER: costs}
 
@@ -352,7 +352,7 @@ def _prompt_tokens(output: "SchedulerOutput") -> int:
 
 class PerRequestDepthScheduler(_PerRequestDepth, Scheduler):
     """Synchronous scheduling: drafts come back from the worker between two steps and are limited there. A step that is
-    faster without the drafter's pass leaves it out (`Trimmer.makes_drafts`)."""
+    faster without the drafter's pass leaves it out (`DraftBudget.makes_drafts`)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

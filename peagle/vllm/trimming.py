@@ -46,7 +46,7 @@ REPORT_INTERVAL_S = 0.5
 STEPS_PER_LATENCY = 8
 """Steps between two updates of the step latency that budgets use: an update takes time between two steps."""
 
-LOOK_ERROR, LOOK_INTERVAL_STEPS = 0.06, 20
+EXPLORE_ERROR, EXPLORE_INTERVAL_STEPS = 0.06, 20
 """While the relative error of a step's predicted time is above the first number, one step in 20 explores. It verifies
 all its drafts or another number of each request. Or it does the opposite of what the estimate says of the drafter's
 pass, if a better estimate could change that decision."""
@@ -71,7 +71,7 @@ CHOICE_INTERVAL_STEPS = 50
 
 CHOICE_ERROR = 0.02
 """While the error of the time that choosing takes is above this share of a step, and could change whether it pays, one
-step in `LOOK_INTERVAL_STEPS` does the opposite of the present decision."""
+step in `EXPLORE_INTERVAL_STEPS` does the opposite of the present decision."""
 
 WORTH_INTERVAL_STEPS = 8
 """Steps from one that measures the worth of drafts to the next, while first drafts are verified: it takes time."""
@@ -92,7 +92,7 @@ def document_path(instance_id: str) -> Path:
     return Path(tempfile.gettempdir()) / f"peagle-steps-{instance_id}.json"
 
 
-def make_trimmer(config: "VllmConfig", max_draft_tokens: int) -> "Trimmer | None":
+def make_draft_budget(config: "VllmConfig", max_draft_tokens: int) -> "DraftBudget | None":
     """None for an engine without drafts. A start document that cannot be read is logged and not used."""
     if not max_draft_tokens:
         return None
@@ -100,10 +100,10 @@ def make_trimmer(config: "VllmConfig", max_draft_tokens: int) -> "Trimmer | None
     if path.exists():
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
-            return Trimmer(StepLatencyModel(on_gpu, document), chooses=bool(document.get("chooses")))
+            return DraftBudget(StepLatencyModel(on_gpu, document), chooses=bool(document.get("chooses")))
         except (OSError, ValueError) as error:
             logger.warning("step times measured at the start are not used: %s: %s", path, error)
-    return Trimmer(StepLatencyModel(on_gpu))
+    return DraftBudget(StepLatencyModel(on_gpu))
 
 
 def timed_step(seconds: float, scheduled: "SchedulerOutput") -> TimedStep | None:
@@ -130,7 +130,7 @@ def timed_step(seconds: float, scheduled: "SchedulerOutput") -> TimedStep | None
     return TimedStep(seconds, num_requests, num_rows, prompt_tokens, is_drafted, is_chosen)
 
 
-class Trimmer:
+class DraftBudget:
     """Decides the drafts of one step after another. One for each engine."""
 
     def __init__(self, model: StepLatencyModel, *, chooses: bool = False) -> None:
@@ -139,7 +139,7 @@ class Trimmer:
         self._last_s: float | None = None
         self._reported_s, self._reported_steps = -math.inf, 0
         self._latency, self._latency_at_step = model.latency, 0
-        self._looked_at_step = self._verified_at_step = self._crossed_at_step = self._num_drafted = 0
+        self._explored_at_step = self._verified_at_step = self._crossed_at_step = self._num_drafted = 0
         self._verifies_all = False
         self._leaves_out = False
         self._decided: tuple[object, list[int], int | None] = None, [], None
@@ -170,9 +170,9 @@ class Trimmer:
         typical = next((survival for survival in survivals if survival is not None), None)
         if typical is None:
             return max_ks
-        looks = not prompt_tokens and self.model.num_steps - self._looked_at_step >= LOOK_INTERVAL_STEPS
-        if looks:
-            self._looked_at_step = self.model.num_steps
+        explores = not prompt_tokens and self.model.num_steps - self._explored_at_step >= EXPLORE_INTERVAL_STEPS
+        if explores:
+            self._explored_at_step = self.model.num_steps
             if self._is_unsure(len(requests), sum(max_ks)):
                 self._verifies_all = True
                 return max_ks
@@ -180,18 +180,18 @@ class Trimmer:
         valued = [typical if survival is None else survival for survival in survivals]
         limits = [min(max_k, len(survival)) for max_k, survival in zip(max_ks, valued, strict=True)]
         depths, rate = allocate(valued, limits, self._newest_latency(), prompt_tokens)
-        if looks and (other := self._worth_a_look(valued, limits, depths)) is not None:
+        if explores and (other := self._choose_exploration(valued, limits, depths)) is not None:
             depths = [min(limit, other) for limit in limits]
         depths = [
             max_k if survival is None else depth
             for max_k, survival, depth in zip(max_ks, survivals, depths, strict=True)
         ]
-        if looks and other is not None:
+        if explores and other is not None:
             return depths
-        num_chosen, is_look = None, False
+        num_chosen, is_exploration = None, False
         if None not in survivals:
             num, most = len(requests), sum(max_ks)
-            num_chosen, is_look = self._best_choice(num, most, prompt_tokens, rate, looks)
+            num_chosen, is_exploration = self._best_choice(num, most, prompt_tokens, rate, explores)
         interval = VERIFY_INTERVAL_STEPS if num_chosen is None else CHOICE_INTERVAL_STEPS
         if depths == max_ks and num_chosen is None:
             self._verified_at_step = self.model.num_steps
@@ -199,12 +199,12 @@ class Trimmer:
             self._verified_at_step, self._verifies_all = self.model.num_steps, True
             return max_ks
         self.num_chosen = num_chosen
-        if not is_look:
+        if not is_exploration:
             self._decided = batch, depths, num_chosen
         return depths
 
     def _best_choice(
-        self, num: int, most: int, prompt_tokens: int, rate: float, looks: bool
+        self, num: int, most: int, prompt_tokens: int, rate: float, explores: bool
     ) -> tuple[int | None, bool]:
         """Number of drafts that the worker should choose, of at most `most` drafts of `num` requests. None if the first
         drafts of each request, which give `rate` tokens per second, are as good. And whether the decision is reversed
@@ -216,15 +216,15 @@ class Trimmer:
         seconds = latency.curve(num, most, prompt_tokens, is_drafted=True) + latency.choosing_s
         num_chosen, chosen_rate = best_total((num * self._worth).tolist(), num, most, seconds)
         error = self.model.choosing_error_s / float(seconds[num_chosen])
-        is_look = looks and error > CHOICE_ERROR and abs(math.log(chosen_rate / rate)) < 2.0 * error
-        return (num_chosen if (chosen_rate > rate) != is_look else None), is_look
+        is_exploration = explores and error > CHOICE_ERROR and abs(math.log(chosen_rate / rate)) < 2.0 * error
+        return (num_chosen if (chosen_rate > rate) != is_exploration else None), is_exploration
 
     @property
     def wants_worth(self) -> bool:
         """Whether the worth of the next step's drafts is to be measured although none of them will be chosen."""
         return self.model.num_steps % WORTH_INTERVAL_STEPS == 0
 
-    def hear_worth(self, counts: Sequence[int], num_requests: int) -> None:
+    def record_worth(self, counts: Sequence[int], num_requests: int) -> None:
         """Record the worth of a step's drafts: counts of drafts of at least each of `WORTH_LEVELS` of
         `cluster.step_allocation`."""
         worth = np.array(counts, np.float64) / num_requests
@@ -253,12 +253,12 @@ class Trimmer:
         self._leaves_out = gain > (1.0 - MIN_GAIN if self._leaves_out else 1.0 + MIN_GAIN)
         num_steps, num_tokens = self.model.num_steps, num + num_drafts * self._leaves_out
         error = self.model.error(num, num_tokens, is_drafted=self._leaves_out)
-        is_unsure = error > LOOK_ERROR and abs(math.log(gain)) < 2.0 * error
-        interval = LOOK_INTERVAL_STEPS if is_unsure else VERIFY_INTERVAL_STEPS
-        is_look = (is_unsure or self._leaves_out) and num_steps - self._crossed_at_step >= interval
-        if is_look:
+        is_unsure = error > EXPLORE_ERROR and abs(math.log(gain)) < 2.0 * error
+        interval = EXPLORE_INTERVAL_STEPS if is_unsure else VERIFY_INTERVAL_STEPS
+        is_exploration = (is_unsure or self._leaves_out) and num_steps - self._crossed_at_step >= interval
+        if is_exploration:
             self._crossed_at_step = num_steps
-        return self._leaves_out == is_look
+        return self._leaves_out == is_exploration
 
     def arrived(self, now_s: float, scheduled: "SchedulerOutput") -> None:
         """Record that the result of `scheduled` arrived at `now_s`, monotonic seconds. If the clock stands still, goes
@@ -285,10 +285,12 @@ class Trimmer:
         return json.dumps(self.model.latency.to_wire(), separators=(",", ":"))
 
     def _is_unsure(self, num_requests: int, num_drafts: int) -> bool:
-        """Whether the error of such a step's predicted time is above `LOOK_ERROR`."""
-        return self.model.error(num_requests, num_requests + num_drafts) > LOOK_ERROR
+        """Whether the error of such a step's predicted time is above `EXPLORE_ERROR`."""
+        return self.model.error(num_requests, num_requests + num_drafts) > EXPLORE_ERROR
 
-    def _worth_a_look(self, survivals: Sequence[tuple[float, ...]], limits: list[int], depths: list[int]) -> int | None:
+    def _choose_exploration(
+        self, survivals: Sequence[tuple[float, ...]], limits: list[int], depths: list[int]
+    ) -> int | None:
         """Another limit of drafts of a request to explore: one whose time is uncertain and that could be better than
         `depths`. None without any.
 
@@ -311,8 +313,8 @@ class Trimmer:
         for k in range(max(limits) + 1):
             num_drafts, expected = rate(k)
             error = self.model.error(num, num + num_drafts)
-            hope = expected / max(1.0 - 2.0 * error, LOOK_ERROR)
-            if error > LOOK_ERROR and hope > best:
+            hope = expected / max(1.0 - 2.0 * error, EXPLORE_ERROR)
+            if error > EXPLORE_ERROR and hope > best:
                 best, found = hope, k
         return found
 

@@ -14,14 +14,14 @@ from peagle.vllm.request_args import SURVIVAL_KEY, WORKLOAD_KEY
 from peagle.vllm.step_notes import update_plan
 from peagle.vllm.trimming import (
     CHOICE_INTERVAL_STEPS,
-    LOOK_INTERVAL_STEPS,
+    EXPLORE_INTERVAL_STEPS,
     MIN_DRAFTED,
     REPORT_INTERVAL_S,
     STEPS_PER_LATENCY,
     VERIFY_INTERVAL_STEPS,
-    Trimmer,
+    DraftBudget,
     document_path,
-    make_trimmer,
+    make_draft_budget,
     timed_step,
 )
 from tests.support.step_tables import Table
@@ -33,14 +33,14 @@ DOUBTFUL = [0.3, 0.1, 0.03, 0.01, 0.0]
 NUMBERS = count()
 
 
-def trimmer(base_s: float = 0.010, per_token_s: float = 0.001) -> Trimmer:
+def draft_budget(base_s: float = 0.010, per_token_s: float = 0.001) -> DraftBudget:
     """Of an engine that measured itself."""
     points = [
         {"num_requests": size, "num_tokens": size * (1 + k), "step_s": base_s + per_token_s * size * (1 + k)}
         for size in (1, 2, 4, 8, 16, 32)
         for k in (0, 1, 2, 5)
     ]
-    return Trimmer(StepLatencyModel(True, {"context_tokens": 100, "points": points}))
+    return DraftBudget(StepLatencyModel(True, {"context_tokens": 100, "points": points}))
 
 
 def request(survival: Any = None, name: str = "", workload: str = "") -> Any:
@@ -51,13 +51,13 @@ def request(survival: Any = None, name: str = "", workload: str = "") -> Any:
 
 
 def test_a_deep_draft_of_a_sure_request_outranks_the_first_of_a_doubtful_one() -> None:
-    sure, doubtful = trimmer().depths([request(SURE), request(DOUBTFUL)], [5, 5])
+    sure, doubtful = draft_budget().depths([request(SURE), request(DOUBTFUL)], [5, 5])
     assert sure == 5
     assert doubtful <= 2
 
 
 def test_what_was_said_last_of_a_workload_counts_for_all_its_requests() -> None:
-    found = trimmer()
+    found = draft_budget()
     early = [request(SURE, workload="chat") for _ in range(15)]
     assert min(found.depths(early, [5] * 15)) == 5
     late = request(DOUBTFUL, workload="chat")
@@ -71,23 +71,23 @@ def test_requests_that_name_no_workload_speak_for_themselves() -> None:
     for each in (sure, doubtful):
         del each.sampling_params.extra_args[WORKLOAD_KEY]
     for batch in ([sure, doubtful], [doubtful, sure]):
-        depths = dict(zip(map(id, batch), trimmer().depths(batch, [5, 5]), strict=True))
+        depths = dict(zip(map(id, batch), draft_budget().depths(batch, [5, 5]), strict=True))
         assert depths[id(sure)] == 5
         assert depths[id(doubtful)] <= 2
 
 
 def test_load_trims_and_never_deepens() -> None:
     usual = [0.7, 0.5, 0.35, 0.25, 0.18]
-    alone, many = (trimmer().depths([request(usual) for _ in range(n)], [3] * n) for n in (1, 16))
+    alone, many = (draft_budget().depths([request(usual) for _ in range(n)], [3] * n) for n in (1, 16))
     assert alone == [3]
     assert max(many) < 3
-    free = trimmer(per_token_s=0.0)
+    free = draft_budget(per_token_s=0.0)
     assert free.depths([request(usual) for _ in range(4)], [3, 0, 2, 1]) == [3, 0, 2, 1]
 
 
 def test_now_and_then_a_step_verifies_all_its_drafts_also_beside_prompts() -> None:
     """So that acceptance beyond what pays stays known; in all requests of a step at once, within their limits."""
-    usual, found = [0.7, 0.5, 0.35, 0.25, 0.18], trimmer()
+    usual, found = [0.7, 0.5, 0.35, 0.25, 0.18], draft_budget()
     batch, limits = [request(usual) for _ in range(16)], [5, 3] * 8
     usual_depths, verified = found.depths(batch, limits), []
     assert sum(usual_depths) < sum(limits)
@@ -106,7 +106,7 @@ def test_now_and_then_a_step_verifies_all_its_drafts_also_beside_prompts() -> No
 
 def test_a_batch_is_decided_once_until_step_times_are_known_better() -> None:
     """What is decided once is the same list."""
-    found, batch = trimmer(), [request(SURE), request(DOUBTFUL)]
+    found, batch = draft_budget(), [request(SURE), request(DOUBTFUL)]
     first = found.depths(batch, [5, 5])
     assert all(found.depths(batch, [5, 5]) is first for _ in range(20))
     assert found.depths(batch, [2, 5])[0] == 2
@@ -123,14 +123,14 @@ def test_prompts_in_the_step_are_seen() -> None:
     points = [
         {"num_requests": 4, "num_tokens": 4 * (1 + k), "step_s": 0.010 + (0.001 if k else 0.0)} for k in range(6)
     ] + [{"num_requests": 64, "num_tokens": n, "step_s": 0.011 + max(0, n - 64) * 0.0005} for n in (64, 128, 384)]
-    found = Trimmer(StepLatencyModel(True, {"points": points}))
+    found = DraftBudget(StepLatencyModel(True, {"points": points}))
     batch = [request([0.5, 0.25, 0.1, 0.05, 0.02]) for _ in range(4)]
     alone, beside = (sum(found.depths(batch, [5] * 4, prompt_tokens=tokens)) for tokens in (0, 1000))
     assert alone > beside
 
 
 def test_requests_without_a_survival_keep_their_k() -> None:
-    found = trimmer()
+    found = draft_budget()
     assert found.depths([request()] * 16, [4] * 16) == [4] * 16
     depths = found.depths([request(), *[request(DOUBTFUL) for _ in range(15)]], [5] * 16)
     assert depths[0] == 5
@@ -139,7 +139,7 @@ def test_requests_without_a_survival_keep_their_k() -> None:
 
 def test_steps_go_no_deeper_than_a_survival_says_but_for_those_that_verify_all() -> None:
     """With objectives K is where the survival ends."""
-    found, batch = trimmer(per_token_s=0.0), [request(SURE[:2]) for _ in range(4)]
+    found, batch = draft_budget(per_token_s=0.0), [request(SURE[:2]) for _ in range(4)]
     assert found.depths([*batch, request(workload="pinned")], [5] * 5) == [2, 2, 2, 2, 5]
     depths = []
     for _ in range(VERIFY_INTERVAL_STEPS + STEPS_PER_LATENCY):
@@ -152,7 +152,7 @@ def test_steps_go_no_deeper_than_a_survival_says_but_for_those_that_verify_all()
 @pytest.mark.parametrize("survival", [[0.5, 0.9], [float("nan")], "no numbers", [2.0], 7])
 def test_an_unusable_survival_is_logged_and_k_obeyed(survival: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        found, odd = trimmer(), request(survival, "odd")
+        found, odd = draft_budget(), request(survival, "odd")
         assert [found.depths([odd], [2]) for _ in range(3)] == [[2]] * 3
     assert "request odd" in caplog.text
     assert len(caplog.records) == 1, "once a request, not once a step"
@@ -188,7 +188,7 @@ def test_a_step_pays_the_pass_that_makes_the_drafts_of_the_next() -> None:
     assert timed_step(0.5, first) == TimedStep(0.5, 1, 1, 0, True)
 
 
-def left_out(found: Trimmer, batch: list[Any], num_steps: int, engine: Any, max_k: int = K_MAX) -> list[bool]:
+def left_out(found: DraftBudget, batch: list[Any], num_steps: int, engine: Any, max_k: int = K_MAX) -> list[bool]:
     """Whether the pass was left out, of steps of one batch on an engine."""
     seen, has_drafts = [], False
     for _ in range(num_steps):
@@ -205,7 +205,7 @@ USUAL = [0.6, 0.4, 0.28, 0.2, 0.14]
 
 def test_passes_are_left_out_where_steps_without_are_faster_and_run_now_and_then() -> None:
     """8 requests give more tokens without drafts."""
-    found, batch = Trimmer(StepLatencyModel(on_gpu=False)), [request(USUAL) for _ in range(8)]
+    found, batch = DraftBudget(StepLatencyModel(on_gpu=False)), [request(USUAL) for _ in range(8)]
     seen = left_out(found, batch, 2000, dear_drafter)
     assert not any(seen[: MIN_DRAFTED // 8]), "acceptance is measured first"
     assert sum(seen[200:400]) > 150
@@ -216,14 +216,14 @@ def test_passes_are_left_out_where_steps_without_are_faster_and_run_now_and_then
 
 def test_a_pass_is_left_out_to_learn_only_while_that_could_be_faster() -> None:
     """Drafts pay; a guess may not think so of a step without any."""
-    found, batch = Trimmer(StepLatencyModel(on_gpu=False)), [request(SURE) for _ in range(8)]
+    found, batch = DraftBudget(StepLatencyModel(on_gpu=False)), [request(SURE) for _ in range(8)]
     seen = left_out(found, batch, 2000, cpu)
     assert sum(seen[:400]) < 40
     assert sum(seen[1000:]) <= 3
 
 
 def test_a_k_that_is_to_be_obeyed_and_prompts_need_the_pass() -> None:
-    found = Trimmer(StepLatencyModel(on_gpu=False))
+    found = DraftBudget(StepLatencyModel(on_gpu=False))
     batch = [request(DOUBTFUL) for _ in range(8)]
     assert all(left_out(found, batch, 300, dear_drafter)[290:])
     assert not any(left_out(found, [*batch, request()], 50, dear_drafter))
@@ -234,7 +234,7 @@ def test_a_k_that_is_to_be_obeyed_and_prompts_need_the_pass() -> None:
 
 
 def test_times_are_the_intervals_between_results_and_end_at_a_pause() -> None:
-    found, step = trimmer(), scheduled({"a": 4}, {"a": 3})
+    found, step = draft_budget(), scheduled({"a": 4}, {"a": 3})
     for now_s in (10.0, 10.02, 10.04, 9.0, 9.0, 9.02, float("nan"), 9.1):
         found.arrived(now_s, step)
     assert found.model.num_steps == 3
@@ -245,10 +245,10 @@ def test_times_are_the_intervals_between_results_and_end_at_a_pause() -> None:
 
 def test_an_engine_without_points_learns_from_its_first_steps() -> None:
     """On a CPU nothing is measured at the start: rows that cost nothing are found out by looking."""
-    found, batch = Trimmer(StepLatencyModel(on_gpu=False)), [request([0.5, 0.3, 0.2, 0.1, 0.05]) for _ in range(16)]
+    found, batch = DraftBudget(StepLatencyModel(on_gpu=False)), [request([0.5, 0.3, 0.2, 0.1, 0.05]) for _ in range(16)]
     free = Table(base_s=0.2, per_token_s=0.0)
     assert sum(found.depths(batch, [K_MAX] * 16)) < 40, "by the guess few drafts pay"
-    for _ in range(12 * LOOK_INTERVAL_STEPS):
+    for _ in range(12 * EXPLORE_INTERVAL_STEPS):
         num_tokens = 16 + sum(found.depths(batch, [K_MAX] * 16))
         found.model.observe(TimedStep(free.seconds(16, num_tokens), 16, num_tokens))
     assert sum(found.depths(batch, [K_MAX] * 16)) > 70
@@ -261,7 +261,7 @@ KERNELS_MS = {1: 45.0, 2: 52.0, 3: 48.0, 4: 45.0, 5: 45.0, 6: 44.0, 7: 48.0, 8: 
 @pytest.mark.parametrize("before", [(), (7,), (7, 5, 3, 1)])
 def test_fewer_drafts_are_found_out_by_looking_too(before: tuple[int, ...]) -> None:
     """Whatever was run before: a batch that always verifies all its drafts would never know what fewer take."""
-    found = Trimmer(StepLatencyModel(on_gpu=False))
+    found = DraftBudget(StepLatencyModel(on_gpu=False))
     survival = [0.72, 0.48, 0.35, 0.25, 0.19, 0.14, 0.105]
     best = max(range(8), key=lambda k: (1 + sum(survival[:k])) / KERNELS_MS[1 + k])
     assert best == 5
@@ -271,11 +271,11 @@ def test_fewer_drafts_are_found_out_by_looking_too(before: tuple[int, ...]) -> N
             (depth,) = found.depths(batch, [7 if k is None else k])
             found.model.observe(TimedStep(KERNELS_MS[1 + depth] / 1000, 1, 1 + depth, 0, True))
             seen.append(depth)
-    assert seen[200:].count(best) >= 390, "looks are few once all is known"
+    assert seen[200:].count(best) >= 390, "explorations are few once all is known"
 
 
 def test_costs_are_reported_when_new_and_not_more_often_than_they_are_read() -> None:
-    found = trimmer()
+    found = draft_budget()
 
     def reported(now_s: float) -> bool:
         return found.report(now_s) is not None
@@ -295,7 +295,7 @@ def test_costs_are_reported_when_new_and_not_more_often_than_they_are_read() -> 
 def test_the_start_document_is_read_and_a_damaged_one_left_out(caplog: pytest.LogCaptureFixture) -> None:
     config: Any = SimpleNamespace(instance_id="test-trimming", device_config=SimpleNamespace(device_type="cuda"))
     path = document_path(config.instance_id)
-    assert make_trimmer(config, 0) is None
+    assert make_draft_budget(config, 0) is None
     try:
         for text, has_points in (
             ('{"context_tokens": 512, "points": [{"num_requests": 1, "num_tokens": 8, "step_s": 0.01}]}', True),
@@ -303,13 +303,13 @@ def test_the_start_document_is_read_and_a_damaged_one_left_out(caplog: pytest.Lo
             ('{"points": 7}', False),
         ):
             path.write_text(text)
-            found = make_trimmer(config, K_MAX)
+            found = make_draft_budget(config, K_MAX)
             assert found is not None
             assert found.model.latency.is_measured == has_points
         assert "step times measured at the start are not used" in caplog.text
     finally:
         path.unlink()
-    assert make_trimmer(config, K_MAX) is not None
+    assert make_draft_budget(config, K_MAX) is not None
 
 
 SPREAD = [0.8, 0.64, 0.5, 0.4, 0.3]
@@ -319,7 +319,7 @@ WORTHS = {0.95: 1.9, 0.5: 1.4, 0.1: 1.4}
 
 def chosen_share(choosing_s: float, num_steps: int = 1000) -> float:
     """Of the steps of an engine that is busy with drafts, whose chosen steps take so much more, once it has learned."""
-    found, rng, chosen = trimmer(base_s=0.005, per_token_s=0.0001), random.Random(0), []
+    found, rng, chosen = draft_budget(base_s=0.005, per_token_s=0.0001), random.Random(0), []
     found.chooses = True
     batch = [request(SPREAD) for _ in range(32)]
     for _ in range(num_steps):
@@ -331,7 +331,7 @@ def chosen_share(choosing_s: float, num_steps: int = 1000) -> float:
         found.model.observe(TimedStep(seconds, 32, num_tokens, is_chosen=chosen[-1]))
         if chosen[-1] or found.wants_worth:
             counts = [32 * sum(num for worth, num in WORTHS.items() if worth >= level) for level in WORTH_LEVELS]
-            found.hear_worth([int(count) for count in counts], 32)
+            found.record_worth([int(count) for count in counts], 32)
     return sum(chosen[num_steps // 2 :]) / (num_steps - num_steps // 2)
 
 
@@ -339,4 +339,4 @@ def test_drafts_are_chosen_where_that_brings_more_than_it_takes() -> None:
     """It brings 18 % of a step of 14 ms."""
     assert chosen_share(0.0) > 1 - 2 / CHOICE_INTERVAL_STEPS
     assert chosen_share(0.001) > 1 - 2 / CHOICE_INTERVAL_STEPS
-    assert chosen_share(0.003) < 2 / LOOK_INTERVAL_STEPS
+    assert chosen_share(0.003) < 2 / EXPLORE_INTERVAL_STEPS
