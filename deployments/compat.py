@@ -1,7 +1,7 @@
 """The names of Ray that are not its public API, all in one place, and the versions that they were read in.
 
-`check()` looks for them when an application is built, and for those of `ENGINE_SEAMS`, which import vLLM, when a target
-starts; it says in one line what is missing. What is private in vLLM is in `peagle.vllm.compat`.
+`check()` looks for them when an application is built, and for those of `ENGINE_PATCH_POINTS`, which import vLLM, when a
+target starts; it says in one line what is missing. What is private in vLLM is in `peagle.vllm.compat`.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 RAY_VERSION = "2.60"
 """Ray's minor version that this was written against. Another may work: the names are checked one by one."""
 
-SEAMS = (
+PATCH_POINTS = (
     "ray.serve.context:_get_global_client",
     "ray.serve.handle:DeploymentBroadcastResponse._fetch_replica_results_async",
     "ray.serve._private.client:ServeControllerClient.http_config",
@@ -51,7 +51,7 @@ SEAMS = (
     "ray.serve._private.constants:RAY_SERVE_USE_GRPC_BY_DEFAULT",
     "ray.serve._private.constants:RAY_SERVE_PROXY_USE_GRPC",
 )
-ENGINE_SEAMS = (
+ENGINE_PATCH_POINTS = (
     "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine.start",
     "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine._start_async_llm_engine",
     "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine._prepare_engine_config",
@@ -69,18 +69,18 @@ class CompatError(RuntimeError):
     """This Ray is not one that the service can run on."""
 
 
-def check(seams: tuple[str, ...] = SEAMS) -> None:
+def check(names: tuple[str, ...] = PATCH_POINTS) -> None:
     """Raises CompatError naming the version and every name that is missing; warns of another version that has all."""
     version = importlib.metadata.version("ray")
-    missing = [seam for seam in seams if not _exists(seam)]
+    missing = [name for name in names if not _exists(name)]
     if missing:
         raise CompatError(f"Ray {version} is not supported, {RAY_VERSION} is: it has no {', '.join(missing)}")
     if not version.startswith(f"{RAY_VERSION}."):
         warnings.warn(f"Ray {version} has not been tried with this service, {RAY_VERSION} has", stacklevel=2)
 
 
-def _exists(seam: str) -> bool:
-    module, _, path = seam.partition(":")
+def _exists(full_name: str) -> bool:
+    module, _, path = full_name.partition(":")
     try:
         found = importlib.import_module(module)
         for name in path.split("."):

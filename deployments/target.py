@@ -90,7 +90,7 @@ class TargetServer(LLMServer):
         """The engine's configuration is made here, where the checkpoints are prepared: each node has its own cache.
         `drafter`: the deployment of remote drafters, where there is one. Without a `router` K is chosen by what this
         replica alone has seen."""
-        compat.check(compat.ENGINE_SEAMS)
+        compat.check(compat.ENGINE_PATCH_POINTS)
         compat.be_no_nicer()
         compat.prepare_replica()
         if not settings.target.has_gpu:
@@ -155,7 +155,7 @@ class TargetServer(LLMServer):
     def _set_heads(self, heads: tuple[str, ...]) -> None:
         self.front_end.heads = heads
 
-    def _counted(self) -> TargetReport:
+    def _make_report(self) -> TargetReport:
         latency = None
         try:
             latency = StepLatency.from_wire(self._recorder.step_costs) if self._recorder.step_costs else None
@@ -188,7 +188,7 @@ class TargetServer(LLMServer):
     async def report(self) -> TargetReport:
         """What this replica has counted. Raises EngineLost, see `check_health`."""
         await self.check_health()
-        return self._counted()
+        return self._make_report()
 
     def _keep(self, workload: str, caller: str, prompt: list[int], answer: list[int]) -> None:
         assert self._answers is not None
@@ -219,7 +219,7 @@ class TargetServer(LLMServer):
             try:
                 policy, now_s = self.front_end.k_policy, time.monotonic()
                 if policy is not None and not policy.is_following(now_s):
-                    policy.observe([self._counted()], now_s)
+                    policy.observe([self._make_report()], now_s)
             except Exception:
                 logger.exception("this replica's own counts cannot be taken in")
 

@@ -18,15 +18,15 @@ from starlette.routing import Route
 from deployments import compat
 
 
-@pytest.mark.parametrize("seams", [compat.SEAMS, compat.ENGINE_SEAMS])
-def test_this_ray_has_every_name(seams: tuple[str, ...]) -> None:
-    compat.check(seams)
+@pytest.mark.parametrize("names", [compat.PATCH_POINTS, compat.ENGINE_PATCH_POINTS])
+def test_this_ray_has_every_name(names: tuple[str, ...]) -> None:
+    compat.check(names)
 
 
 def test_a_ray_that_lacks_names_is_refused_in_one_line() -> None:
     gone = ("ray.serve.handle:DeploymentHandle.gone", "ray.nowhere:thing")
     with pytest.raises(compat.CompatError) as raised:
-        compat.check((*compat.SEAMS[:2], *gone))
+        compat.check((*compat.PATCH_POINTS[:2], *gone))
     assert str(raised.value).endswith(f"it has no {', '.join(gone)}")
     assert "\n" not in str(raised.value)
 
