@@ -5,11 +5,13 @@ knows: replicas, clocks.
 
     mu = max over b of 1 / (1 / R(b) + p tau(b)),   R(b) = sum_c b_c L_c(k_c) / t(b, n)
 
-k_c is the plan of `cluster.k_policy.best_ks` at b requests, not the K in force, so that the choice of K and the
-number of replicas do not chase each other. p is the number of prompts per output token and tau the time that one adds
-to a step; 1 - mu / R is the share of time that prompts take. Batches b count where TPOT, prompts' time included, keeps
-its limit; a workload that misses it even at b = 1 is left out of that, for no number of replicas would help it. The
-workloads' shares in a batch follow from their tokens: b_c ~ d_c / L_c.
+k_c is the plan of `cluster.k_policy.best_ks` at b requests. It is not the K in force, so that the choice of K and the
+number of replicas do not chase each other. p is the number of prompts per output token, and tau the time that one
+prompt adds to a step. So 1 - mu / R is the share of time that prompts take.
+
+Only batches b count whose TPOT, prompts' time included, keeps its limit. A workload that misses the limit even at b = 1
+is left out of this check, because no number of replicas would help it. The workloads' shares in a batch follow from
+their tokens: b_c ~ d_c / L_c.
 """
 
 import math

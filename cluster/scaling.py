@@ -6,12 +6,15 @@ and what Serve says of the deployments. Leaves: a `Decision`. Never knows: Ray, 
     D = sum_c rate_c length_c
     N_target = ceil(max(D / (utilisation mu), (D + backlog / DRAIN_S) / mu))
 
-mu is `cluster.capacity`'s. The backlog is what will wait when a replica ordered now serves: what no wanted replica has
-in its best batch, and what comes until then beyond what is planned for. Up when the need is beyond the wanted number by
-more than `UP_TOLERANCE`; down only when D fits in fewer at `DEAD_BAND` of the utilisation, every replica reports, none
-is starting and the last one to start is warm. Capacity changes by at most `MAX_CHANGE` a decision. On missing or stale
-data the queue length decides, in Serve's policy (`deployments.autoscaling`), and never fewer than there are. Drafters
-follow the targets in proportion to their bounds: a target's step needs one pass, whatever it accepts.
+D is the demand and mu the capacity of one replica (`cluster.capacity`), both in output tokens per second. The backlog
+is what will wait when a replica that is ordered now begins to serve. It has two parts: what no wanted replica has in
+its best batch, and what comes until then beyond what is planned for.
+
+The number goes up when the need exceeds the wanted number by more than `UP_TOLERANCE`. It goes down only when D fits in
+fewer replicas at `DEAD_BAND` of the utilisation, every replica reports, none is starting, and the newest one is warm.
+Capacity changes by at most `MAX_CHANGE` a decision. On missing or stale data Serve's policy (`deployments.autoscaling`)
+goes by queue length and takes no replica away. Drafters follow the targets in proportion to their bounds: a target's
+step needs one pass, whatever it accepts.
 """
 
 import math

@@ -5,8 +5,8 @@ and mean lengths of each workload, and the time without arrivals. No clock of it
 
 Demand is arrivals times expected length, because output tokens are counted only once they are served, and an overloaded
 service serves less than is asked. Requests that wait in front of the engines have arrived too. The rate of a workload
-is the mean over the longest window of `WINDOWS_S` up to which each older part agrees with the newer ones: a constant
-rate is known precisely, and a change is seen at once.
+is a mean over one of `WINDOWS_S`: the longest one whose older parts all agree with the newer ones. So a constant rate
+is known precisely, and a change is seen at once.
 """
 
 import math

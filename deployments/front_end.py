@@ -1,7 +1,7 @@
 """The front end of one replica, without HTTP: all that happens to a request before the engine, and to its answer.
 
 Enters: the body of an HTTP request, or a dictionary by deployment handle, with its caller and headers. Leaves: an
-`Admitted` request that the engine can take as it is (checked, within the limits, with its workload and K), and the
+`Admitted` request that the engine can take as it is: checked, within the limits, with its workload and K. Then the
 engine's answer with a `drafting` field, or an `ApiError` in OpenAI's form. Nothing here knows Ray, or where the engine
 is.
 """
@@ -95,8 +95,8 @@ class Usage(NamedTuple):
 
 
 Answer = AsyncGenerator["str | ApiError | Usage", None]
-"""The answer to an `Admitted` request: one JSON text, or server-sent events where it streams; an `ApiError` in place of
-what cannot be answered (an exception would be logged as Ray's); last its `Usage`."""
+"""The answer to an `Admitted` request: one JSON text, or server-sent events where it streams. What cannot be answered
+gives an `ApiError` as an item, because Ray would log an exception. The last item is the `Usage`."""
 
 Generate = Callable[[Admitted], Answer]
 
@@ -211,7 +211,7 @@ class FrontEnd:
         return self._callers is not None
 
     def identify_caller(self, authorization: str | None, address: str = "") -> Caller:
-        """Who sends a request with this Authorization header from this address ("": not known). Raises ApiError
+        """The caller of a request with this Authorization header, from this address ("": not known). Raises ApiError
         (401)."""
         if self._callers is None:
             return replace(ANYONE, address=client_network(address))

@@ -4,11 +4,11 @@ It holds no keys and values: those lie with the pass, by the same block numbers.
 
 A row at position p holds the token p + 1 and the target's hidden state at p, which depends on the tokens 0 .. p. So a
 block of the positions [i * bs, (i + 1) * bs) depends on the tokens 0 .. (i + 1) * bs, one more than a target's block.
-Its *key* is a chain: the key of no block is a hash of the head's digest and token 0, the key of block i is a hash of
-the key of block i - 1 and of the tokens i * bs + 1 .. (i + 1) * bs, which are the tokens of its rows.
+Its *key* is a chain. The key before the first block is a hash of the head's digest and token 0. The key of block i is a
+hash of the key before it and of the tokens i * bs + 1 .. (i + 1) * bs, which are the tokens of its rows.
 
-Life of a block: free -> used by one request, which writes it -> full and *published* under its key, from then on only
-read, by any number of requests -> used by none, but kept for its key -> taken for other rows, least recently used
+Life of a block: free -> used by one request, which writes it -> full and *published* under its key: any number of
+requests read it, none writes it -> used by none, but kept for its key -> taken for other rows, least recently used
 first. **A block that is published or that two requests use is never written.** A request that has to write in the
 middle of its published block withdraws it first, and may do so only while nobody else uses it.
 
