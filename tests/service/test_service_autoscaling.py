@@ -23,8 +23,9 @@ from tests.support.service_harness import CONFIGS, PROMPTS, Service, running_ser
 pytestmark = [pytest.mark.service, pytest.mark.long, pytest.mark.timeout(1200)]
 
 MAX_TOKENS = 16
-NEEDED = 0.6
-"""Replicas that the traffic asks for while it drafts well; a replica gives three times as much then."""
+NEEDED = 0.65
+"""Replicas that the traffic asks for while it drafts well; a replica that runs one request at a time gives half as much
+again then. On two cores a batch of eight gains little from drafts, so its capacity hardly follows acceptance."""
 
 WAIT_S = 240.0
 SCALING: dict[str, Any] = {
@@ -39,7 +40,7 @@ SCALING: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
-    with running_service(CONFIGS / "local-autoscale.yaml", autoscaling=SCALING) as running:
+    with running_service(CONFIGS / "local-autoscale.yaml", autoscaling=SCALING, engine={"max_num_seqs": 1}) as running:
         yield running
 
 
@@ -62,7 +63,7 @@ def num_ready(service: Service) -> int:
 def traffic(service: Service) -> Iterator[dict[str, float]]:
     """Requests, whatever becomes of those before; each must be answered in full. What it yields says how often to ask
     and at what temperature: at 0 the head drafts that answer well, at 2 the target takes almost any token."""
-    kind = {"temperature": 0.0, "every_s": 1.5}
+    kind = {"temperature": 0.0, "every_s": 8.0}
     stop = threading.Event()
     sent: list[Future[tuple[int, str]]] = []
 
