@@ -133,7 +133,11 @@ def test_the_number_of_replicas_follows_acceptance_and_no_request_fails(service:
         wait_for(lambda: num_ready(service) == 2, service, "second replica")
 
         kind["temperature"] = 0.0
-        wait_for(lambda: is_for_one((good["acceptance_length"] + bad["acceptance_length"]) / 2), service, "second replica given up")
+        wait_for(
+            lambda: is_for_one((good["acceptance_length"] + bad["acceptance_length"]) / 2),
+            service,
+            "second replica given up",
+        )
         longest = [streams.submit(stream, service) for _ in range(2)]  # they outlast the delay of `downscale_delay_s`
         metrics = httpx.get(f"{service.url}/metrics", timeout=30).text
         assert 'peagle_autoscaling_replicas{count="wanted",deployment="target"}' in metrics
