@@ -177,8 +177,8 @@ class Manifest:
         }
 
     def network_policy(self) -> Json:
-        """Who may talk to the pods: everyone to the port of HTTP, the pods to each other, KubeRay to all. What else
-        listens in them (replicas behind HAProxy, drafters, Ray) asks for no API key."""
+        """Opens the HTTP port to everyone, and all ports to the pods of the service and to KubeRay. What else listens
+        in the pods (replicas behind HAProxy, drafters, Ray) asks for no API key."""
         kuberay = {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}}
         return {
             "apiVersion": "networking.k8s.io/v1",

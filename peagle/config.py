@@ -621,7 +621,7 @@ class _Proposals(_File):
 
 
 class SpeculatorsFile(_File):
-    """Of a `config.json` of the speculators package, what `DrafterConfig.from_dict` does not see again."""
+    """Fields of a `config.json` of the speculators package that `DrafterConfig.from_dict` does not read."""
 
     transformer_layer_config: HeadFile
     speculators_config: _Proposals | None = None

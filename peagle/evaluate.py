@@ -78,7 +78,7 @@ class AnswerCounts:
     num_survived: np.ndarray
 
     @classmethod
-    def of(cls, accepted: Sequence[np.ndarray], num_depths: int) -> AnswerCounts:
+    def from_accepted(cls, accepted: Sequence[np.ndarray], num_depths: int) -> AnswerCounts:
         """accepted: `accepted_N` of each answer."""
         num_steps = np.zeros((len(accepted), num_depths), np.int64)
         num_survived = np.zeros_like(num_steps)
@@ -278,7 +278,7 @@ def group_names(data: Conversations, categories: list[str]) -> list[list[str]]:
 
 def summarize(found: Replay, groups: list[list[str]]) -> dict[str, Any]:
     """Figures by group, and `skipped`: number of the group's answers left out, by reason."""
-    counts = AnswerCounts.of(found.accepted, found.num_depths)
+    counts = AnswerCounts.from_accepted(found.accepted, found.num_depths)
     by_group = members([groups[index] for index in found.walked])
     summary = {name: figures(counts.select(chosen)) for name, chosen in by_group.items()}
     for index, reason in found.skipped.items():
@@ -332,7 +332,7 @@ def evaluate_folder(
     first, *others = [replay(drafter, target, answers.data, num_depths, max_tokens) for drafter in drafters]
     result: dict[str, Any] = {"temperature": answers.temperature, "groups": summarize(first, groups)}
     if others:
-        ours, theirs = (AnswerCounts.of(walk.accepted, num_depths) for walk in (first, others[0]))
+        ours, theirs = (AnswerCounts.from_accepted(walk.accepted, num_depths) for walk in (first, others[0]))
         depths = [k for k in RATIO_DEPTHS if k <= num_depths]
         result["against"] = summarize(others[0], groups)
         result["ratios"] = {

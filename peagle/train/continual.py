@@ -130,7 +130,9 @@ class HeadInTraining:
         self._average.swap()
         try:
             new, current = (
-                AnswerCounts.of(replay(drafter, self.target, data, num_draft_tokens).accepted, num_draft_tokens)
+                AnswerCounts.from_accepted(
+                    replay(drafter, self.target, data, num_draft_tokens).accepted, num_draft_tokens
+                )
                 for drafter in (self.drafter, self.current)
             )
         finally:

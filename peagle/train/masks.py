@@ -36,7 +36,7 @@ class Sight:
     offset_BU: Tensor
 
     @classmethod
-    def of(cls, rows: CodRows, document_BN: Tensor, window: int | None = None) -> Sight:
+    def from_rows(cls, rows: CodRows, document_BN: Tensor, window: int | None = None) -> Sight:
         """Every row as query and as key.
 
         document_BN: document id of each token, each document in one piece, padding (-1) last. window: W, in tokens.

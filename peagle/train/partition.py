@@ -172,7 +172,7 @@ class SequencePass:
         self.partition, self.drafter, self.sequence = partition, drafter, sequence
         self.device = sequence.tokens_1N.device
         self.next_1N = next_tokens(sequence.tokens_1N)
-        self.sight = Sight.of(sequence.rows, sequence.document_1N, drafter.config.sliding_window)
+        self.sight = Sight.from_rows(sequence.rows, sequence.document_1N, drafter.config.sliding_window)
         #: rows of every call: the greatest segment that `cut_by_rows` can make
         num_rows = sequence.rows.anchor_BT.shape[1]
         self.max_rows = partition.padded(-(-num_rows // partition.num_segments) + drafter.config.num_depths)

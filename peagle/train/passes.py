@@ -160,7 +160,7 @@ class PEaglePass:
     def _normed(self, drafter: Drafter, batch: Batch, states: States, rows: CodRows, position_BT: Tensor) -> Tensor:
         window, device = drafter.config.sliding_window, batch.tokens_BN.device.type
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            sight = Sight.of(rows, batch.document_BN, window)
+            sight = Sight.from_rows(rows, batch.document_BN, window)
             mask = sight.block() if self._compiled else sight.dense()  # a BlockMask's attention must run compiled
             return self._draft_rows(drafter, batch.tokens_BN, states.aux_BNX, position_BT, mask)
 
@@ -203,7 +203,7 @@ def block_masks(document_BN: Tensor, config: DrafterConfig, tile: int = 128) -> 
     """What each step's N rows see of the rows of all steps so far."""
     num_tokens = document_BN.shape[1]
     rows = all_rows(document_BN, config.num_depths)
-    sight = Sight.of(rows, document_BN, config.sliding_window)
+    sight = Sight.from_rows(rows, document_BN, config.sliding_window)
     row_T = torch.arange(rows.anchor_BT.shape[1], device=document_BN.device)
     ends = range(num_tokens, len(row_T) + 1, num_tokens)
     return tuple(sight.select(row_T[:end], num_tokens).block(tile) for end in ends)

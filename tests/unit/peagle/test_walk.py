@@ -18,7 +18,7 @@ def test_walk_visits_the_anchors_that_decoding_visits() -> None:
     assert walk(accepted_A, 3).tolist() == [2, 1, 0]
     assert walk(accepted_A, 1).tolist() == [1, 0, 1, 0]
     assert walk(accepted_A[:0], 3).tolist() == []
-    counts = AnswerCounts.of([accepted_A, np.array([0, 1])], 3)
+    counts = AnswerCounts.from_accepted([accepted_A, np.array([0, 1])], 3)
     assert counts.num_steps.tolist() == [[4, 3, 3], [2, 2, 2]]
     assert counts.num_survived.tolist() == [[2, 1, 0], [1, 0, 0]]
     found = figures(counts)
@@ -33,7 +33,7 @@ def test_intervals_hold_the_true_value_as_often_as_they_say() -> None:
     rng = np.random.default_rng(0)
 
     def data_set(num_answers: int) -> AnswerCounts:
-        return AnswerCounts.of(random_answers(rng, num_answers, rng.uniform(0.2, 0.9, num_answers)), 4)
+        return AnswerCounts.from_accepted(random_answers(rng, num_answers, rng.uniform(0.2, 0.9, num_answers)), 4)
 
     truth = figures(data_set(10_000))
     hits = {"length": 0, "survival": 0}
@@ -51,7 +51,7 @@ def test_a_paired_ratio_is_sharper_than_two_intervals() -> None:
     rng = np.random.default_rng(1)
     better = random_answers(rng, 60, rng.uniform(0.2, 0.9, 60))
     worse = [np.where(rng.random(len(one)) < 0.1, 0, one) for one in better]
-    ours, theirs = AnswerCounts.of(better, 4), AnswerCounts.of(worse, 4)
+    ours, theirs = AnswerCounts.from_accepted(better, 4), AnswerCounts.from_accepted(worse, 4)
     found = ratios(ours, theirs, [1, 4])
     assert set(found["ratio"]) == {"1", "4"}
     low, high = found["ratio_95"]["4"]

@@ -45,7 +45,7 @@ def gradients(drafter: Drafter) -> dict[str, Tensor]:
 
 def whole_gradients(drafter: Drafter, sequence: PackedSequence, loss_of: SoftLoss | None = None) -> dict[str, Tensor]:
     loss_of = loss_of or SoftLoss(drafter, sequence)
-    mask = Sight.of(sequence.rows, sequence.document_1N, drafter.config.sliding_window).dense()
+    mask = Sight.from_rows(sequence.rows, sequence.document_1N, drafter.config.sliding_window).dense()
     normed_1TH = draft_rows(drafter, sequence.tokens_1N, sequence.aux_1NX, sequence.position_1T, mask)
     loss_of(normed_1TH[0], torch.arange(normed_1TH.shape[1], device=normed_1TH.device)).backward()
     return gradients(drafter)
