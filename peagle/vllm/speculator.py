@@ -420,8 +420,9 @@ class PEagleSpeculator(DraftModelSpeculator):
         return drafts_BK
 
     def _members(self, batch: InputBatch) -> np.ndarray[Any, Any] | None:
-        """Indices of the requests that take part in the pass; None: all."""
-        if not self._never_drafted:
+        """Indices of the requests that take part in the pass; None: all. All do where the GPU laid out the target's rows:
+        the host then knows only their sum."""
+        if not self._never_drafted or batch.num_tokens < batch.num_scheduled_tokens.sum():
             return None
         drafts_B = [request_id not in self._never_drafted for request_id in batch.req_ids]
         takes_part_B = np.array(drafts_B) | batch.is_prefilling_np

@@ -237,12 +237,14 @@ def test_drafts_are_the_reference_s(num_drafts: int, with_graphs: bool, monkeypa
             num_alone += any(request.max_k == 0 for request, _ in batch)
             decides = zip(batch, columns["prompt"], strict=True)
             takes_part = [request.max_k > 0 or is_prompt for (request, _), is_prompt in decides]
-            one._num_rejected = sum(itertools.compress(columns["rejected"], takes_part))
             told = [query for _, query in batch]
-            if all(takes_part) and draw.random() < 0.5:
+            if draw.random() < 0.5:
                 draw.shuffle(told)  # the host knows how many they are in all
-                num_told += told != [query for _, query in batch]
             most = [max(query, other) for (_, query), other in zip(batch, told, strict=True)]
+            is_told = sum(most) == sum(told)
+            num_told += not is_told and not all(takes_part)
+            drafting = takes_part if is_told else [True] * len(batch)
+            one._num_rejected = sum(itertools.compress(columns["rejected"], drafting))
             proposed = one.propose(
                 SimpleNamespace(
                     num_reqs=len(batch),

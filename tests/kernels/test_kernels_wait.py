@@ -23,9 +23,14 @@ PUBLISHERS = [pytest.param(twin(publish_step), id="twin"), pytest.param(publish_
 ENOUGH_NS = 20_000_000_000
 
 
+RINGS: list[Ring] = []
+"""As long as memory is registered with CUDA it must not be freed: the next mapping may lie there."""
+
+
 def new_slot(max_num_requests: int, max_draft_tokens: int) -> Slot:
     """Of a ring, pinned where a GPU reads it; it lives as long as the tests."""
     ring = Ring.create_private(TargetShape(1, "float32", max_draft_tokens, max_num_requests, 9000, 100))
+    RINGS.append(ring)
     if DEVICE == "cuda":
         ring.pin(torch.device(DEVICE), will_wait=False)
     return ring.slot(0)
