@@ -6,16 +6,19 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import torch
+
 
 @contextmanager
 def outside_an_engine(cudagraph_utils: Any) -> Iterator[None]:
     """vLLM's module of graphs, which asks for ranks and a memory pool, without either."""
     rank = SimpleNamespace(is_first_rank=True, is_last_rank=True)
     platform = cudagraph_utils.current_platform
+    pool = torch.cuda.graph_pool_handle() if torch.cuda.is_available() else 0
     with (
         mock.patch.object(cudagraph_utils, "get_pp_group", return_value=rank),
         mock.patch.object(cudagraph_utils, "is_global_first_rank", return_value=False),
-        mock.patch.object(platform, "get_global_graph_pool", return_value=0, create=True),
+        mock.patch.object(platform, "get_global_graph_pool", return_value=pool, create=True),
     ):
         yield
 
