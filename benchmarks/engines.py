@@ -10,8 +10,7 @@ sizes, the same sampling and the same acceptance, and the worker in a process of
 are vLLM as it comes. Acceptance is by position (`SURVIVAL`) or, with `--traces`, each request's that of an answer which
 a real head drafted (`benchmarks.replayed`), two workloads mixed. Several arms start together, their engines all on the
 GPU, and are measured in turn, round by round: ratios are then of one host and of the same minutes. `peagle-Kt` verifies
-each request's first drafts where `peagle-K` may choose the best of the batch, and `peagle-Kv` has vLLM choose them
-(`enable_adaptive_verification`).
+each request's first drafts where `peagle-K` may choose the best of the batch.
 """
 
 import argparse
@@ -67,8 +66,8 @@ class Arm:
 
     @classmethod
     def parse(cls, text: str) -> "Arm":
-        kind, _, k = text.rstrip("tv").partition("-")
-        return cls(kind, int(k or 0), in_turn=text.endswith("t"), vllms_rule=text.endswith("v"))
+        kind, _, k = text.rstrip("t").partition("-")
+        return cls(kind, int(k or 0), in_turn=text.endswith("t"))
 
     def __str__(self) -> str:
         fixed = "" if self.fixed_k is None else f"k{self.fixed_k}"
@@ -202,8 +201,6 @@ def engine_settings(
         speculative = {"method": "eagle3", "model": str(head_dir), "num_speculative_tokens": arm.k}
         kwargs = {**stock, "speculative_config": {**speculative, "parallel_drafting": parallel}}
     kwargs["speculative_config"]["draft_load_config"] = {"load_format": "safetensors"}
-    if arm.vllms_rule:
-        kwargs["speculative_config"]["enable_adaptive_verification"] = True
     if not replays:
         synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": list(SURVIVAL[: arm.k])}
         kwargs["speculative_config"] |= synthetic
@@ -516,7 +513,7 @@ async def measure_cells(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--arm", nargs="+", required=True, help="none, eagle3-K, stock-K, peagle-K, peagle-Kt, peagle-Kv or remote-K"
+        "--arm", nargs="+", required=True, help="none, eagle3-K, stock-K, peagle-K, peagle-Kt or remote-K"
     )
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--traces", type=Path, help="acceptance of these answers (`benchmarks.traces --chances`)")

@@ -19,7 +19,7 @@ Arms, all but `ours-` and `remote-` ones plain `vllm serve`; K is K_max:
     ours-KkF    the server of ours-K, asked for F drafts a step by each request; likewise remote-KkF
     ours-Kfp8   the drafter's weights and activations in FP8; likewise eagle3-Kfp8, stock-Kfp8, ours-KkFfp8
     ours-Kt     drafts verified in turn: each request's first ones, not the best of the batch
-    ours-Kv     vLLM's adaptive verification (`enable_adaptive_verification`) in place of ours; likewise eagle3-Kv
+    eagle3-Kv   vLLM's adaptive verification (`enable_adaptive_verification`) chooses its drafts
     ours-0      `peagle serve` without a drafter
 
 All have the engine settings of `--engine`; its distributed_executor_backend is for `vllm serve` alone. The arms'
@@ -88,7 +88,7 @@ HEADS["remote"] = "peagle_head"
 OTHERS = ("none", "draft", "ngram", "suffix")
 OURS = ("ours", "remote")
 FP8 = ("eagle3", "stock", "ours")
-RULES = {"t": ("ours",), "v": ("ours", "eagle3")}
+RULES = {"t": ("ours",), "v": ("eagle3",)}
 NGRAM_TOKENS = 4
 """Longest run of tokens that ngram looks up; from 2 on."""
 PERCENTILES = (50, 90, 99)

@@ -54,8 +54,6 @@ class Replayed(Segments):
 
     def replay(self, path: str) -> None:
         """From now on requests accept what the answers of this file did, each from the place in its id on."""
-        from peagle.vllm import speculator
-
         runner = self.model_runner
         with np.load(path, allow_pickle=False) as stored:
             accepted_P, chances_PK = stored["accepted"].astype(np.int32), stored["chances"].astype(np.float32)
@@ -79,16 +77,13 @@ class Replayed(Segments):
         chances = getattr(getattr(runner, "speculator", None), "chances", None)
         if chances is None:
             return
-        k_max, record, predict = chances.chance_SK.shape[1], chances.record, speculator.predict_acceptance
+        k_max, record = chances.chance_SK.shape[1], chances.record
         self.chances_PK = torch.from_numpy(chances_PK[:, :k_max].copy()).to(runner.device)
-
-        def replayed_predict(estimator: Any, probability_BK: Any, slot_B: Any, num_drafts: int) -> None:
-            predict(estimator, self.chances_PK[self.place_S[slot_B].long()], slot_B, num_drafts)
 
         def replayed_record(chance_BK: Any, place_B: Any, depth: int) -> None:
             record(self.chances_PK[self.place_S[place_B].long()], place_B, depth)
 
-        chances.record, speculator.predict_acceptance = replayed_record, replayed_predict
+        chances.record = replayed_record
 
 
 def accept(

@@ -65,11 +65,9 @@ OWNED_DRAFT_KEYS = {
     "parallel_drafting": "set drafter.parallel_drafting",
     "tensor_parallel_size": "set draft_tensor_parallel_size, as in vLLM",
     "num_speculative_tokens_per_batch_size": "each request has a K of its own, which follows the load: see depth",
+    "enable_adaptive_verification": "the engine's own rule chooses the drafts of a step: leave it out",
 }
 """Keys of vLLM's speculative_config that cannot be set in drafter.engine_options, each with what to do instead."""
-
-ADAPTIVE_KEY = "enable_adaptive_verification"
-"""Key of vLLM's speculative_config: vLLM chooses which drafts of a batch are verified, in place of the scheduler."""
 
 ONLY_DRAFT_VALUES = {
     "draft_sample_method": ("greedy",),
@@ -391,7 +389,6 @@ class DrafterSettings(Section):
             for key, is_given in (
                 ("placement", self.is_remote),
                 ("parallel_drafting", self.parallel_drafting is not None),
-                (f"engine_options.{ADAPTIVE_KEY}", ADAPTIVE_KEY in self.engine_options),
             )
             if is_given
         ]
@@ -418,8 +415,6 @@ class DrafterSettings(Section):
                 f".placement: remote is for P-EAGLE heads, which draft in one pass, and the head {self.head} is an "
                 "EAGLE-3 head, which drafts one token after another: write colocated"
             ]
-        if is_parallel is False and self.engine_options.get(ADAPTIVE_KEY):
-            return [f".engine_options.{ADAPTIVE_KEY} is for P-EAGLE heads here, and {self.head} is an EAGLE-3 head"]
         if parallel in (None, is_parallel):
             return []
         kind = "an EAGLE-3 head, without a mask token: write false" if parallel else "a P-EAGLE head: write true"
@@ -809,8 +804,6 @@ class ClusterSettings(Section):
     def _fill_remote(cls, drafter: DrafterSettings | None, info: ValidationInfo) -> DrafterSettings | None:
         """A remote drafter with the defaults of `replicas` and `links`, which follow the target."""
         engine, target = info.data.get("engine", {"dtype": "float32"}), info.data.get("target", TargetSettings())
-        if drafter is not None and drafter.engine_options.get(ADAPTIVE_KEY) and not target.has_gpu:
-            raise ValueError(f".engine_options.{ADAPTIVE_KEY} needs a target on GPUs: leave it out")
         if drafter is None or not drafter.is_remote:
             return drafter
         problems = []

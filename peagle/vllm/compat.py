@@ -205,11 +205,6 @@ PATCH_POINTS: Mapping[str, Mapping[str, Methods]] = {
             "get_num_tokens": ("num_tokens_per_req", "draft_tokens"),
             "compact_batch": ("num_draft_tokens_per_req", "num_scheduled_tokens", "cu_num_logits_np"),
             "reallocate_drafts": ("req_ids", "idx_mapping", "-> 3"),
-            "record_confidences": ("confidence_probs", "input_batch"),
-        },
-        "vllm.v1.worker.gpu.spec_decode.acceptance_estimator:_MAX_LOG_ODDS": {},
-        "vllm.v1.worker.gpu.spec_decode.acceptance_estimator:OnlineAcceptanceEstimator": {
-            "step": ("idx_mapping", "num_sampled", "num_rejected")
         },
         "vllm.v1.worker.gpu.sample.gumbel:gumbel_sample": {
             "": (
@@ -332,9 +327,7 @@ ATTRIBUTES: Mapping[str, Sequence[str]] = {
         "vocab_size",
     ),
     "v2 speculator": (
-        "acceptance_estimator",
         "arange_np",
-        "draft_token_confidence_probs",
         "draft_tokens",
         "max_num_reqs",
         "num_speculative_steps",
@@ -459,16 +452,15 @@ def _is_wanted(config: VllmConfig, key: str) -> bool:
 def chooses(config: VllmConfig) -> bool:
     """Whether the worker may choose the best drafts of a batch (`peagle.vllm.chosen`).
 
-    Not if `additional_config` refuses it (`CHOICE_KEY`), if vLLM's adaptive verification does it, or if acceptance is
-    synthetic. Not on several GPUs: ranks could choose differently. Not with LoRA: vLLM assigns adapters to rows on the
-    host. Raises ValueError if the key is no bool.
+    Not if `additional_config` refuses it (`CHOICE_KEY`), or if acceptance is synthetic. Not on several GPUs: ranks
+    could choose differently. Not with LoRA: vLLM assigns adapters to rows on the host. Raises ValueError if the key is
+    no bool.
     """
     speculative = config.speculative_config
     return (
         _is_wanted(config, CHOICE_KEY)
         and is_tested()
         and speculative is not None
-        and not speculative.enable_adaptive_verification
         and speculative.rejection_sample_method != "synthetic"
         and config.parallel_config.world_size_across_dp == 1
         and config.lora_config is None

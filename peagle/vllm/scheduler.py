@@ -60,12 +60,6 @@ logger = logging.getLogger(__name__)
 
 WARNING_INTERVAL_S = 60.0
 
-VERIFY_ALL_INTERVAL_STEPS = 50
-"""Steps from one that verifies all its drafts to the next, where vLLM chooses among them: acceptance stays known."""
-
-ADMITTED_WEIGHT = 0.1
-"""Weight of the newest step in the mean number of drafts that vLLM's adaptive verification admits of a request."""
-
 
 class _PerRequestDepth(_Base):
     """What both schedulers share: reading K, admission padding, reports of verified steps.
@@ -74,10 +68,6 @@ class _PerRequestDepth(_Base):
     minute for an engine. The front end has validated K already.
     """
 
-    _is_adaptive = False
-    """vLLM's adaptive verification chooses among the planned drafts (`peagle.vllm.adaptive`)."""
-    _verifies_all = False
-    """The next step verifies all its drafts, although vLLM could choose among them."""
     _is_choice = False
     """The worker chooses among the drafts of the next step."""
     _chosen_share = 0.0
@@ -95,10 +85,6 @@ class _PerRequestDepth(_Base):
                 f"{DEPTH_KEY} instead"
             )
         self._draft_budget = make_draft_budget(self.vllm_config, self.num_spec_tokens)
-        speculative = self.vllm_config.speculative_config
-        self._is_adaptive = speculative is not None and speculative.enable_adaptive_verification
-        self._mean_admitted = float(self.num_spec_tokens)
-        self._num_planned = 0
         use_own_backends(self.structured_output_manager)
         # Requests for which the remote drafter had no drafts when it was last asked.
         self._without_drafts: set[str] = set()
@@ -143,7 +129,7 @@ class _PerRequestDepth(_Base):
             waiting.clear()
             waiting.extend(ordered)
         prompt_tokens = 0 if self._draft_budget is None else self._prompt_tokens_ahead()
-        if prompt_tokens and not self._is_stuck and not self._is_adaptive:
+        if prompt_tokens and not self._is_stuck:
             self._limit_drafts([request for request in self.running if request.spec_token_ids], prompt_tokens)
         output: SchedulerOutput = super().schedule(*args, **kwargs)
         self._is_stuck = prompt_tokens > 0 and not _prompt_tokens(output)
@@ -170,10 +156,6 @@ class _PerRequestDepth(_Base):
             The greatest K.
         """
         max_ks = depths = self._max_ks(requests)
-        if self._is_adaptive:
-            for request, depth in zip(requests, self._plan_adaptive(max_ks), strict=True):
-                request.spec_token_ids = request.spec_token_ids[:depth]
-            return max(max_ks, default=0)
         if self._draft_budget is not None:
             depths = self._draft_budget.depths(requests, max_ks, prompt_tokens)
         num_chosen = self._draft_budget.num_chosen if self._draft_budget is not None and self._is_choice else None
@@ -187,26 +169,6 @@ class _PerRequestDepth(_Base):
             request.spec_token_ids = request.spec_token_ids[:depth]
         return max(max_ks, default=0)
 
-    def _plan_adaptive(self, max_ks: list[int]) -> list[int]:
-        """Drafts of each request that the next step may verify: `MORE_TO_CHOOSE` beyond the recent mean of admitted
-        drafts, so that the drafter's pass stays short; all in one step of `VERIFY_ALL_INTERVAL_STEPS`."""
-        self._num_planned += bool(max_ks)
-        self._verifies_all = self._num_planned % VERIFY_ALL_INTERVAL_STEPS == 0
-        most = math.ceil(self._mean_admitted) + MORE_TO_CHOOSE
-        return max_ks if self._verifies_all else [min(most, max_k) for max_k in max_ks]
-
-    def _record_admitted(self, num_admitted: list[int], scheduled: "SchedulerOutput") -> bool:
-        """Record the drafts of each request that vLLM's adaptive verification admitted in a step.
-
-        Returns:
-            Whether fewer were admitted than planned.
-        """
-        drafts = scheduled.scheduled_spec_decode_tokens
-        update_plan(scheduled, draft_budget=sum(num_admitted))
-        mean = sum(num_admitted) / max(1, len(drafts))
-        self._mean_admitted += ADMITTED_WEIGHT * (mean - self._mean_admitted)
-        return sum(num_admitted) < sum(map(len, drafts.values()))
-
     def _update_after_schedule(self, scheduler_output: "SchedulerOutput") -> None:
         compat.drop_admission_padding(scheduler_output)
         super()._update_after_schedule(scheduler_output)
@@ -219,8 +181,6 @@ class _PerRequestDepth(_Base):
             is_choice: the pass is to rank its drafts (`SchedulerPlan.ranks_drafts`).
         """
         drafts, num_chosen = scheduled.scheduled_spec_decode_tokens.values(), read_plan(scheduled).draft_budget
-        if self._is_adaptive and not read_plan(scheduled).verifies_all:
-            num_chosen = round(min(self._mean_admitted * len(drafts), sum(map(len, drafts))))
         if num_chosen is None:
             num_rejected = self._rejections.forecast(map(len, drafts))
         else:
@@ -261,8 +221,6 @@ class _PerRequestDepth(_Base):
         unreported steps. About twice a second the first output of each client carries the step latency model."""
         result = read_result(model_runner_output)
         num_admitted = result.list_admitted()
-        if self._is_adaptive and num_admitted and not self._record_admitted(num_admitted, scheduler_output):
-            num_admitted = None
         if self._draft_budget is not None:
             self._draft_budget.arrived(time.perf_counter(), scheduler_output)
         if result.num_ready is not None:
@@ -397,8 +355,6 @@ class PerRequestDepthAsyncScheduler(_PerRequestDepth, AsyncScheduler):
 
     def _update_after_schedule(self, scheduler_output: "SchedulerOutput") -> None:
         found: list[Any] = [self.requests[request_id] for request_id in scheduler_output.num_scheduled_tokens]
-        if self._verifies_all:
-            update_plan(scheduler_output, verifies_all=True)
         budget = self._draft_budget
         may_choose = budget is not None and budget.chooses and len(found) > 1 and all(map(self._is_plain, found))
         # A request that is new in this step was not in the plan of the step before.

@@ -54,7 +54,6 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from peagle.drafter.drafts import best_tokens
 from peagle.vllm import compat
-from peagle.vllm.adaptive import predict_acceptance
 from peagle.vllm.chosen import Chances
 from peagle.vllm.draft_rows import DraftRows, TargetRows, write_rows
 from peagle.vllm.engine import capture_sizes
@@ -407,10 +406,6 @@ class PEagleSpeculator(DraftModelSpeculator):
             max_query_len = int(lengths_B.max())
         depth = k_max if dummy_run else max(1, self._num_ahead)
         self._run_pass(target, lengths_B, most_keys_B, max_query_len, depth, members_M is not None, is_profile)
-        if self.acceptance_estimator is not None:
-            predict_acceptance(self.acceptance_estimator, self.chance_BK, target.place_B, depth)
-            predicted_BK = self.acceptance_estimator.predictions[input_batch.idx_mapping]
-            self.draft_token_confidence_probs[:num_requests] = predicted_BK
         if members_M is None:
             if self._is_choice:
                 self.chances.record(self.chance_BK, input_batch.idx_mapping, depth)
@@ -420,7 +415,7 @@ class PEagleSpeculator(DraftModelSpeculator):
         return drafts_BK
 
     def _members(self, batch: InputBatch) -> np.ndarray[Any, Any] | None:
-        """Indices of the requests that take part in the pass; None: all. All do where the GPU laid out the target's rows:
+        """Indices of the requests that take part in the pass; None: all. All do in a step whose rows the GPU laid out:
         the host then knows only their sum."""
         if not self._never_drafted or batch.num_tokens < batch.num_scheduled_tokens.sum():
             return None
@@ -656,6 +651,7 @@ def _check_settings(config: VllmConfig) -> None:
         "num_speculative_tokens_per_batch_size (each request has its own K)": bool(
             speculative.num_speculative_tokens_per_batch_size
         ),
+        "enable_adaptive_verification (the scheduler chooses)": speculative.enable_adaptive_verification,
     }
     if found := [setting for setting, is_on in refused.items() if is_on]:
         raise ValueError(f"P-EAGLE does not go with {', '.join(found)}: leave it out")

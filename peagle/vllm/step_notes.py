@@ -31,14 +31,12 @@ class SchedulerPlan:
         ranks_drafts: the next step may verify the best drafts of this step's pass, so the worker counts them by
             acceptance (`StepResult.acceptance_counts`).
         draft_budget: number of this step's drafts that are verified; the worker chooses which. None: all.
-        verifies_all: all drafts are verified, also where vLLM could choose among them (`peagle.vllm.adaptive`).
     """
 
     num_drafts_ahead: int | None = None
     num_rejected: int = 0
     ranks_drafts: bool = False
     draft_budget: int | None = None
-    verifies_all: bool = False
 
     def limit_drafts_ahead(self, k_max: int) -> int:
         """`num_drafts_ahead`, at most `k_max`."""

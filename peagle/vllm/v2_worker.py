@@ -19,7 +19,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import triton
-from torch import Tensor, nn
+from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.parallel_state import get_pp_group
@@ -34,7 +34,6 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import AttentionGroup
 
 from peagle.vllm import compat
-from peagle.vllm.adaptive import count_admitted, paused
 from peagle.vllm.chosen import MAX_DRAFTS, Chances, ChosenDrafts
 from peagle.vllm.speculator import PEagleSpeculator, can_renew
 from peagle.vllm.step_measure import measure_steps, write_steps
@@ -187,12 +186,10 @@ class PEagleRunner(RaggedModelRunner):
     """`RaggedModelRunner` with a P-EAGLE speculator, and with graphs for the verification of its drafts."""
 
     adaptive_verification: Any = None
-    """vLLM's manager, or `chosen` in a step whose drafts it chooses."""
+    """`chosen`, in a step whose drafts it chooses: vLLM's runner then calls it in place of its own manager."""
     verification: Verification | None = None
     chosen: ChosenDrafts | None = None
     """Chooses a step's drafts; None where that is not possible (`_choice`)."""
-    _admitted_B: Tensor | None = None
-    """`count_admitted` of the step that was prepared last, if vLLM's adaptive verification chose its drafts."""
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """vLLM's. The target's graphs then write auxiliary hidden states into the drafter's buffer."""
@@ -217,7 +214,7 @@ class PEagleRunner(RaggedModelRunner):
 
     def _choice(self) -> ChosenDrafts | None:
         """None where `compat.chooses` says no, and where attention plans by the host's view of the rows."""
-        if self.adaptive_verification is not None or not compat.chooses(self.vllm_config):
+        if not compat.chooses(self.vllm_config):
             return None
         layers = {name for group in self.kv_cache_config.kv_cache_groups for name in group.layer_names}
         is_usual = (
@@ -232,12 +229,6 @@ class PEagleRunner(RaggedModelRunner):
         return ChosenDrafts(chances, self.input_buffers.query_start_loc, get_max_chunk_logits(self.vocab_size))
 
     def execute_model(self, scheduler_output: "SchedulerOutput", *args: Any, **kwargs: Any) -> Any:
-        if (vllms_own := self.adaptive_verification) is not None:
-            self.adaptive_verification = None if self._verifies_all(scheduler_output) else vllms_own
-            try:
-                return super().execute_model(scheduler_output, *args, **kwargs)
-            finally:
-                self.adaptive_verification = vllms_own
         num_drafts = read_plan(scheduler_output).draft_budget
         if num_drafts is None:
             return super().execute_model(scheduler_output, *args, **kwargs)
@@ -249,26 +240,11 @@ class PEagleRunner(RaggedModelRunner):
         finally:
             self.adaptive_verification = None
 
-    def _verifies_all(self, scheduled: "SchedulerOutput") -> bool:
-        """Whether the scheduler asks the step to verify all drafts, and vLLM can verify them in one part."""
-        num_rows = len(scheduled.num_scheduled_tokens) + sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
-        return read_plan(scheduled).verifies_all and num_rows <= get_max_chunk_logits(self.vocab_size)
-
-    def prepare_inputs(self, scheduler_output: Any, batch_req_state: Any, batch_desc: Any, *more: Any) -> Any:
-        batch = super().prepare_inputs(scheduler_output, batch_req_state, batch_desc, *more)
-        if self.adaptive_verification is not None and self.chosen is None and batch.num_draft_tokens:
-            self._admitted_B = count_admitted(batch)
-        return batch
-
     def sample_tokens(self, grammar_output: Any) -> Any:
         """vLLM's own. Its output gets a `StepResult`: the drafts of this step that were chosen, and the acceptance
         counts of the step before, whose copy to the host began behind that step's output."""
         if self.chosen is None:
-            output = super().sample_tokens(grammar_output)
-            if self._admitted_B is not None:
-                update_result(getattr(output, "model_runner_output", output), num_admitted=self._admitted_B)
-                self._admitted_B = None
-            return output
+            return super().sample_tokens(grammar_output)
         chances = self.chosen.chances
         counts, chances.counts = chances.counts, None
         output = super().sample_tokens(grammar_output)
@@ -337,8 +313,7 @@ class V2Worker(Worker):
 
     def compile_or_warm_up_model(self) -> "CompilationTimes":
         times = super().compile_or_warm_up_model()
-        with paused(self.model_runner):
-            points = measure_steps(self)
+        points = measure_steps(self)
         if self.rank == 0:
             write_steps(self.vllm_config, points, chooses=getattr(self.model_runner, "chosen", None) is not None)
         return times

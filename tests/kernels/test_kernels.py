@@ -11,7 +11,6 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 FILES = (
-    "test_kernels_adaptive.py",
     "test_kernels_attention.py",
     "test_kernels_chosen.py",
     "test_kernels_draft_rows.py",

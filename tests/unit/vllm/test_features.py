@@ -1,6 +1,5 @@
-"""What drafts, graphs and adaptive verification go with: the table of docs/drafting.md against the code's decisions."""
+"""What drafts and graphs go with: the table of docs/drafting.md against the code's decisions."""
 
-import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm")
-from vllm.config import CompilationConfig, VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 
@@ -54,7 +52,6 @@ def engine(**changes: Any) -> Any:
         method="eagle3",
         parallel_drafting=True,
         rejection_sample_method="standard",
-        enable_adaptive_verification=False,
         uses_dynamic_speculative_decoding=lambda: False,
     )
     for name, value in changes.items():
@@ -62,17 +59,6 @@ def engine(**changes: Any) -> Any:
         owner = next((one for one in owners if hasattr(one, name)), config)
         setattr(owner, name, value)
     return config
-
-
-def starts_with_adaptive_verification(config: Any) -> bool:
-    """vLLM's own decision."""
-    config.speculative_config.enable_adaptive_verification = True
-    config.compilation_config = CompilationConfig(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE)
-    try:
-        VllmConfig._validate_adaptive_verification(config)
-    except ValueError:
-        return False
-    return True
 
 
 def test_the_table_has_a_row_for_each_feature() -> None:
@@ -99,30 +85,23 @@ def test_an_engine_does_what_its_row_says(feature: str) -> None:
         "graphs of decoding": dispatched.cg_mode == CUDAGraphMode.FULL,
         "graphs of prompts": compat.replays_prompts(config),
         "graph of verification": compat.captures_verification(config),
-        "vLLM's adaptive verification": starts_with_adaptive_verification(copy.deepcopy(config)),
     }
     assert {column: "yes" if is_on else "no" for column, is_on in found.items()} == TABLE[feature]
 
 
 @pytest.mark.parametrize("feature", REQUESTS)
-@pytest.mark.parametrize("is_adaptive", [False, True])
-def test_a_request_gets_what_its_row_says(
-    feature: str, is_adaptive: bool, target_dir: Path, head_dir: Path, environment: None
-) -> None:
+def test_a_request_gets_what_its_row_says(feature: str, target_dir: Path, head_dir: Path, environment: None) -> None:
     """test_kernels_verification has the graphs."""
     config = scheduler_config(target_dir, head_dir, K_MAX)
-    config.speculative_config.enable_adaptive_verification = is_adaptive
     with measured_at_start(config, chooses=True):
         run = SchedulerRun(config, is_async=True)
     decode(run, 2.5, "plain", "plain too")
     run.add("other", survival=SURVIVAL, **REQUESTS[feature])
     run.step()
     steps = [run.step() for _ in range(3)]
-    column = "vLLM's adaptive verification" if is_adaptive else "drafts"
-    assert (TABLE[feature][column] == "yes") == all(step.drafts["other"] > 0 for step in steps)
-    if not is_adaptive:
-        is_chosen = all(step.plan.draft_budget is not None for step in steps)
-        assert is_chosen == (TABLE[feature]["best drafts"] == "yes")
+    assert (TABLE[feature]["drafts"] == "yes") == all(step.drafts["other"] > 0 for step in steps)
+    is_chosen = all(step.plan.draft_budget is not None for step in steps)
+    assert is_chosen == (TABLE[feature]["best drafts"] == "yes")
 
 
 @pytest.mark.parametrize(
@@ -132,7 +111,6 @@ def test_a_request_gets_what_its_row_says(
         ({"additional_config": {compat.CHOICE_KEY: False}}, False, True),
         ({"additional_config": {compat.PROMPT_GRAPHS_KEY: False}}, True, False),
         ({"rejection_sample_method": "synthetic"}, False, True),
-        ({"enable_adaptive_verification": True}, False, True),
         ({"speculative_config": None}, False, True),
         ({"kv_transfer_config": object()}, True, False),
         ({"data_parallel_size": 2, "world_size_across_dp": 2}, False, False),

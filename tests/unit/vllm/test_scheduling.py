@@ -10,7 +10,6 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from cluster.step_allocation import WORTH_LEVELS, best_total
-from peagle.vllm.scheduler import VERIFY_ALL_INTERVAL_STEPS
 from peagle.vllm.step_notes import update_plan
 from peagle.vllm.trimming import MORE_TO_CHOOSE, timed_step
 from tests.support.scheduler_run import (
@@ -186,28 +185,6 @@ def test_a_chosen_step_takes_the_time_of_its_verified_rows(choosing: SchedulerRu
     assert whole is not None
     assert (chosen.num_tokens, whole.num_tokens) == (2 + 5, 2 + 12)
     assert chosen.prompt_tokens == whole.prompt_tokens == 0
-
-
-def test_vllms_own_choice_is_counted_and_limits_the_pass(config: Any) -> None:
-    """Where vLLM admitted all drafts, nothing was chosen. One step in many verifies all."""
-    config.speculative_config.enable_adaptive_verification = True
-    run = SchedulerRun(config, is_async=True)
-    run.add("a")
-    run.add("b", 3)
-    run.step()
-    found = []
-    for _ in range(2 * VERIFY_ALL_INTERVAL_STEPS):
-        step = run.schedule()
-        admitted = {} if step.plan.verifies_all else {"num_admitted": [1, 1]}
-        outputs = run.finish(step, **admitted)
-        found.append((step.drafts, step.plan.verifies_all, steps_of(outputs["a"])))
-        assert step.plan.num_drafts_ahead in (4, 5, 6, 7)
-    assert found[0] == ({"a": 7, "b": 3}, False, "1,0c")
-    assert found[-5][0] == {"a": 5, "b": 3}, "the mean is a little above 1"
-    assert [step for step in found if step[1]] == [({"a": 7, "b": 3}, True, "7,0")] * 2
-    step = run.schedule()
-    outputs = run.finish(step, num_admitted=[5, 3])
-    assert steps_of(outputs["a"]) == "5,0"
 
 
 def test_the_best_number_of_drafts_gives_the_most_tokens_per_second() -> None:
