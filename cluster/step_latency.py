@@ -3,13 +3,15 @@
 Enters: whether the engine has a GPU, perhaps steps that it measured at its start, and the steps that it then runs.
 Leaves: a `StepLatency`, a plain value that travels from the scheduler to the choice of K and to autoscaling.
 
-The model is a table. A row is a number of requests (`REQUESTS`), a column a number of drafts a request (`DRAFTS`); the
-first column is a step without drafts and without the drafter's pass. Between grid points the time is linear. The table
-begins as a guess for a CPU or a GPU, and each grid point is then scaled by a moving average of measured / expected of
-the steps near it. A grid point that no step came near takes the scale of its neighbours. A grid point that was not
-visited for long counts as uncertain again, so the scheduler explores it (`StepLatencyModel.error`).
+A `StepLatency` is a table. A row is a number of requests (`REQUESTS`), a column a number of drafts a request
+(`DRAFTS`); the first column is a step without drafts and without the drafter's pass. Between grid points the time is
+linear.
 
-The context of the requests is not in the table: it changes slowly, and the scale follows it.
+The model is a linear regression of step times. On a GPU its terms are the time in the table that was measured at the
+start (else a guess), a constant, the requests, and the rows of prompts: the host's work and the growing context come
+on top of what was measured. A CPU computes row by row, so its terms are a constant, the requests, the rows, the
+drafter's pass, the pass times the requests, and the rows of prompts. Coefficients begin at those of the table or the
+guess. Newer steps weigh more.
 """
 
 import math
@@ -27,9 +29,8 @@ Array = NDArray[np.float64]
 REQUESTS = tuple(float(1 << power) for power in range(11))
 DRAFTS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 12.0, 16.0)
 _COLUMNS = (-1.0, *DRAFTS)
-_LOG_REQUESTS, _DRAFTS = np.log2(REQUESTS), np.array(DRAFTS)
 
-LEAST_S = 1e-6
+LEAST_S, LEAST_PROMPT_ROW_S = 1e-6, 1e-8
 
 
 class TimedStep(msgspec.Struct, frozen=True):
@@ -41,7 +42,6 @@ class TimedStep(msgspec.Struct, frozen=True):
         num_tokens: their rows in the target's forward pass, one a request and one a draft.
         prompt_tokens: rows of prompts in the same step.
         is_drafted: the drafter's pass ran, for the next step; None where it runs exactly if drafts are verified.
-        is_chosen: the worker chose which drafts are verified (`peagle.vllm.chosen`).
     """
 
     seconds: float = msgspec.field(name="step_s")
@@ -49,7 +49,6 @@ class TimedStep(msgspec.Struct, frozen=True):
     num_tokens: int
     prompt_tokens: int = 0
     is_drafted: bool | None = None
-    is_chosen: bool = False
 
     @property
     def is_possible(self) -> bool:
@@ -65,14 +64,12 @@ class StepLatency(msgspec.Struct, frozen=True, dict=True):
     Attributes:
         table: [len(REQUESTS)][1 + len(DRAFTS)]; the first column is without drafts and without the drafter's pass.
         prompt_row_s: what one row of a prompt adds.
-        choosing_s: what a step takes more whose drafts the worker chooses.
         num_steps: steps of the running engine that it rests on.
         is_measured: the engine measured steps at its start.
     """
 
     table: tuple[tuple[Seconds, ...], ...]
     prompt_row_s: Seconds
-    choosing_s: Seconds = 0.0
     num_steps: float = 0.0
     is_measured: bool = False
 
@@ -94,20 +91,20 @@ class StepLatency(msgspec.Struct, frozen=True, dict=True):
         if not 1 <= num_requests < math.inf or num_drafts < 0 or prompt_tokens < 0:
             raise ValueError(f"no step has {num_requests} requests, {num_drafts} drafts, {prompt_tokens} prompt tokens")
         drafts = np.arange(num_drafts + 1)
-        seconds = self._seconds(num_requests, drafts / num_requests)
+        seconds = self.interpolate(num_requests, drafts / num_requests)
         if prompt_tokens:
             seconds = np.maximum(seconds, seconds[0] + self.prompt_row_s * drafts)
         if not is_drafted:
-            seconds[0] = self._seconds(num_requests, np.array(-1.0))
+            seconds[0] = self.interpolate(num_requests, np.array(-1.0))
         return seconds
 
     def seconds(self, num_requests: float, num_tokens: float, prompt_tokens: float = 0.0) -> float:
         """Seconds of one step, prompts included. Numbers may be fractions: means over time."""
         drafts = (num_tokens - num_requests) / num_requests if num_tokens > num_requests else -1.0
-        return float(self._seconds(max(1.0, num_requests), np.array(drafts))) + self.prompt_row_s * prompt_tokens
+        return float(self.interpolate(max(1.0, num_requests), np.array(drafts))) + self.prompt_row_s * prompt_tokens
 
-    def _seconds(self, num_requests: float, drafts: Array) -> Array:
-        """By drafts a request; -1: without drafts and without the drafter's pass."""
+    def interpolate(self, num_requests: float, drafts: Array) -> Array:
+        """Seconds by drafts a request; -1: without drafts and without the drafter's pass."""
         place, share = _place(num_requests, REQUESTS)
         row = (1.0 - share) * self._table[place] + share * self._table[place + 1]
         beyond = np.maximum(drafts - DRAFTS[-1], 0.0) * (row[-1] - row[-2]) / (DRAFTS[-1] - DRAFTS[-2])
@@ -155,7 +152,6 @@ def average_latency(engines: Sequence[StepLatency]) -> StepLatency:
     return StepLatency(
         tuple(map(tuple, table.tolist())),
         float(weights @ [engine.prompt_row_s for engine in engines]),
-        float(weights @ [engine.choosing_s for engine in engines]),
         sum(engine.num_steps for engine in engines),
         any(engine.is_measured for engine in engines),
     )
@@ -164,34 +160,24 @@ def average_latency(engines: Sequence[StepLatency]) -> StepLatency:
 # ---- the model of one engine
 
 _R, _K = np.meshgrid(REQUESTS, np.maximum(_COLUMNS, 0.0), indexing="ij")
-_PASS = np.array(_COLUMNS) >= 0
-_GUESSES: dict[bool, tuple[Array, float]] = {
-    # A CPU is compute-bound at once: within 30 % of the drafted steps of SmolLM2-135M on two cores.
-    False: (0.03 * (1.0 + _R * (1 + _K) / 16 + _R / 64 + (0.3 + 0.18 * _R) * _PASS), 0.03 / 16),
-    # A GPU has room for 64 rows: within 10 % of the steps of an H200 with the shape of Llama-3.1-8B.
-    True: (
-        0.008 * (1.0 + np.maximum(_R * (1 + _K) - 64, 0) / 150 + _R / 200 + (0.2 + 0.001 * _R) * _PASS),
-        0.008 / 150,
-    ),
-}
-"""By whether the engine has a GPU: the table before anything is measured, and seconds of a prompt's row."""
+_PASS = np.broadcast_to(np.array(_COLUMNS) >= 0, _K.shape)
+_CPU_COEFFICIENTS = 0.03 * np.array([1.0, 1 / 64, 1 / 16, 0.3, 0.18, 1 / 16])
+"""Of a CPU's terms. It is compute-bound at once: within 30 % of the drafted steps of SmolLM2-135M on two cores."""
+_GPU_TABLE = 0.008 * (1.0 + np.maximum(_R * (1 + _K) - 64, 0) / 150 + _R / 200 + (0.2 + 0.001 * _R) * _PASS)
+"""A GPU has room for 64 rows: within 10 % of the steps of an H200 with the shape of Llama-3.1-8B."""
+_GPU_PROMPT_ROW_S = 0.008 / 150
 
 FIRST_STEPS = 8
-"""Steps whose median of measured / expected scales the guess: a first step may have compiled something."""
-MAX_STEPS = 20.0
-"""Steps near a grid point from which on a further one moves its scale by 1 / `MAX_STEPS`."""
-FORGETTING_STEPS = 5000.0
-"""Steps elsewhere after which the steps near a grid point count 1 / e."""
-KNOWN_STEPS = 0.1
-"""Steps below which a grid point takes the scale of its neighbours."""
+"""Steps whose median of measured / expected scales a guess: a first step may have compiled something."""
+KEPT = 0.998
+"""Weight of a step relative to the one after it."""
 MAX_SURPRISE = 0.5
-"""Logarithm of measured / expected beyond which a step counts as a pause, and moves its grid points no further."""
-GUESS_ERROR, MEASURED_ERROR, STEP_ERROR = 0.25, 0.05, 0.1
-"""Standard deviations, as shares: of the guess, of steps between those measured at the start, of one running step."""
-PROMPT_ROWS, KEPT_PROMPT_ROWS = 512.0, 0.98
-"""Rows of prompts that the guess of their time is worth; the share of what is known that a step with prompts keeps."""
-CHOOSING_ERROR, MAX_CHOOSING_STEPS = 0.3, 200
-"""Standard deviation of the guess of `choosing_s`, as a share of a step; steps whose mean it is."""
+"""Relative deviation from what is expected beyond which a step counts as a pause, and moves nothing further."""
+STEP_ERROR = 0.1
+"""Standard deviation of one running step's time, as a share."""
+PRIOR_ERRORS = {"table": 0.1, "constant": 1.0, "requests": 1.0 / 64, "prompts": 0.2, "cpu": 0.5}
+"""Standard deviations of coefficients before any step. Of the table: as a share; of a constant and of a request: of a
+step of one request; of a prompt's row and of all of a CPU: of the coefficient itself."""
 
 
 class StartDocument(msgspec.Struct, frozen=True):
@@ -204,7 +190,7 @@ class StepLatencyModel:
     """What is believed of one engine's step latency. Not thread-safe.
 
     Args:
-        on_gpu: which guess to start from.
+        on_gpu: which terms the times have, and which guess to start from.
         document: a `StartDocument` as JSON holds it, None where the engine measured nothing.
 
     Raises:
@@ -212,27 +198,30 @@ class StepLatencyModel:
     """
 
     def __init__(self, on_gpu: bool, document: Mapping[str, Any] | None = None) -> None:
-        self._guess, self._prompt_row_s = _GUESSES[on_gpu]
-        self._seconds: Array = self._guess
-        self._steps: Array = np.zeros_like(self._guess)
-        self._errors = np.full_like(self._guess, GUESS_ERROR if document is None else MEASURED_ERROR)
-        self._errors[:, 1] = GUESS_ERROR  # the drafter's pass without drafts is not measured at the start
+        self._has_table, self._is_measured = on_gpu or document is not None, document is not None
         self._first_steps: list[TimedStep] | None = [] if document is None else None
-        self._is_measured = document is not None
-        self._choosing_steps = self._choosing_s = 0.0
         self.num_steps = 0
-        points: list[TimedStep] = []
-        if document is not None:
-            try:
-                points = msgspec.convert(document, StartDocument).points
-            except msgspec.ValidationError as error:
-                raise ValueError(f"step times: {error}") from error
-            if wrong := [point for point in points if not point.is_possible]:
-                raise ValueError(f"step times: no step can be {wrong[0]}")
-            self._set_unit(points)
-        for point in points:
-            self._add_decoding(point, MAX_STEPS, math.inf)
-        self._prompt_rows, self._prompt_s = PROMPT_ROWS, PROMPT_ROWS * self._prompt_row_s
+        if document is None:
+            self._start(StepLatency(_as_rows(_GPU_TABLE), _GPU_PROMPT_ROW_S), _CPU_COEFFICIENTS)
+            return
+        try:
+            points = msgspec.convert(document, StartDocument).points
+        except msgspec.ValidationError as error:
+            raise ValueError(f"step times: {error}") from error
+        if wrong := [point for point in points if not point.is_possible]:
+            raise ValueError(f"step times: no step can be {wrong[0]}")
+        self._start(_measured(points), _CPU_COEFFICIENTS)
+
+    def _start(self, table: StepLatency, cpu_coefficients: Array) -> None:
+        self._table, prior, errors = table, cpu_coefficients, PRIOR_ERRORS["cpu"] * cpu_coefficients
+        if self._has_table:
+            least_s, prompt_row_s = table.table[0][0], table.prompt_row_s
+            prior = np.array([1.0, 0.0, 0.0, prompt_row_s])
+            shares = [PRIOR_ERRORS[name] for name in ("table", "constant", "requests", "prompts")]
+            errors = np.array(shares) * [1.0, least_s, least_s, prompt_row_s]
+        self._coefficients = self._prior = prior
+        self._prior_weights = np.diag((STEP_ERROR / errors) ** 2)
+        self._products, self._sums = np.zeros_like(self._prior_weights), np.zeros_like(prior)
 
     def observe(self, step: TimedStep) -> None:
         """Take in a step. One whose numbers cannot be is left out."""
@@ -245,106 +234,78 @@ class StepLatencyModel:
             if len(self._first_steps) < FIRST_STEPS:
                 return
             steps, self._first_steps = self._first_steps, None
-            self._set_unit(steps)
-            self._prompt_s = PROMPT_ROWS * self._prompt_row_s
+            unit = float(np.median([step.seconds / float(self._terms(step) @ self._prior) for step in steps]))
+            table = StepLatency(_as_rows(unit * _GPU_TABLE), unit * _GPU_PROMPT_ROW_S)
+            self._start(table, unit * _CPU_COEFFICIENTS)
         for each in steps:
-            self._add(each)
+            # Each step counts by its relative deviation.
+            terms = self._terms(each)
+            expected_s = max(float(terms @ self._coefficients), LEAST_S)
+            surprise = min(max(each.seconds / expected_s - 1.0, -MAX_SURPRISE), MAX_SURPRISE)
+            terms /= expected_s
+            self._products = KEPT * self._products + np.outer(terms, terms)
+            self._sums = KEPT * self._sums + terms * (1.0 + surprise)
+        # Least squares, with the prior as steps that are never forgotten.
+        weights, sums = self._products + self._prior_weights, self._sums + self._prior_weights @ self._prior
+        self._coefficients = np.maximum(np.linalg.solve(weights, sums), 0.0)
+
+    def _terms(self, step: TimedStep) -> Array:
+        num, rows = step.num_requests, step.num_tokens
+        is_drafted = rows > num if step.is_drafted is None else step.is_drafted
+        if not self._has_table:
+            return np.array([1.0, num, rows, is_drafted, is_drafted * num, step.prompt_tokens], np.float64)
+        drafts = np.array((rows - num) / num if is_drafted or rows > num else -1.0)
+        return np.array([float(self._table.interpolate(num, drafts)), 1.0, num, step.prompt_tokens])
 
     @property
     def latency(self) -> StepLatency:
         """What is believed now."""
-        table = self._filled().copy()
-        # The drafter's pass without drafts, where no step said what it takes: on the line of one and two drafts.
-        bare, without, one, two = table[:, 1], table[:, 0], table[:, 2], table[:, 3]
-        table[:, 1] = np.where(self._steps[:, 1] < KNOWN_STEPS, np.clip(2 * one - two, without, one), bare)
-        rows = tuple(map(tuple, table.tolist()))
-        return StepLatency(rows, self._prompt_row_s, max(0.0, self._choosing_s), self.num_steps, self._is_measured)
-
-    def error(self, num_requests: int, num_tokens: int, is_drafted: bool | None = None) -> float:
-        """Standard deviation of what is believed of a step's time, as a share of it."""
-        shares = _shares(TimedStep(1.0, num_requests, num_tokens, 0, is_drafted))
-        num_steps, error = float((shares * self._steps).sum()), float((shares * self._errors).sum())
-        return error / math.sqrt(1.0 + num_steps * (error / STEP_ERROR) ** 2)
-
-    @property
-    def choosing_error_s(self) -> float:
-        """Standard deviation of what is believed of `choosing_s`."""
-        unit_s = float(self._seconds[0, 1])
-        return CHOOSING_ERROR * unit_s / math.sqrt(1.0 + self._choosing_steps * (CHOOSING_ERROR / STEP_ERROR) ** 2)
-
-    def _set_unit(self, steps: Sequence[TimedStep]) -> None:
-        scale = float(np.median([step.seconds / self._expected_s(step) for step in steps]))
-        self._guess = self._seconds = scale * self._guess
-        self._prompt_row_s *= scale
-
-    def _expected_s(self, step: TimedStep) -> float:
-        """Seconds of a step by what is believed, prompts included."""
-        decoding_s = float((_shares(step) * self._seconds).sum())
-        return decoding_s + self._prompt_row_s * step.prompt_tokens + max(0.0, self._choosing_s) * step.is_chosen
-
-    def _add(self, step: TimedStep) -> None:
-        if step.prompt_tokens:
-            # Its decoding part is taken as known.
-            prompts_s = self._prompt_row_s * step.prompt_tokens
-            found_s = min(max(step.seconds - self._expected_s(step) + prompts_s, 0.0), 4.0 * prompts_s)
-            self._prompt_rows = KEPT_PROMPT_ROWS * self._prompt_rows + step.prompt_tokens
-            self._prompt_s = KEPT_PROMPT_ROWS * self._prompt_s + found_s
-            self._prompt_row_s = max(self._prompt_s / self._prompt_rows, LEAST_S)
-            return
-        if step.is_chosen:
-            self._choosing_steps = min(self._choosing_steps + 1, MAX_CHOOSING_STEPS)
-            expected_s, most_s = self._expected_s(step), MAX_SURPRISE * self._expected_s(step)
-            self._choosing_s += min(max(step.seconds - expected_s, -most_s), most_s) / self._choosing_steps
-        if step.is_drafted is False and step.num_tokens > step.num_requests:
-            # It verified the drafts of the step before and made none: less their time it is a step without both.
-            drafted = msgspec.structs.replace(step, is_drafted=True)
-            bare = msgspec.structs.replace(drafted, num_tokens=step.num_requests)
-            verifying_s = self._expected_s(drafted) - self._expected_s(bare)
-            step = msgspec.structs.replace(step, seconds=max(step.seconds - verifying_s, LEAST_S))
-        self._steps *= 1.0 - 1.0 / FORGETTING_STEPS
-        self._add_decoding(step)
-
-    def _add_decoding(self, step: TimedStep, weight: float = 1.0, max_surprise: float = MAX_SURPRISE) -> None:
-        added = weight * _shares(step)
-        if (self._steps[added > 0] < KNOWN_STEPS).any():
-            self._seconds = self._filled()
-        surprise = math.log(step.seconds / self._expected_s(step))
-        self._steps = np.minimum(self._steps + added, MAX_STEPS)
-        moved = added / np.maximum(self._steps, np.maximum(added, LEAST_S))
-        self._seconds = self._seconds * np.exp(min(max(surprise, -max_surprise), max_surprise) * moved)
-
-    def _filled(self) -> Array:
-        """The table, unknown grid points from known ones. In a row with known grid points the time is linear between
-        them, and a constant multiple of the guess beyond; in a row without any the multiple lies between those of the
-        nearest rows with some."""
-        is_known: NDArray[np.bool_] = np.asarray(self._steps >= KNOWN_STEPS)
-        rows, scales = np.flatnonzero(is_known.any(axis=1)), []
-        for row in rows:
-            guess, scale = self._guess[row], self._seconds[row] / self._guess[row]
-            if len(known := np.flatnonzero(is_known[row, 1:])):
-                places, beyond = np.take(DRAFTS, known), np.interp(DRAFTS, np.take(DRAFTS, known), scale[1:][known])
-                between = np.interp(DRAFTS, places, self._seconds[row, 1:][known]) / guess[1:]
-                scale[1:] = np.where((places[0] <= _DRAFTS) & (places[-1] >= _DRAFTS), between, beyond)
-            else:
-                scale[1:] = scale[0]
-            scale[0] = scale[0] if is_known[row, 0] else scale[1]
-            scales.append(scale)
-        if not scales:
-            return self._seconds
-        columns = [np.interp(_LOG_REQUESTS, _LOG_REQUESTS[rows], column) for column in np.array(scales).T]
-        return np.asarray(self._guess * np.stack(columns, axis=1), np.float64)
+        found = self._coefficients
+        if self._has_table:
+            table = found[0] * np.array(self._table.table) + found[1] + found[2] * _R
+        else:
+            table = found[0] + found[1] * _R + found[2] * _R * (1 + _K) + (found[3] + found[4] * _R) * _PASS
+        return StepLatency(_as_rows(np.maximum(table, LEAST_S)), float(found[-1]), self.num_steps, self._is_measured)
 
 
-def _shares(step: TimedStep) -> Array:
-    """[len(REQUESTS), 1 + len(DRAFTS)]: the shares of the grid points around a step's place in the table."""
-    rows, columns = np.zeros(len(REQUESTS)), np.zeros(len(_COLUMNS))
-    place, share = _place(min(step.num_requests, REQUESTS[-1]), REQUESTS)
-    rows[place : place + 2] = 1.0 - share, share
-    drafts = min((step.num_tokens - step.num_requests) / step.num_requests, DRAFTS[-1])
-    is_drafted = drafts > 0 if step.is_drafted is None else step.is_drafted
-    place, share = _place(drafts if is_drafted else -1.0, _COLUMNS)
-    columns[place : place + 2] = 1.0 - share, share
-    return np.asarray(np.outer(rows, columns), np.float64)
+def _as_rows(table: Array) -> tuple[tuple[float, ...], ...]:
+    return tuple(map(tuple, table.tolist()))
+
+
+def _measured(points: Sequence[TimedStep]) -> StepLatency:
+    """The table of steps that an engine timed, each size of batch at several numbers of drafts.
+
+    Beyond the most drafts a further one takes what the last one did; beyond the largest batch the time grows with the
+    requests. The drafter's pass without drafts is on the line of the steps with the fewest drafts. A prompt's row takes
+    what a row does in the largest batch.
+
+    Raises:
+        ValueError: no batch has a step with drafts.
+    """
+    by_size: dict[int, dict[float, float]] = {}
+    for point in points:
+        by_size.setdefault(point.num_requests, {})[point.num_tokens / point.num_requests - 1.0] = point.seconds
+    sizes, rows = [], []
+    for size, seconds in sorted(by_size.items()):
+        drafts = np.array(sorted(k for k in seconds if k > 0))
+        if not len(drafts):
+            continue
+        times = np.maximum.accumulate([seconds[k] for k in drafts])
+        slopes = np.diff(times) / np.diff(drafts) if len(drafts) > 1 else np.zeros(1)
+        without_s = seconds.get(0.0, float(times[0]))
+        pass_s = max(min(float(times[0] - slopes[0] * drafts[0]), float(times[0])), without_s)
+        beyond = np.maximum(np.array(DRAFTS) - drafts[-1], 0.0) * slopes[-1]
+        with_drafts = np.interp(DRAFTS, [0.0, *drafts], [pass_s, *times]) + beyond
+        sizes.append(size)
+        rows.append([without_s, *np.maximum(with_drafts, without_s)])
+    if not rows:
+        raise ValueError("step times: no point has drafts")
+    table = np.stack([np.interp(REQUESTS, sizes, column) for column in np.array(rows).T], axis=1)
+    table *= np.maximum(np.array(REQUESTS) / sizes[-1], 1.0)[:, None]
+    most, least = rows[-1][len(_COLUMNS) - 4], rows[-1][1]
+    return StepLatency(
+        _as_rows(table), max((most - least) / (sizes[-1] * DRAFTS[-4]), LEAST_PROMPT_ROW_S), is_measured=True
+    )
 
 
 def guessed_latency(on_gpu: bool) -> StepLatency:

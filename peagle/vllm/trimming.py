@@ -16,7 +16,7 @@ import json
 import logging
 import math
 import tempfile
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,11 +46,6 @@ REPORT_INTERVAL_S = 0.5
 STEPS_PER_LATENCY = 8
 """Steps between two updates of the step latency that budgets use: an update takes time between two steps."""
 
-EXPLORE_ERROR, EXPLORE_INTERVAL_STEPS = 0.06, 20
-"""While the relative error of a step's predicted time is above the first number, one step in 20 explores. It verifies
-all its drafts or another number of each request. Or it does the opposite of what the estimate says of the drafter's
-pass, if a better estimate could change that decision."""
-
 VERIFY_INTERVAL_STEPS = 200
 """Steps from one that verifies all its drafts although fewer pay, or runs a pass that would be left out, to the next:
 so acceptance stays known. All requests of such a step take part: a pass is as long as its longest request needs."""
@@ -69,9 +64,8 @@ and few of the best drafts have a later position."""
 CHOICE_INTERVAL_STEPS = 50
 """Replaces `VERIFY_INTERVAL_STEPS` where drafts are chosen: only these steps then show acceptance by position."""
 
-CHOICE_ERROR = 0.02
-"""While the error of the time that choosing takes is above this share of a step, and could change whether it pays, one
-step in `EXPLORE_INTERVAL_STEPS` does the opposite of the present decision."""
+MIN_CHOICE_GAIN = 0.02
+"""Relative gain of tokens per second from which drafts are chosen: choosing takes time that no model knows."""
 
 WORTH_INTERVAL_STEPS = 8
 """Steps from one that measures the worth of drafts to the next, while first drafts are verified: it takes time."""
@@ -126,8 +120,7 @@ def timed_step(seconds: float, scheduled: "SchedulerOutput") -> TimedStep | None
         return None
     prompt_tokens = scheduled.total_num_scheduled_tokens - num_tokens
     is_drafted = read_plan(scheduled).limit_drafts_ahead(1) > 0
-    num_rows, is_chosen = num_tokens - num_spared, num_chosen is not None
-    return TimedStep(seconds, num_requests, num_rows, prompt_tokens, is_drafted, is_chosen)
+    return TimedStep(seconds, num_requests, num_tokens - num_spared, prompt_tokens, is_drafted)
 
 
 class DraftBudget:
@@ -139,13 +132,13 @@ class DraftBudget:
         self._last_s: float | None = None
         self._reported_s, self._reported_steps = -math.inf, 0
         self._latency, self._latency_at_step = model.latency, 0
-        self._explored_at_step = self._verified_at_step = self._crossed_at_step = self._num_drafted = 0
+        self._verified_at_step = self._left_out_at_step = self._num_drafted = 0
         self._verifies_all = False
         self._leaves_out = False
         self._decided: tuple[object, list[int], int | None] = None, [], None
         self.num_chosen: int | None = None
         """Drafts that the worker should choose, by the last call of `depths`. None if each request's first drafts are
-        as good, and in exploration steps."""
+        as good, and in steps that verify all."""
         self._worth: NDArray[np.float64] | None = None  # drafts of a request, by their worth
         # Read once a request, not once a step. Requests of a workload share the survival of its newest request: it is
         # the best estimate, and requests with the same survival are decided together.
@@ -156,7 +149,8 @@ class DraftBudget:
         """Drafts of each request, at most its `max_ks`. `prompt_tokens`: of prompts that run in the same step. Each
         step is first asked for without prompts; if it then was to verify all its drafts, it still does with them.
 
-        A result is kept until the batch or the step latency changes: this runs between two steps.
+        A result is kept until the batch or the step latency changes: this runs between two steps. One step in
+        `VERIFY_INTERVAL_STEPS` verifies all.
         """
         self.num_chosen = None
         if prompt_tokens and self._verifies_all:
@@ -170,54 +164,34 @@ class DraftBudget:
         typical = next((survival for survival in survivals if survival is not None), None)
         if typical is None:
             return max_ks
-        explores = not prompt_tokens and self.model.num_steps - self._explored_at_step >= EXPLORE_INTERVAL_STEPS
-        if explores:
-            self._explored_at_step = self.model.num_steps
-            if self._is_unsure(len(requests), sum(max_ks)):
-                self._verifies_all = True
-                return max_ks
         # Requests that keep their K load the step too; they count with the survival of one of the others.
         valued = [typical if survival is None else survival for survival in survivals]
         limits = [min(max_k, len(survival)) for max_k, survival in zip(max_ks, valued, strict=True)]
         depths, rate = allocate(valued, limits, self._newest_latency(), prompt_tokens)
-        if explores and (other := self._choose_exploration(valued, limits, depths)) is not None:
-            depths = [min(limit, other) for limit in limits]
         depths = [
             max_k if survival is None else depth
             for max_k, survival, depth in zip(max_ks, survivals, depths, strict=True)
         ]
-        if explores and other is not None:
-            return depths
-        num_chosen, is_exploration = None, False
+        num_chosen = None
         if None not in survivals:
-            num, most = len(requests), sum(max_ks)
-            num_chosen, is_exploration = self._best_choice(num, most, prompt_tokens, rate, explores)
+            num_chosen = self._best_choice(len(requests), sum(max_ks), prompt_tokens, rate)
         interval = VERIFY_INTERVAL_STEPS if num_chosen is None else CHOICE_INTERVAL_STEPS
         if depths == max_ks and num_chosen is None:
             self._verified_at_step = self.model.num_steps
         elif not prompt_tokens and self.model.num_steps - self._verified_at_step >= interval:
             self._verified_at_step, self._verifies_all = self.model.num_steps, True
             return max_ks
-        self.num_chosen = num_chosen
-        if not is_exploration:
-            self._decided = batch, depths, num_chosen
+        self.num_chosen, self._decided = num_chosen, (batch, depths, num_chosen)
         return depths
 
-    def _best_choice(
-        self, num: int, most: int, prompt_tokens: int, rate: float, explores: bool
-    ) -> tuple[int | None, bool]:
-        """Number of drafts that the worker should choose, of at most `most` drafts of `num` requests. None if the first
-        drafts of each request, which give `rate` tokens per second, are as good. And whether the decision is reversed
-        in this step, to measure the time that choosing takes.
-        """
+    def _best_choice(self, num: int, most: int, prompt_tokens: int, rate: float) -> int | None:
+        """Number of drafts that the worker should choose, of at most `most` drafts of `num` requests. None if that is
+        hardly better than the first drafts of each request, which give `rate` tokens per second."""
         if not self.chooses or self._worth is None:
-            return None, False
-        latency = self._newest_latency()
-        seconds = latency.curve(num, most, prompt_tokens, is_drafted=True) + latency.choosing_s
+            return None
+        seconds = self._newest_latency().curve(num, most, prompt_tokens, is_drafted=True)
         num_chosen, chosen_rate = best_total((num * self._worth).tolist(), num, most, seconds)
-        error = self.model.choosing_error_s / float(seconds[num_chosen])
-        is_exploration = explores and error > CHOICE_ERROR and abs(math.log(chosen_rate / rate)) < 2.0 * error
-        return (num_chosen if (chosen_rate > rate) != is_exploration else None), is_exploration
+        return num_chosen if chosen_rate > (1.0 + MIN_CHOICE_GAIN) * rate else None
 
     @property
     def wants_worth(self) -> bool:
@@ -251,14 +225,12 @@ class DraftBudget:
         drafted_s = float(latency.curve(num, num_drafts, is_drafted=True)[-1])
         gain = drafted_s / length / latency.seconds(num, num)
         self._leaves_out = gain > (1.0 - MIN_GAIN if self._leaves_out else 1.0 + MIN_GAIN)
-        num_steps, num_tokens = self.model.num_steps, num + num_drafts * self._leaves_out
-        error = self.model.error(num, num_tokens, is_drafted=self._leaves_out)
-        is_unsure = error > EXPLORE_ERROR and abs(math.log(gain)) < 2.0 * error
-        interval = EXPLORE_INTERVAL_STEPS if is_unsure else VERIFY_INTERVAL_STEPS
-        is_exploration = (is_unsure or self._leaves_out) and num_steps - self._crossed_at_step >= interval
-        if is_exploration:
-            self._crossed_at_step = num_steps
-        return self._leaves_out == is_exploration
+        if not self._leaves_out:
+            self._left_out_at_step = self.model.num_steps
+        elif self.model.num_steps - self._left_out_at_step >= VERIFY_INTERVAL_STEPS:
+            self._left_out_at_step = self.model.num_steps
+            return True
+        return not self._leaves_out
 
     def arrived(self, now_s: float, scheduled: "SchedulerOutput") -> None:
         """Record that the result of `scheduled` arrived at `now_s`, monotonic seconds. If the clock stands still, goes
@@ -283,40 +255,6 @@ class DraftBudget:
             return None
         self._reported_s, self._reported_steps = now_s, self.model.num_steps
         return json.dumps(self.model.latency.to_wire(), separators=(",", ":"))
-
-    def _is_unsure(self, num_requests: int, num_drafts: int) -> bool:
-        """Whether the error of such a step's predicted time is above `EXPLORE_ERROR`."""
-        return self.model.error(num_requests, num_requests + num_drafts) > EXPLORE_ERROR
-
-    def _choose_exploration(
-        self, survivals: Sequence[tuple[float, ...]], limits: list[int], depths: list[int]
-    ) -> int | None:
-        """Another limit of drafts of a request to explore: one whose time is uncertain and that could be better than
-        `depths`. None without any.
-
-        Without exploration a wrong guess of a step that is never run would not be corrected.
-        """
-        num = len(limits)
-        seconds = self._newest_latency().curve(num, sum(limits), is_drafted=True)
-        groups = Counter(zip(survivals, limits, depths, strict=True))
-
-        def rate(k: int | None) -> tuple[int, float]:
-            """Drafts, and tokens per second, with at most `k` drafts of a request; None: with `depths`."""
-            num_drafts, gained = 0, 0.0
-            for (survival, limit, depth), count in groups.items():
-                kept = depth if k is None else min(limit, k)
-                num_drafts += count * kept
-                gained += count * sum(survival[:kept])
-            return num_drafts, (num + gained) / float(seconds[num_drafts])
-
-        best, found = rate(None)[1], None
-        for k in range(max(limits) + 1):
-            num_drafts, expected = rate(k)
-            error = self.model.error(num, num + num_drafts)
-            hope = expected / max(1.0 - 2.0 * error, EXPLORE_ERROR)
-            if error > EXPLORE_ERROR and hope > best:
-                best, found = hope, k
-        return found
 
     def _newest_latency(self) -> StepLatency:
         if self.model.num_steps - self._latency_at_step >= STEPS_PER_LATENCY:
