@@ -1,13 +1,13 @@
-"""Who sees whom in a training pass (paper section 3.1).
+"""The attention mask of a training pass (paper section 3.1).
 
 A row with anchor a and offset g sees
     - rows of offset 0 at anchors <= a of its own document: what the drafter's KV cache holds when it drafts at a;
     - rows of its own chain at offsets <= g: the mask tokens before it in the same pass;
 of these, with a sliding window of W, only the rows at positions > a + g - W: itself and the W - 1 before it.
 
-Two forms of one rule: `Sight.dense` (boolean tensor, any device) and `Sight.block` (FlexAttention's BlockMask, which
-skips empty tiles). The paper makes a mask of the greatest length once and takes views of it (Fig. 3). Here each batch
-has a mask of its own: a block mask follows from the bounds of its tiles.
+Two forms of one rule: `AttentionMask.dense` (boolean tensor, any device) and `AttentionMask.block` (FlexAttention's
+BlockMask, which skips empty tiles). The paper makes a mask of the greatest length once and takes views of it (Fig. 3).
+Here each batch has a mask of its own: a block mask follows from the bounds of its tiles.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from peagle.train.cod import CodRows
 
 
 @dataclasses.dataclass(frozen=True)
-class Sight:
+class AttentionMask:
     """What the rule needs to know of T queries and of U keys, all int32.
 
     first_BT: least position that a query sees, the beginning of its document or of its window.
@@ -36,7 +36,7 @@ class Sight:
     offset_BU: Tensor
 
     @classmethod
-    def from_rows(cls, rows: CodRows, document_BN: Tensor, window: int | None = None) -> Sight:
+    def from_rows(cls, rows: CodRows, document_BN: Tensor, window: int | None = None) -> AttentionMask:
         """Every row as query and as key.
 
         document_BN: document id of each token, each document in one piece, padding (-1) last. window: W, in tokens.
@@ -47,11 +47,11 @@ class Sight:
         anchor_BT, offset_BT = rows.anchor_BT.int(), rows.offset_BT.int()
         return cls(anchor_BT, offset_BT, first_BT.int(), anchor_BT, offset_BT)
 
-    def select(self, key_U: Tensor, num_queries: int) -> Sight:
-        """The sight of the rows numbered `key_U` as keys and of the last `num_queries` of them as queries.
+    def select(self, key_U: Tensor, num_queries: int) -> AttentionMask:
+        """The mask of the rows numbered `key_U` as keys and of the last `num_queries` of them as queries.
 
-        For the sight of all rows (`of`). -1 in place of a number is a blank: a key that nobody sees, a query that sees
-        itself alone. Its anchor is its own and lies behind all others, so that the rule holds for it as it is.
+        Of the mask of all rows (`from_rows`). -1 in place of a number is a blank: a key that nobody sees, a query that
+        sees itself alone. Its anchor is its own and lies behind all others, so that the rule holds for it as it is.
         """
         behind_U = self.anchor_BU.amax() + 1 + torch.arange(key_U.shape[0], device=key_U.device, dtype=torch.int32)
         blank_U, chosen_U = key_U < 0, key_U.clamp_min(0)
@@ -59,9 +59,9 @@ class Sight:
         offset_BU = self.offset_BU[:, chosen_U].masked_fill(blank_U, 1)
         first_BU = (behind_U + 1).where(blank_U, self.first_BT[:, chosen_U])
         start = key_U.shape[0] - num_queries
-        return Sight(anchor_BU[:, start:], offset_BU[:, start:], first_BU[:, start:], anchor_BU, offset_BU)
+        return AttentionMask(anchor_BU[:, start:], offset_BU[:, start:], first_BU[:, start:], anchor_BU, offset_BU)
 
-    def rule(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    def mask_mod(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
         """visible(sequence, head, query, key) -> bool, of their numbers (FlexAttention's `mask_mod`)."""
         anchor_BT, offset_BT, first_BT = self.anchor_BT, self.offset_BT, self.first_BT
         anchor_BU, offset_BU = self.anchor_BU, self.offset_BU
@@ -79,7 +79,7 @@ class Sight:
         (batch, num_queries), num_keys, device = self.first_BT.shape, self.anchor_BU.shape[1], self.first_BT.device
         b = torch.arange(batch, device=device)[:, None, None]
         query, key = torch.arange(num_queries, device=device), torch.arange(num_keys, device=device)
-        return self.rule()(b, torch.zeros_like(b), query[None, :, None], key[None, None, :])
+        return self.mask_mod()(b, torch.zeros_like(b), query[None, :, None], key[None, None, :])
 
     def block(self, tile: int = 128) -> BlockMask:
         """FlexAttention's form of `dense`: the rule, and what is known of the tiles of tile x tile rows beforehand.
@@ -94,7 +94,7 @@ class Sight:
             *_ordered(near_BQK & ~full_BQK),
             *_ordered(full_BQK),
             BLOCK_SIZE=tile,
-            mask_mod=self.rule(),
+            mask_mod=self.mask_mod(),
             seq_lengths=(num_queries, num_keys),
         )
 

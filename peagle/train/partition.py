@@ -23,7 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from peagle.model import Drafter
 from peagle.train.cod import CodRows, attend_under, next_tokens, row_inputs
-from peagle.train.masks import Sight
+from peagle.train.masks import AttentionMask
 
 #: loss_of(normed_RH, index_R) -> scalar: the share of the loss that R rows have, numbered within the pass's T rows.
 LossOf = Callable[[Tensor, Tensor], Tensor]
@@ -172,7 +172,9 @@ class SequencePass:
         self.partition, self.drafter, self.sequence = partition, drafter, sequence
         self.device = sequence.tokens_1N.device
         self.next_1N = next_tokens(sequence.tokens_1N)
-        self.sight = Sight.from_rows(sequence.rows, sequence.document_1N, drafter.config.sliding_window)
+        self.attention_mask = AttentionMask.from_rows(
+            sequence.rows, sequence.document_1N, drafter.config.sliding_window
+        )
         #: rows of every call: the greatest segment that `cut_by_rows` can make
         num_rows = sequence.rows.anchor_BT.shape[1]
         self.max_rows = partition.padded(-(-num_rows // partition.num_segments) + drafter.config.num_depths)
@@ -193,9 +195,9 @@ class SequencePass:
         if earlier is not None:
             before = torch.arange(earlier.shape[-2], device=self.device)
             key_U = torch.cat([before.where(before < start, -1), query_T])
-        sight = self.sight.select(key_U, num_queries)
+        attention_mask = self.attention_mask.select(key_U, num_queries)
         with self._autocast():
-            mask = sight.block(self.partition.tile) if self.partition.block_mask else sight.dense()
+            mask = attention_mask.block(self.partition.tile) if self.partition.block_mask else attention_mask.dense()
             rows = slice(start, segment.stop)
             embeds_1TH, hidden_1TH = self.partition._inputs(
                 self.drafter, self.next_1N[:, rows], sequence.aux_1NX[:, rows], num_queries - num_plain

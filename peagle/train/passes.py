@@ -40,7 +40,7 @@ from peagle.model import Drafter, initialize
 from peagle.train.cod import CodRows, attend_under, chain_lengths, draft_rows, label_rows, next_tokens, sample_rows
 from peagle.train.data import Batch, PackedBatches, answer_token_counts, frequent_tokens
 from peagle.train.losses import ChainWeights, ChunkedLoss
-from peagle.train.masks import Sight
+from peagle.train.masks import AttentionMask
 from peagle.train.partition import PackedSequence, Partition
 from peagle.train.recipe import Recipe
 from peagle.train.target import Target
@@ -160,8 +160,10 @@ class PEaglePass:
     def _normed(self, drafter: Drafter, batch: Batch, states: States, rows: CodRows, position_BT: Tensor) -> Tensor:
         window, device = drafter.config.sliding_window, batch.tokens_BN.device.type
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            sight = Sight.from_rows(rows, batch.document_BN, window)
-            mask = sight.block() if self._compiled else sight.dense()  # a BlockMask's attention must run compiled
+            attention_mask = AttentionMask.from_rows(rows, batch.document_BN, window)
+            mask = (
+                attention_mask.block() if self._compiled else attention_mask.dense()
+            )  # a BlockMask's attention must run compiled
             return self._draft_rows(drafter, batch.tokens_BN, states.aux_BNX, position_BT, mask)
 
 
@@ -203,10 +205,10 @@ def block_masks(document_BN: Tensor, config: DrafterConfig, tile: int = 128) -> 
     """What each step's N rows see of the rows of all steps so far."""
     num_tokens = document_BN.shape[1]
     rows = all_rows(document_BN, config.num_depths)
-    sight = Sight.from_rows(rows, document_BN, config.sliding_window)
+    attention_mask = AttentionMask.from_rows(rows, document_BN, config.sliding_window)
     row_T = torch.arange(rows.anchor_BT.shape[1], device=document_BN.device)
     ends = range(num_tokens, len(row_T) + 1, num_tokens)
-    return tuple(sight.select(row_T[:end], num_tokens).block(tile) for end in ends)
+    return tuple(attention_mask.select(row_T[:end], num_tokens).block(tile) for end in ends)
 
 
 def all_rows(like_BN: Tensor, num_depths: int) -> CodRows:

@@ -19,7 +19,7 @@ from peagle.config import DrafterConfig, Llama3Rope
 from peagle.draft import DraftSession
 from peagle.model import Drafter, Layer, rotary_tables
 from peagle.train.cod import CodRows, attend_under, chain_lengths, draft_rows, sample_rows
-from peagle.train.masks import Sight
+from peagle.train.masks import AttentionMask
 from tests.support.head_factory import random_drafter
 
 NUM_DEPTHS = 5
@@ -106,8 +106,8 @@ def largest_difference(drafter: Drafter, data: Pass, mask_BTT: Tensor, position_
 @pytest.mark.parametrize("ratio", [1.0, 0.7])
 def test_training_pass_equals_drafting_with_a_cache(config: DrafterConfig, ratio: float) -> None:
     drafter, data = random_drafter(config), training_pass(ratio)
-    sight = Sight.from_rows(data.rows, DOCUMENTS, config.sliding_window)
-    difference, num_rows = largest_difference(drafter, data, sight.dense(), data.position_BT)
+    attention_mask = AttentionMask.from_rows(data.rows, DOCUMENTS, config.sliding_window)
+    difference, num_rows = largest_difference(drafter, data, attention_mask.dense(), data.position_BT)
     assert difference < 1e-4  # RMSNorm and RoPE tables work in float32
     num_anchors = 9 + 8 + 4 + 19
     assert num_rows == num_anchors * NUM_DEPTHS if ratio == 1.0 else num_rows > 2 * num_anchors
@@ -145,7 +145,7 @@ def test_mask_token_has_its_own_embedding_and_the_tables_are_not_trained() -> No
     assert drafter.embed_tokens is not None
     assert torch.equal(embeds[0], drafter.embed_tokens.weight[98])
     assert torch.equal(embeds[1], drafter.mask_embedding)
-    mask_BTT = Sight.from_rows(data.rows, DOCUMENTS).dense()
+    mask_BTT = AttentionMask.from_rows(data.rows, DOCUMENTS).dense()
     normed_BTH = draft_rows(drafter, data.tokens_BN, data.aux_BNX, data.position_BT, mask_BTT)
     drafter.logits(normed_BTH).square().mean().backward()
     untrained = [name for name, parameter in drafter.named_parameters() if parameter.grad is None]

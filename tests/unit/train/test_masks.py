@@ -7,7 +7,7 @@ import torch
 
 from peagle.config import DrafterConfig, HeadError
 from peagle.train.cod import CodRows, attend_under, chain_lengths, sample_rows
-from peagle.train.masks import Sight
+from peagle.train.masks import AttentionMask
 from tests.support.head_factory import CONFIG
 
 MAX_TOKENS = 48
@@ -53,7 +53,7 @@ def test_dense_masks_equal_the_definition(num_depths: int, ratio: float, window:
     for num_tokens in (5, 16, 31, MAX_TOKENS):
         rows, document_BN = rows_and_documents(num_tokens, num_depths, ratio, seed=num_tokens)
         wanted = by_definition(rows, document_BN, window)
-        assert torch.equal(Sight.from_rows(rows, document_BN, window).dense(), wanted)
+        assert torch.equal(AttentionMask.from_rows(rows, document_BN, window).dense(), wanted)
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -61,7 +61,7 @@ def test_segment_sees_what_its_rows_see_in_the_whole_pass(window: int | None) ->
     rows, document_BN = rows_and_documents(24, 4, 1.0, seed=1)
     whole = by_definition(rows, document_BN, window)
     keys, num_queries = segment(rows, 7, 15, num_blanks=3)
-    found = Sight.from_rows(rows, document_BN, window).select(torch.tensor(keys), num_queries).dense()
+    found = AttentionMask.from_rows(rows, document_BN, window).select(torch.tensor(keys), num_queries).dense()
     first = len(keys) - num_queries
     for q, row in enumerate(keys[first:]):
         for k, other in enumerate(keys):
@@ -84,9 +84,9 @@ def test_window_of_a_head_is_what_vllm_takes_it_for() -> None:
         dataclasses.replace(CONFIG, sliding_window=0)
 
 
-def check_tiles(sight: Sight, tile: int) -> tuple[float, float]:
+def check_tiles(attention_mask: AttentionMask, tile: int) -> tuple[float, float]:
     """What is skipped holds no visible pair, what is full holds nothing else. Returns the shares visited and full."""
-    dense, block = sight.dense(), sight.block(tile)
+    dense, block = attention_mask.dense(), attention_mask.block(tile)
     batch, num_queries, num_keys = dense.shape
     sizes = (batch, -(-num_queries // tile), -(-num_keys // tile))
     partial, full = torch.zeros(2, *sizes, dtype=torch.bool)
@@ -117,7 +117,7 @@ def check_tiles(sight: Sight, tile: int) -> tuple[float, float]:
 @pytest.mark.parametrize(("num_tokens", "num_depths", "tile"), [(64, 4, 8), (50, 8, 8), (128, 8, 16)])
 def test_tiles_of_the_block_mask(num_tokens: int, num_depths: int, tile: int, window: int | None) -> None:
     rows, document_BN = rows_and_documents(num_tokens, num_depths, 0.8, seed=tile)
-    visited, _ = check_tiles(Sight.from_rows(rows, document_BN, window), tile)
+    visited, _ = check_tiles(AttentionMask.from_rows(rows, document_BN, window), tile)
     assert visited < 0.7, "nearly no tile is skipped"
 
 
@@ -125,8 +125,8 @@ def test_tiles_of_the_block_mask(num_tokens: int, num_depths: int, tile: int, wi
 def test_tiles_of_a_segment(window: int | None) -> None:
     rows, document_BN = rows_and_documents(128, 4, 1.0, seed=5)
     keys, num_queries = segment(rows, 63, 101, num_blanks=40)
-    sight = Sight.from_rows(rows, document_BN, window)
-    check_tiles(sight.select(torch.tensor(keys), num_queries), 16)
+    attention_mask = AttentionMask.from_rows(rows, document_BN, window)
+    check_tiles(attention_mask.select(torch.tensor(keys), num_queries), 16)
 
 
 def test_flex_attention_under_block_mask_equals_dense_attention() -> None:
@@ -135,6 +135,6 @@ def test_flex_attention_under_block_mask_equals_dense_attention() -> None:
     num_rows = rows.anchor_BT.shape[1]
     q = torch.randn(2, 4, num_rows, 16)
     k, v = torch.randn(2, 2, 2, num_rows, 16)
-    dense = attend_under(Sight.from_rows(rows, document_BN).dense())(0, q, k, v)
-    block = attend_under(Sight.from_rows(rows, document_BN).block(16))(0, q, k, v)
+    dense = attend_under(AttentionMask.from_rows(rows, document_BN).dense())(0, q, k, v)
+    block = attend_under(AttentionMask.from_rows(rows, document_BN).block(16))(0, q, k, v)
     torch.testing.assert_close(dense, block)

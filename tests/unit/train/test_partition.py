@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from peagle.model import Drafter
 from peagle.train.cod import CodRows, draft_rows
-from peagle.train.masks import Sight
+from peagle.train.masks import AttentionMask
 from peagle.train.partition import PackedSequence, Partition, Segment, cut_by_rows
 from tests.support.head_factory import CONFIG, random_drafter
 from tests.support.packed import NUM_TOKENS, packed_sequence
@@ -45,7 +45,7 @@ def gradients(drafter: Drafter) -> dict[str, Tensor]:
 
 def whole_gradients(drafter: Drafter, sequence: PackedSequence, loss_of: SoftLoss | None = None) -> dict[str, Tensor]:
     loss_of = loss_of or SoftLoss(drafter, sequence)
-    mask = Sight.from_rows(sequence.rows, sequence.document_1N, drafter.config.sliding_window).dense()
+    mask = AttentionMask.from_rows(sequence.rows, sequence.document_1N, drafter.config.sliding_window).dense()
     normed_1TH = draft_rows(drafter, sequence.tokens_1N, sequence.aux_1NX, sequence.position_1T, mask)
     loss_of(normed_1TH[0], torch.arange(normed_1TH.shape[1], device=normed_1TH.device)).backward()
     return gradients(drafter)

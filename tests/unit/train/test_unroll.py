@@ -172,7 +172,7 @@ def test_flex_attention_joins_to_the_same_rows(window: int | None) -> None:
     drafter = random_drafter(config).float()
     batch, aux_BNX = random_batch()
     flex, plain = (
-        unrolled_rows(drafter, batch.tokens_BN, aux_BNX.float(), batch.position_BN, sight)
-        for sight in (block_masks(batch.document_BN, config, 16), batch.document_BN)
+        unrolled_rows(drafter, batch.tokens_BN, aux_BNX.float(), batch.position_BN, attention_mask)
+        for attention_mask in (block_masks(batch.document_BN, config, 16), batch.document_BN)
     )
     torch.testing.assert_close(flex, plain, rtol=1e-3, atol=1e-4)
