@@ -86,19 +86,18 @@ def check(config: Config) -> None:
     """Check CONFIG without starting anything (keys, vLLM's arguments, heads), and print what it asks for."""
     from deployments.up import describe, read_config
 
-    typer.echo(describe(*read_config(config)))
+    typer.echo(describe(*read_config(config, is_here=False)))
 
 
 @app.command()
 def manifest(
     config: Config,
-    job: Annotated[bool, typer.Option("--job", help="a RayJob that asks the running service instead")] = False,
     output: Annotated[Path | None, typer.Option(help="file to write instead of standard output")] = None,
 ) -> None:
     """Write the KubeRay RayService of CONFIG, with its NetworkPolicy and PodDisruptionBudgets."""
     from deployments.manifest import render
 
-    text = render(config, job=job)
+    text = render(config)
     if output is None:
         typer.echo(text, nl=False)
     else:
