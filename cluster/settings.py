@@ -469,6 +469,11 @@ class DrafterSettings(Section):
 class Objective(Section):
     """What a workload needs. While a workload has a limit, K is the most that any request verifies."""
 
+    removed: ClassVar[Mapping[str, str]] = {
+        "kind": "K follows from the tokens per second of all requests together",
+        "weight": "every workload's tokens count the same",
+    }
+
     max_tpot_ms: float | None = Field(
         default=None, gt=0, allow_inf_nan=False, description="Limit of the mean time per output token."
     )

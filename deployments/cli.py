@@ -50,9 +50,12 @@ def say_version(is_wanted: bool) -> None:
     if is_wanted:
         from importlib.metadata import packages_distributions, version
 
+        from peagle import __version__
+
         found = packages_distributions()
-        names = {"peagle": "peagle-serve", "vLLM": found["vllm"][0], "Ray": found["ray"][0]}
-        typer.echo(", ".join(f"{name} {version(package)}" for name, package in names.items()))
+        names = {"vLLM": found["vllm"][0], "Ray": found["ray"][0]}
+        others = [f"{name} {version(package)}" for name, package in names.items()]
+        typer.echo(", ".join([f"peagle {__version__}", *others]))
         raise typer.Exit
 
 

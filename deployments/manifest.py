@@ -18,6 +18,7 @@ import yaml
 from cluster.settings import ClusterSettings, PodSettings, key_variables
 from deployments.autoscaling import MAX_STREAM_S
 from deployments.up import RAY_ENVIRONMENT, UpError, live_form, read_config, replica_resources
+from peagle import __version__
 
 Json = dict[str, Any]
 
@@ -69,8 +70,8 @@ class Machine:
 # One replica on CPUs was seen to need about 6.5 GB with the embedded target (engine 4.1 GB; replica, router and proxy
 # 0.7 GB to 0.9 GB each; the object store apart), and a drafter beside it 1.1 GB. The limit leaves room for longer
 # contexts.
-CPU = Machine("peagle-serve:0.1.0-cpu", "k8s/Dockerfile", "4Gi", "10Gi", "1Gi")
-GPU = Machine("peagle-serve:0.1.0-gpu", "k8s/Dockerfile.gpu", "8Gi", "64Gi", "8Gi")
+CPU = Machine(f"peagle-serve:{__version__}-cpu", "k8s/Dockerfile", "4Gi", "10Gi", "1Gi")
+GPU = Machine(f"peagle-serve:{__version__}-gpu", "k8s/Dockerfile.gpu", "8Gi", "64Gi", "8Gi")
 
 
 def render(path: Path) -> str:
