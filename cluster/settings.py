@@ -15,9 +15,9 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from cluster.request import Caller, Callers, DepthPolicy, TagRight, hash_key, is_workload_tag
 from peagle.schema import Problems, Section, SettingsError, listed, nearest, problem_lines, type_problems
@@ -98,9 +98,6 @@ DEFAULT_MAX_NUM_SEQS = 256
 """Sequences that an engine runs at a time where `engine.max_num_seqs` does not say."""
 
 SWAPPED_KEYS = ("head", "heads_by_workload")
-
-QUANTITY = r"^[1-9]\d*(\.\d+)?[KMGT]i?$"
-"""Of memory, as Kubernetes writes it."""
 
 OBJECT_STORES = ("s3://", "gs://", "az://")
 STREAMED_FORMATS = ("runai_streamer", "runai_streamer_sharded")
@@ -786,6 +783,15 @@ class LearningSettings(Section):
     max_loss: float = Field(default=0.01, ge=0, description="AL loss on the mix of before that a proposal may have.")
 
 
+def _check_quantity(text: str) -> str:
+    if not re.fullmatch(r"[1-9]\d*(\.\d+)?[KMGT]i?", text):
+        raise ValueError(f" is {text!r:.80}: write an amount of memory as Kubernetes does, such as 64Gi")
+    return text
+
+
+Quantity = Annotated[str, AfterValidator(_check_quantity)]
+
+
 class Toleration(Section):
     """A taint of nodes that pods may run on all the same, as Kubernetes has it."""
 
@@ -805,8 +811,8 @@ class PodSettings(Section):
     cpus: float | None = Field(
         default=None, gt=0, description="Processors; by default 1 of the head, of others 8 a GPU or what Ray places."
     )
-    memory: str | None = Field(
-        default=None, pattern=QUANTITY, description="By default 4Gi of the head, 10Gi of others; with GPUs 8Gi, 64Gi."
+    memory: Quantity | None = Field(
+        default=None, description="By default 4Gi of the head, 10Gi of others; with GPUs 8Gi, 64Gi."
     )
     node_selector: dict[str, str] = Field(default_factory=dict, description="Labels that their nodes have.")
     tolerations: list[Toleration] = Field(
@@ -828,8 +834,8 @@ class KubernetesSettings(Section):
         default_factory=dict,
         description="PersistentVolumeClaims by the directory where all pods have them, with checkpoints.",
     )
-    shared_memory: str | None = Field(
-        default=None, pattern=QUANTITY, description="/dev/shm of a pod; by default 1Gi, with GPUs 8Gi."
+    shared_memory: Quantity | None = Field(
+        default=None, description="/dev/shm of a pod; by default 1Gi, with GPUs 8Gi."
     )
     head: PodSettings = Field(default_factory=PodSettings, description="The pod of Ray's head, without replicas.")
     workers: PodSettings = Field(default_factory=PodSettings, description="Pods with replicas.")

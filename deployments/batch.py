@@ -138,7 +138,7 @@ async def answer_file(
 async def _check_service(client: openai.AsyncOpenAI, headers: Any) -> None:
     """Raises APIConnectionError or AuthenticationError at once where every request would, after its retries."""
     try:
-        await client.with_options(max_retries=0).models.list(extra_headers=headers)
+        await client.with_options(max_retries=0, timeout=30).models.list(extra_headers=headers)
     except openai.APIStatusError as error:
         if error.status_code == 401:
             raise

@@ -109,7 +109,8 @@ def download(source: str, *, only: list[str] | None = None, but: list[str] | Non
     from vllm.transformers_utils.runai_utils import ObjectStorageModel
 
     store = ObjectStorageModel(source)
-    store.pull_files(source, only, but)
+    # Its patterns are for the whole key of an object.
+    store.pull_files(source, only and [key for name in only for key in (name, f"*/{name}")], but)
     return Path(store.dir)
 
 

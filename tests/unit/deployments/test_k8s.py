@@ -365,7 +365,7 @@ def test_checkpoints_that_only_the_cluster_has(raw: Json, make: Any, tmp_path: P
         ({"volumes": {"models": "a"}}, "kubernetes.volumes has the directory 'models': write an absolute path"),
         ({"volumes": {"/models/": "a"}}, "without / at its end"),
         ({"volumes": {"/models": "My_Claim"}}, "kubernetes.volumes./models is 'My_Claim': the name of a claim"),
-        ({"workers": {"memory": "64 GB"}}, "kubernetes.workers.memory: String should match pattern"),
+        ({"workers": {"memory": "64 GB"}}, "kubernetes.workers.memory is '64 GB': write an amount of memory"),
         ({"workers": {"node_selectors": {}}}, "unknown key kubernetes.workers.node_selectors; did you mean node_sel"),
         ({"head": {"tolerations": [{"key": "a", "effect": "No"}]}}, "kubernetes.head.tolerations.0.effect must be"),
         ([], "wrong type at kubernetes"),
