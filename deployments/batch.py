@@ -104,7 +104,8 @@ async def answer_file(
     client = openai.AsyncOpenAI(
         base_url=f"{base}/v1", api_key=api_key or "none", max_retries=MAX_RETRIES, timeout=TIMEOUT_S
     )
-    left = iter([request for name, request in requests.items() if name not in answered])
+    todo = [request for name, request in requests.items() if name not in answered]
+    left = iter(todo)
 
     def write(sink: TextIO, line: Json) -> None:
         sink.write(json.dumps(line) + "\n")
@@ -126,7 +127,8 @@ async def answer_file(
             tqdm(total=len(requests), initial=len(answered), unit="request", disable=None if out else True)
         )
         try:
-            await _check_service(client, headers)
+            if todo:
+                await _check_service(client, headers)
             await asyncio.gather(*(work(sink, bar) for _ in range(max_running)))
         except openai.AuthenticationError as error:
             raise ValueError(f"{url} refuses the key: {error.message}") from error
