@@ -96,7 +96,6 @@ docs: $(VENV)/.installed
 K8S = local local-autoscale gpu gpu-remote
 k8s: $(VENV)/.installed
 	@for name in $(K8S); do $(VENV)/bin/peagle manifest configs/$$name.yaml --output k8s/$$name.yaml; done
-	@$(VENV)/bin/peagle manifest configs/local.yaml --job --output k8s/local-batch.yaml
 
 # Asks PyPI's vulnerability service; --strict: a package that it does not know fails instead of passing.
 audit: $(VENV)/.created

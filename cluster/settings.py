@@ -15,9 +15,9 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from cluster.request import Caller, Callers, DepthPolicy, TagRight, hash_key, is_workload_tag
 from peagle.schema import Problems, Section, SettingsError, listed, nearest, problem_lines, type_problems
@@ -97,6 +97,10 @@ DEFAULT_MAX_NUM_SEQS = 256
 
 SWAPPED_KEYS = ("head", "heads_by_workload")
 
+OBJECT_STORES = ("s3://", "gs://", "az://")
+STREAMED_FORMATS = ("runai_streamer", "runai_streamer_sharded")
+"""Where checkpoints may be that vLLM streams, and `engine.load_format` by which it does."""
+
 _HUGGING_FACE_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TAG_RULE = "1 to 64 letters, digits or . _ : - starting with a letter or digit"
 _KEY_RULE = (
@@ -116,7 +120,7 @@ Head = Any
 class Catalog:
     """Embedded models; the folder of shipped heads (one folder a head); what reads the config of a head's folder, and
     raises ValueError; types of the engine's arguments, and of vLLM's speculative_config, by name (None: not
-    checked); environment variables."""
+    checked); environment variables; directories whose content is not looked at, as it is on other machines."""
 
     embedded_models: Collection[str]
     heads_dir: Path
@@ -124,12 +128,14 @@ class Catalog:
     engine_types: Mapping[str, Any] | None = None
     draft_types: Mapping[str, Any] | None = None
     env: Mapping[str, str] = field(default_factory=dict)
+    elsewhere: Collection[str] = ()
 
     def resolve(self, source: str, shipped: Collection[str], what: str) -> str:
-        """`source` as it is when it is shipped or a Hugging Face id, else the absolute path of its directory. Raises
-        ValueError when it is none of these, or a directory without a config.json."""
+        """`source` as it is when it is shipped, a Hugging Face id or in an object store, else the absolute path of its
+        directory. Raises ValueError when it is none of these, or a directory without a config.json."""
         path = Path(source).expanduser()
-        if source in shipped:
+        is_elsewhere = any(path.is_relative_to(folder) for folder in self.elsewhere)
+        if source in shipped or source.startswith(OBJECT_STORES) or is_elsewhere:
             return source
         if path.is_dir():
             if not (path / "config.json").is_file():
@@ -162,7 +168,8 @@ class ModelSettings(Section):
     """The target."""
 
     source: str = Field(
-        min_length=1, description="Embedded model's name, checkpoint directory, or Hugging Face id `org/name`."
+        min_length=1,
+        description="Embedded model, directory, Hugging Face id `org/name`, or `s3://`, `gs://`, `az://`.",
     )
     id: str = Field(
         default="",
@@ -264,7 +271,8 @@ class DrafterSettings(Section):
         description="As vLLM names it. `eagle3`: a P-EAGLE or an EAGLE-3 head, which the head decides.",
     )
     head: str = Field(
-        default="", description="Shipped head's name, directory, or Hugging Face id; none with `mtp` and `ngram`."
+        default="",
+        description="Shipped head, or as `model.source`; none with `mtp` and `ngram`.",
     )
     placement: Literal["colocated", "remote"] = Field(
         default="colocated", description="In the target's engine, or on drafter replicas."
@@ -453,6 +461,11 @@ class DrafterSettings(Section):
 class Objective(Section):
     """What a workload needs. While a workload has a limit, K is the most that any request verifies."""
 
+    removed: ClassVar[Mapping[str, str]] = {
+        "kind": "K follows from the tokens per second of all requests together",
+        "weight": "every workload's tokens count the same",
+    }
+
     max_tpot_ms: float | None = Field(
         default=None, gt=0, allow_inf_nan=False, description="Limit of the mean time per output token."
     )
@@ -639,6 +652,13 @@ def key_variables(raw: Any) -> list[str]:
     return list(dict.fromkeys(variable for variable in found if isinstance(variable, str)))
 
 
+def pod_directories(raw: Any) -> list[str]:
+    """Directories of `kubernetes.volumes`, in settings that may be wrong."""
+    section = raw.get("kubernetes") if isinstance(raw, Mapping) else None
+    volumes = section.get("volumes") if isinstance(section, Mapping) else None
+    return [path for path in volumes if isinstance(path, str)] if isinstance(volumes, Mapping) else []
+
+
 class ReplicaRange(Section):
     """Bounds of a deployment's number of replicas."""
 
@@ -758,6 +778,80 @@ class LearningSettings(Section):
     max_loss: float = Field(default=0.01, ge=0, description="AL loss on the mix of before that a proposal may have.")
 
 
+def _check_quantity(text: str) -> str:
+    if not re.fullmatch(r"[1-9]\d*(\.\d+)?[KMGT]i?", text):
+        raise ValueError(f" is {text!r:.80}: write an amount of memory as Kubernetes does, such as 64Gi")
+    return text
+
+
+Quantity = Annotated[str, AfterValidator(_check_quantity)]
+
+
+class Toleration(Section):
+    """A taint of nodes that pods may run on all the same, as Kubernetes has it."""
+
+    key: str = Field(description="The taint's key.")
+    value: str | None = Field(default=None, description="The taint's value; by default any.")
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = Field(
+        default=None, description="The taint's effect; by default any."
+    )
+
+    def as_kubernetes(self) -> dict[str, str]:
+        return {"operator": "Exists" if self.value is None else "Equal", **self.model_dump(exclude_none=True)}
+
+
+class PodSettings(Section):
+    """Pods of one kind. What they ask for is also their limit."""
+
+    cpus: float | None = Field(
+        default=None, gt=0, description="Processors; by default 1 of the head, of others 8 a GPU or what Ray places."
+    )
+    memory: Quantity | None = Field(
+        default=None, description="By default 4Gi of the head, 10Gi of others; with GPUs 8Gi, 64Gi."
+    )
+    node_selector: dict[str, str] = Field(default_factory=dict, description="Labels that their nodes have.")
+    tolerations: list[Toleration] = Field(
+        default_factory=list, description="Taints that their nodes may have, besides `nvidia.com/gpu` of GPU nodes."
+    )
+
+
+class KubernetesSettings(Section):
+    """Pods of a manifest (`peagle manifest`), which alone reads this section."""
+
+    image: str | None = Field(
+        default=None, min_length=1, description="By default `peagle-serve:VERSION-cpu`, with GPUs `-gpu`."
+    )
+    image_pull_secrets: list[str] = Field(default_factory=list, description="Secrets to pull the image with.")
+    service_account: str | None = Field(
+        default=None, description="Of worker pods, such as one that may read a bucket; the head has KubeRay's."
+    )
+    volumes: dict[str, str] = Field(
+        default_factory=dict,
+        description="PersistentVolumeClaims by the directory where all pods have them, with checkpoints.",
+    )
+    shared_memory: Quantity | None = Field(
+        default=None, description="/dev/shm of a pod; by default 1Gi, with GPUs 8Gi."
+    )
+    head: PodSettings = Field(default_factory=PodSettings, description="The pod of Ray's head, without replicas.")
+    workers: PodSettings = Field(default_factory=PodSettings, description="Pods with replicas.")
+
+    @field_validator("volumes")
+    @classmethod
+    def _check_volumes(cls, volumes: dict[str, str]) -> dict[str, str]:
+        problems = [
+            f" has the directory {path!r:.80}: write an absolute path, without .. and without / at its end"
+            for path in volumes
+            if not path.startswith("/") or ".." in path or path.endswith("/")
+        ]
+        problems += [
+            f".{path} is {claim!r:.80}: the name of a claim has small letters, digits and -, at most 57"
+            for path, claim in volumes.items()
+            if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,55}[a-z0-9])?", claim)
+        ]
+        Problems.check(problems)
+        return volumes
+
+
 # ====================================================================================================
 # The whole.
 
@@ -781,6 +875,7 @@ class ClusterSettings(Section):
     learning: LearningSettings | None = Field(
         default=None, description="A learner that trains heads on live traffic; off without it."
     )
+    kubernetes: KubernetesSettings = Field(default_factory=KubernetesSettings, description="Pods of `peagle manifest`.")
 
     @field_validator("engine")
     @classmethod
@@ -796,6 +891,12 @@ class ClusterSettings(Section):
                 problems.append(f".{key} must be a number of {COUNTED[key]} from 1, not {value!r:.80}")
             elif known is not None and not engine.get(PARSER_PLUGINS.get(key, "")):
                 problems += type_problems(f"engine.{key}", value, known[key])
+        source, load_format = getattr(info.data.get("model"), "source", ""), engine.get("load_format")
+        if source.startswith(OBJECT_STORES) and load_format not in STREAMED_FORMATS:
+            problems.append(
+                f".load_format is {load_format!r:.80}, but model.source is in an object store: write "
+                f"{' or '.join(STREAMED_FORMATS)}"
+            )
         Problems.check(problems)
         return engine
 
@@ -914,6 +1015,8 @@ class ClusterSettings(Section):
             problems.append(" needs heads that can be swapped while requests run: write drafter.placement: remote")
         elif not info.data["drafter"].spare_heads:
             problems.append(" needs room for the head that it proposes: write drafter.spare_heads: 1")
+        if "model" in info.data and info.data["model"].source.startswith(OBJECT_STORES):
+            problems.append(" needs the target's files: model.source must be a directory or a Hugging Face id")
         if learning.workloads is None and info.data["callers"] is None:
             problems.append(
                 ".workloads is missing: without callers that say learn: true, name the workloads whose answers may be "

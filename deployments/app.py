@@ -7,13 +7,14 @@ which vLLM and torch are by far the slowest to import.
 
 import os
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ray import serve
 
 import peagle.heads
-from cluster.settings import Catalog, ClusterSettings, live_config, load_settings
+from cluster.settings import OBJECT_STORES, Catalog, ClusterSettings, live_config, load_settings
 from deployments import DRAFTER_NAME, LEARNER_NAME, ROUTER_NAME, TARGET_NAME, compat, haproxy
 from deployments.autoscaling import MAX_STREAM_S, drafter_autoscaling, target_autoscaling
 from deployments.replicas import MAX_DRAIN_S
@@ -174,12 +175,15 @@ def catalog() -> Catalog:
 
 
 def check_files(settings: ClusterSettings) -> None:
-    """Check the heads (`check_heads`) and the learner's recipe, for which torch is imported.
+    """Check the heads (`check_heads`), the reader of object stores, and the learner's recipe, which needs torch.
 
     Raises:
         SettingsError: listing every problem.
     """
     check_heads(settings)
+    sources = [settings.model.source, *(settings.drafter.heads if settings.drafter is not None else ())]
+    if any(name.startswith(OBJECT_STORES) for name in sources) and find_spec("runai_model_streamer") is None:
+        raise SettingsError(["checkpoints in object stores need a package here: pip install 'vllm[runai]'"])
     if settings.learning is not None:
         from peagle.train.continual import continual_recipe  # it needs torch
 

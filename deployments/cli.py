@@ -9,7 +9,6 @@ error comes from.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import signal
@@ -51,9 +50,12 @@ def say_version(is_wanted: bool) -> None:
     if is_wanted:
         from importlib.metadata import packages_distributions, version
 
+        from peagle import __version__
+
         found = packages_distributions()
-        names = {"peagle": "peagle-serve", "vLLM": found["vllm"][0], "Ray": found["ray"][0]}
-        typer.echo(", ".join(f"{name} {version(package)}" for name, package in names.items()))
+        names = {"vLLM": found["vllm"][0], "Ray": found["ray"][0]}
+        others = [f"{name} {version(package)}" for name, package in names.items()]
+        typer.echo(", ".join([f"peagle {__version__}", *others]))
         raise typer.Exit
 
 
@@ -87,19 +89,18 @@ def check(config: Config) -> None:
     """Check CONFIG without starting anything (keys, vLLM's arguments, heads), and print what it asks for."""
     from deployments.up import describe, read_config
 
-    typer.echo(describe(*read_config(config)))
+    typer.echo(describe(*read_config(config, is_here=False)))
 
 
 @app.command()
 def manifest(
     config: Config,
-    job: Annotated[bool, typer.Option("--job", help="a RayJob that asks the running service instead")] = False,
     output: Annotated[Path | None, typer.Option(help="file to write instead of standard output")] = None,
 ) -> None:
     """Write the KubeRay RayService of CONFIG, with its NetworkPolicy and PodDisruptionBudgets."""
     from deployments.manifest import render
 
-    text = render(config, job=job)
+    text = render(config)
     if output is None:
         typer.echo(text, nl=False)
     else:
@@ -124,13 +125,16 @@ def view(
 @app.command()
 def heads(
     url: Annotated[str, typer.Argument(help="of the service")] = "http://127.0.0.1:8000",
-    propose: Annotated[Path | None, typer.Option(help="directory of a head to try; in the Ray cluster")] = None,
+    propose: Annotated[Path | None, typer.Option(help="directory of a head to try")] = None,
     back: Annotated[
         bool, typer.Option("--back", help="end the trial, else roll back the last change, likewise")
     ] = False,
     api_key: Annotated[str | None, typer.Option(envvar="PEAGLE_API_KEY", help="of a caller of the service")] = None,
 ) -> None:
-    """List trials and changes of heads of a running service, newest first."""
+    """List trials and changes of heads of a running service, newest first.
+
+    Changes go through the Ray cluster of this machine, or the one that RAY_ADDRESS names.
+    """
     from deployments.view import change_line, fetch
 
     if propose is not None or back:
@@ -168,21 +172,22 @@ def chat(
 @app.command()
 def batch(
     requests: Annotated[Path, typer.Argument(help="JSONL file in the format of OpenAI's batches")],
-    out: Annotated[Path | None, typer.Option(help="file for the answers; default: standard output")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="file of answers, which are not asked again; default: standard output")
+    ] = None,
+    url: Annotated[str, typer.Option(help="of any service with OpenAI's API")] = "http://127.0.0.1:8000",
     max_running: Annotated[int, typer.Option(min=1, help="requests at a time")] = 32,
+    api_key: Annotated[str | None, typer.Option(envvar="PEAGLE_API_KEY", help="of a caller of the service")] = None,
 ) -> None:
-    """Answer a file of requests by the service of this Ray cluster, past HTTP: what a Ray job runs."""
-    from deployments.client import TargetError, answer_file
+    """Answer a file of requests by a running service. The same command goes on where an earlier run stopped."""
+    from deployments.batch import answer_file
 
-    with contextlib.ExitStack() as stack:
-        sink = sys.stdout if out is None else stack.enter_context(out.open("w", encoding="utf-8"))
-        try:
-            num_answered, num_refused = asyncio.run(answer_file(requests, sink, max_running=max_running))
-        except TargetError as error:
-            raise ValueError(str(error)) from error
+    num_answered, num_refused = asyncio.run(answer_file(requests, out, url, api_key, max_running=max_running))
     typer.echo(f"{num_answered} answered, {num_refused} refused", err=True)
     if num_refused:
-        raise ValueError(f"{num_refused} of {num_answered + num_refused} requests were refused: see their answers")
+        raise ValueError(
+            f"{requests}: {num_refused} of {num_answered + num_refused} lines were refused; see the output"
+        )
 
 
 # ---- targets and heads

@@ -11,33 +11,27 @@
 
 Requests, answers, chunks and the `drafting` field are those of the HTTP API, as dictionaries; K and workload get the
 same defaults and the same checks. Inside a running event loop use `achat`, `acomplete` and `async for`.
-The process needs Ray and this package, not vLLM. `answer_file` answers a file of requests (``peagle batch``, what a
-RayJob runs).
+The process needs Ray and this package, not vLLM. Where it has not called `ray.init`, it joins the Ray cluster that
+RAY_ADDRESS names, else the one of this machine.
 """
 
-import asyncio
-import json
+import logging
+import os
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+import ray
 import ray.exceptions
 from ray import serve
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from ray.serve.schema import ApplicationStatusOverview
 
 from cluster.heads import HeadChange, HeadProposal
-from deployments import APP_NAME, ROUTER_NAME, TARGET_NAME
+from deployments import APP_NAME, ROUTER_NAME, TARGET_NAME, compat
 from peagle.heads import candidate_files
 
 Json = dict[str, Any]
-
-CALLS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
-"""What a request of a file may call, and what its body must have."""
-
-MAX_TRIES = 3
-RETRY_S = 5.0
-RETRIED = (429, 502, 503)
-"""Too many requests, an engine that died, and no replica: the request may be sent again."""
 
 
 class TargetError(RuntimeError):
@@ -73,12 +67,13 @@ class TargetClient:
 
     Raises:
         TargetError: no such application, or none of its target replicas is up yet.
+        ConnectionError: no Ray cluster.
     """
 
     def __init__(self, app: str = APP_NAME) -> None:
-        status = serve.status().applications.get(app)
-        if status is None:
-            known = ", ".join(serve.status().applications) or "none"
+        found = applications()
+        if (status := found.get(app)) is None:
+            known = ", ".join(found) or "none"
             raise TargetError(404, f"no application {app!r} is deployed on this Ray cluster (deployed: {known})")
         target = status.deployments.get(TARGET_NAME)
         if target is None or not any(state == "RUNNING" and num for state, num in target.replica_states.items()):
@@ -137,9 +132,25 @@ async def _aonly(chunks: Chunks) -> Json:
     return answer
 
 
+def applications() -> dict[str, ApplicationStatusOverview]:
+    """What Serve runs, by name, in the Ray cluster of this process. Raises ConnectionError where there is none."""
+    if not ray.is_initialized():
+        if (address := os.environ.get("RAY_ADDRESS") or compat.local_cluster()) is None:
+            raise ConnectionError("no Ray cluster runs on this machine; RAY_ADDRESS names one of another")
+        compat.use_token()
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    return serve.status().applications
+
+
 def change_heads(propose: Path | None = None, app: str = APP_NAME) -> HeadChange:
-    """Propose a head, else end the trial or roll back the last change of heads. Raises ValueError with the reason."""
-    status = serve.status().applications.get(app)
+    """Propose a head, else end the trial or roll back the last change of heads.
+
+    Raises:
+        ValueError: no such application, or why the head is not taken.
+        ConnectionError: no Ray cluster.
+    """
+    status = applications().get(app)
     if status is None or ROUTER_NAME not in status.deployments:
         raise ValueError(f"no application {app!r} with a router runs on this Ray cluster")
     router: DeploymentHandle[Any] = serve.get_deployment_handle(ROUTER_NAME, app_name=app)
@@ -150,70 +161,3 @@ def change_heads(propose: Path | None = None, app: str = APP_NAME) -> HeadChange
         return change
     except ray.exceptions.RayTaskError as error:
         raise ValueError(str(error.cause)) from error
-
-
-def read_requests(path: Path) -> list[Json]:
-    """The requests of a file in the format of OpenAI's batches: a JSON object a line, with `custom_id`, `url` and
-    `body`. Raises ValueError naming the first line that is wrong."""
-    found = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            request = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
-        if not isinstance(request, dict) or not isinstance(request.get("custom_id"), str):
-            raise ValueError(f"{path}, line {number}: a request is an object with a text custom_id")
-        url, body = request.get("url"), request.get("body")
-        if url not in CALLS:
-            raise ValueError(f"{path}, line {number}: url is {url!r:.80}, and can be {' or '.join(CALLS)}")
-        if not isinstance(body, dict) or CALLS[url] not in body:
-            raise ValueError(f"{path}, line {number}: body must be an object with {CALLS[url]}")
-        found.append(request)
-    if not found:
-        raise ValueError(f"{path} holds no requests")
-    return found
-
-
-async def answer_file(requests: Path, out: TextIO, *, max_running: int = 32, app: str = APP_NAME) -> tuple[int, int]:
-    """Answer the requests of a file, `max_running` at a time, and write each answer when it comes, in the format of
-    OpenAI's batches. A replica that dies, or is full, costs its requests another try.
-
-    Returns the numbers of requests answered and refused.
-
-    Raises:
-        ValueError: a line of the file is wrong; nothing was sent.
-        TargetError: as `TargetClient`.
-    """
-    lines, client = read_requests(requests), TargetClient(app)
-    places = asyncio.Semaphore(max_running)
-    num_answered = 0
-
-    async def answer(request: Json) -> None:
-        nonlocal num_answered
-        async with places:
-            status, body = await _tried(client, request)
-        num_answered += status == 200
-        response = {"status_code": status, "body": body}
-        out.write(json.dumps({"custom_id": request["custom_id"], "response": response, "error": None}) + "\n")
-        out.flush()
-
-    await asyncio.gather(*map(answer, lines))
-    return num_answered, len(lines) - num_answered
-
-
-async def _tried(client: TargetClient, request: Json) -> tuple[int, Json]:
-    """Status and body of the answer to a request of a file."""
-    ask = client.achat if request["url"].endswith("/chat/completions") else client.acomplete
-    for num_tries in range(1, MAX_TRIES + 1):
-        try:
-            return 200, await ask(**request["body"])
-        except TargetError as error:
-            refusal = (error.status, {"error": {"message": str(error), "param": error.param, "code": None}})
-        except ray.exceptions.RayError as error:
-            refusal = (503, {"error": {"message": f"the replica is lost: {error}", "param": None, "code": None}})
-        if refusal[0] not in RETRIED or num_tries == MAX_TRIES:
-            break
-        await asyncio.sleep(RETRY_S)
-    return refusal

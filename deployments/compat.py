@@ -36,6 +36,7 @@ PATCH_POINTS = (
     "ray.experimental.internal_kv:_internal_kv_put",
     "ray._private.services:canonicalize_bootstrap_address",
     "ray._private.authentication.authentication_token_setup:maybe_enable_token_auth_if_token_available",
+    "ray._private.authentication.authentication_token_setup:logger",
     "ray.dashboard.modules.serve.sdk:ServeSubmissionClient.deploy_applications",
     "ray.serve._private.haproxy:_resolve_haproxy_binary",
     "ray.serve._private.constants:RAY_SERVE_ENABLE_HA_PROXY",
@@ -279,10 +280,11 @@ def local_cluster() -> str | None:
 
 def use_token() -> None:
     """Let this process send the token that the Ray cluster it is going to join was started with. Ray turns that on by
-    itself only in the process that starts a cluster."""
-    from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+    itself only in the process that starts a cluster, and warns of it."""
+    from ray._private.authentication import authentication_token_setup as setup
 
-    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    setup.logger.setLevel(logging.ERROR)
+    setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
 def serve_client(dashboard: str) -> Any:

@@ -22,7 +22,7 @@ from ray import serve
 
 import peagle.heads
 from cluster.heads import CANDIDATE, DesiredHeads, DrafterReport, HeadRef
-from cluster.settings import ROW_DTYPES, Catalog, ClusterSettings, DrafterSettings, swapped
+from cluster.settings import OBJECT_STORES, ROW_DTYPES, Catalog, ClusterSettings, DrafterSettings, swapped
 from deployments.compat import be_no_nicer, prepare_replica
 from deployments.replicas import MAX_DRAIN_S
 from peagle.checkpoint import read_head_config
@@ -76,32 +76,42 @@ def head_directory(head: str, target: str) -> Path:
 
 
 def local_directory(head: str) -> Path | None:
-    """The local directory of a head, downloaded when its name is a Hugging Face id; None for a shipped name."""
+    """The local directory of a head, downloaded when its name is none of a directory; None for a shipped name."""
     if Path(head).is_dir():
         return Path(head)
     if "/" not in head:
         return None
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(head, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx"]))
+    return download(head, but=["*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx"])
 
 
 def target_directory(target: str) -> Path:
     """Where a target's config.json is, and the weight files that hold its embeddings and output matrix.
 
-    Of a Hugging Face id only these are downloaded: a drafter's node needs no more of the target, and repositories hold
-    the weights of some targets several times, in other formats.
+    Only these are downloaded: a drafter's node needs no more of the target, and repositories hold the weights of some
+    targets several times, in other formats.
     """
     if Path(target).is_dir() or "/" not in target:
         return Path(target)
-    from huggingface_hub import snapshot_download
-
-    folder = Path(snapshot_download(target, allow_patterns=["config.json", WEIGHT_INDEX]))
+    folder = download(target, only=["config.json", WEIGHT_INDEX])
     files = {"model.safetensors"}
     if (index := folder / WEIGHT_INDEX).is_file():
         names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = {file for name, file in names.items() if name.endswith(("embed_tokens.weight", "lm_head.weight"))}
-    return Path(snapshot_download(target, allow_patterns=sorted(files)))
+    return download(target, only=sorted(files))
+
+
+def download(source: str, *, only: list[str] | None = None, but: list[str] | None = None) -> Path:
+    """The local directory of a Hugging Face repository, or of a folder in an object store, with files by patterns."""
+    if not source.startswith(OBJECT_STORES):
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(source, allow_patterns=only, ignore_patterns=but))
+    from vllm.transformers_utils.runai_utils import ObjectStorageModel
+
+    store = ObjectStorageModel(source)
+    # Its patterns are for the whole key of an object.
+    store.pull_files(source, only and [key for name in only for key in (name, f"*/{name}")], but)
+    return Path(store.dir)
 
 
 # ---- heads, from the settings' names to passes that run

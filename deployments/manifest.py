@@ -1,9 +1,9 @@
 """``peagle manifest configs/local.yaml``: what KubeRay needs to run a config, as YAML: the RayService, a NetworkPolicy
-and PodDisruptionBudgets; with `--job` a RayJob that asks the running service.
+and PodDisruptionBudgets.
 
 What enters: a Serve config file of `configs/`. What leaves: manifests whose `serveConfigV2` is that file and whose pods
-are sized from its settings, so nothing is written twice. No secret is in them: pods refer to Kubernetes Secrets. Memory
-and CPUs of pods with GPUs are room to start with, not measured: set them for your nodes.
+are sized from its settings, so nothing is written twice. No secret is in them: pods refer to Kubernetes Secrets. By
+default memory and CPUs of pods with GPUs are room to start with, not measured: the section `kubernetes` sets them.
 """
 
 import importlib.metadata
@@ -15,9 +15,10 @@ from typing import Any
 
 import yaml
 
-from cluster.settings import ClusterSettings, key_variables
+from cluster.settings import ClusterSettings, PodSettings, key_variables
 from deployments.autoscaling import MAX_STREAM_S
 from deployments.up import RAY_ENVIRONMENT, UpError, live_form, read_config, replica_resources
+from peagle import __version__
 
 Json = dict[str, Any]
 
@@ -34,8 +35,8 @@ AGENT_PORT = 52365
 KEYS_SECRET = "peagle-keys"
 """Holds callers' API keys, each under the name of its environment variable."""
 
-MODELS = {"name": "models", "mountPath": "/home/ray/.cache"}
-"""Where a pod with GPUs keeps the checkpoints that it downloads."""
+CACHE = "/home/ray/.cache"
+"""Where a pod keeps the checkpoints that it downloads. With GPUs it is a volume, if `kubernetes.volumes` has none."""
 
 DRAIN = (
     'timeout 30 ray drain-node --address "$RAY_ADDRESS" --reason DRAIN_NODE_REASON_PREEMPTION'
@@ -56,7 +57,7 @@ SECURITY = {
 
 @dataclass(frozen=True)
 class Machine:
-    """What a pod runs, and its memory."""
+    """What a pod runs, and its memory, where the settings say nothing else."""
 
     image: str
     dockerfile: str
@@ -69,27 +70,25 @@ class Machine:
 # One replica on CPUs was seen to need about 6.5 GB with the embedded target (engine 4.1 GB; replica, router and proxy
 # 0.7 GB to 0.9 GB each; the object store apart), and a drafter beside it 1.1 GB. The limit leaves room for longer
 # contexts.
-CPU = Machine("peagle-serve:0.1.0-cpu", "k8s/Dockerfile", "4Gi", "10Gi", "1Gi")
-GPU = Machine("peagle-serve:0.1.0-gpu", "k8s/Dockerfile.gpu", "8Gi", "64Gi", "8Gi")
+CPU = Machine(f"peagle-serve:{__version__}-cpu", "k8s/Dockerfile", "4Gi", "10Gi", "1Gi")
+GPU = Machine(f"peagle-serve:{__version__}-gpu", "k8s/Dockerfile.gpu", "8Gi", "64Gi", "8Gi")
 
 
-def render(path: Path, *, job: bool = False) -> str:
-    """The manifest of a config's service, or of a RayJob for it. Raises UpError or ValueError for a wrong config."""
-    config, settings = read_config(path, with_keys=False)
+def render(path: Path) -> str:
+    """The manifest of a config's service. Raises UpError or ValueError for a wrong config."""
+    config, settings = read_config(path, is_here=False)
     if not re.fullmatch(r"[a-z0-9-]{1,40}(?<!-)", path.stem):
         raise UpError(f"{path.name} names the RayService: rename it to small letters, digits and -, at most 40")
     service = Manifest(f"peagle-{path.stem}", config, settings)
     header = f"# Made from configs/{path.name} by `make k8s`; do not edit by hand.\n"
-    if job:
-        header += "# CLUSTER stands for the Ray cluster of the running service: see docs/kubernetes.md.\n"
-        return header + _dump(service.rayjob())
     header += f"# Needs KubeRay 1.5.1 or later and the image that {service.machine.dockerfile} builds.\n"
     if service.key_variables:
         header += f"# Needs a secret {KEYS_SECRET} with callers' API keys: {', '.join(service.key_variables)}.\n"
+    if claims := sorted(set(settings.kubernetes.volumes.values())):
+        header += f"# Needs the PersistentVolumeClaims {', '.join(claims)}, of an access mode for many nodes.\n"
     if service.machine is GPU:
         header += (
             "# Needs NVIDIA's device plugin on the nodes; for gated models a secret hf-token with the key token.\n"
-            "# With a persistentVolumeClaim as volume `models` a checkpoint is downloaded once, not by each pod.\n"
         )
     budgets = [service.disruption_budget("headgroup", 1)] + [
         service.disruption_budget(group["groupName"], max(1, group["minReplicas"] - 1))
@@ -102,7 +101,7 @@ class Manifest:
     """The Kubernetes objects of one service; `name` is theirs."""
 
     def __init__(self, name: str, config: Json, settings: ClusterSettings) -> None:
-        self._name, self._config, self._settings = name, config, settings
+        self._name, self._config, self._settings, self._pods = name, config, settings, settings.kubernetes
         self._args: Json = config["applications"][0].get("args") or {}
         self._port = int(config.get("http_options", {}).get("port", 8000))
         self._labels = {"peagle-service": name}  # of every pod, besides KubeRay's
@@ -152,30 +151,6 @@ class Manifest:
         (drafter.get("replicas") or {}).pop("host", None)
         return made
 
-    def rayjob(self) -> Json:
-        """A RayJob that asks the target by deployment handle, in the Ray cluster of the running service. The label of
-        its submitter lets it through to the dashboard."""
-        resources = {"cpu": "500m", "memory": "1Gi"}
-        submitter = {
-            "name": "ray-job-submitter",
-            "image": self.machine.image,
-            "resources": {"requests": resources, "limits": resources},
-            "securityContext": SECURITY,
-        }
-        return {
-            "apiVersion": "ray.io/v1",
-            "kind": "RayJob",
-            "metadata": {"name": f"{self._name}-batch", "labels": {"app.kubernetes.io/name": "peagle-serve"}},
-            "spec": {
-                "clusterSelector": {"ray.io/cluster": "CLUSTER"},
-                "entrypoint": "peagle batch /opt/peagle/configs/batch.jsonl",
-                "submitterPodTemplate": {
-                    "metadata": {"labels": self._labels},
-                    "spec": {"restartPolicy": "Never", "containers": [submitter]},
-                },
-            },
-        }
-
     def network_policy(self) -> Json:
         """Opens the HTTP port to everyone, and all ports to the pods of the service and to KubeRay. What else listens
         in the pods (replicas behind HAProxy, drafters, Ray) asks for no API key."""
@@ -220,7 +195,9 @@ class Manifest:
         """The head pod keeps the cluster's books and runs no replica: losing a replica must not take the cluster along.
         KubeRay makes the Kubernetes service of HTTP only where the head names its port."""
         ports = {"gcs-server": 6379, "dashboard": 8265, "client": 10001, "serve": self._port}
-        pod = self._pod("ray-head", ports, {"cpu": "1", "memory": self.machine.head_memory})
+        head = self._pods.head
+        resources = {"cpu": f"{head.cpus or 1:g}", "memory": head.memory or self.machine.head_memory}
+        pod = self._pod("ray-head", ports, resources, head)
         pod["spec"]["containers"][0]["readinessProbe"] = _probe("/api/healthz", AGENT_PORT, 10)
         return {"rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0"}, "template": pod}
 
@@ -249,12 +226,15 @@ class Manifest:
         return [self._workers("target", fewest, most, cpus, gpus), *groups]
 
     def _workers(self, group: str, fewest: int, most: int, cpus: float, gpus: float) -> Json:
-        """A group of pods that each have room for `cpus` and `gpus` of Ray's."""
-        resources = {"cpu": str(max(2, math.ceil(cpus))), "memory": self.machine.worker_memory}
-        if gpus:
-            resources["cpu"] = str(max(CPUS_PER_GPU * math.ceil(gpus), math.ceil(cpus)))
-            resources["nvidia.com/gpu"] = str(math.ceil(gpus))
-        pod = self._pod("ray-worker", {"serve": self._port}, resources)
+        """A group of pods that each have room for `cpus` and `gpus` of Ray's. Raises UpError where they would not."""
+        given, num_gpus = self._pods.workers, math.ceil(gpus)
+        wanted = given.cpus or max(2, CPUS_PER_GPU * num_gpus, math.ceil(cpus))
+        if wanted < cpus:
+            raise UpError(f"kubernetes.workers.cpus is {wanted:g}, but Ray places {cpus:g} in a pod of {group}")
+        resources = {"cpu": f"{wanted:g}", "memory": given.memory or self.machine.worker_memory}
+        if num_gpus:
+            resources["nvidia.com/gpu"] = str(num_gpus)
+        pod = self._pod("ray-worker", {"serve": self._port}, resources, given)
         # Ready: HAProxy on this node has a replica to go to; nodes without a replica have no HAProxy. KubeRay's own
         # probe asks the same, and takes a pod out of the service for one slow answer.
         pod["spec"]["containers"][0]["readinessProbe"] = _probe("/-/healthz", "serve", 3)
@@ -268,8 +248,8 @@ class Manifest:
             "labelSelector": {"matchLabels": self._of_group(group)},
         }
         pod["spec"] |= {"automountServiceAccountToken": False, "topologySpreadConstraints": [spread]}
-        if gpus:
-            pod["spec"]["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+        if self._pods.service_account is not None:
+            pod["spec"]["serviceAccountName"] = self._pods.service_account
         return {
             "groupName": group,
             "replicas": fewest,
@@ -279,36 +259,47 @@ class Manifest:
             "template": pod,
         }
 
-    def _pod(self, name: str, ports: dict[str, int], resources: dict[str, str]) -> Json:
+    def _pod(self, name: str, ports: dict[str, int], resources: dict[str, str], nodes: PodSettings) -> Json:
         """A pod template of one container, `name`."""
         environment = {"RAY_USAGE_STATS_ENABLED": "0", **RAY_ENVIRONMENT}
         variables: list[Json] = [{"name": variable, "value": value} for variable, value in environment.items()]
         variables += [_secret(variable, KEYS_SECRET, variable) for variable in self.key_variables]
-        mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
         # A container has 64 MB of /dev/shm by default.
-        shared_memory = {"medium": "Memory", "sizeLimit": self.machine.shared_memory}
-        volumes: list[Json] = [{"name": "shared-memory", "emptyDir": shared_memory}]
+        memory = {"medium": "Memory", "sizeLimit": self._pods.shared_memory or self.machine.shared_memory}
+        claims = self._pods.volumes
+        mounts = {"/dev/shm": "shared-memory"} | {path: f"claim-{claim}" for path, claim in claims.items()}
+        volumes: dict[str, Json] = {"shared-memory": {"emptyDir": memory}}
+        volumes |= {f"claim-{claim}": {"persistentVolumeClaim": {"claimName": claim}} for claim in claims.values()}
+        tolerations = [toleration.as_kubernetes() for toleration in nodes.tolerations]
         if self.machine is GPU:
             variables.append(_secret("HF_TOKEN", "hf-token", "token", optional=True))
         if "nvidia.com/gpu" in resources:
-            mounts.append(MODELS)
-            volumes.append({"name": MODELS["name"], "emptyDir": {}})
+            tolerations.insert(0, {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"})
+            if CACHE not in claims:
+                mounts[CACHE] = "cache"
+                volumes["cache"] = {"emptyDir": {}}
         container = {
             "name": name,
-            "image": self.machine.image,
+            "image": self._pods.image or self.machine.image,
             "ports": [{"name": port, "containerPort": number} for port, number in ports.items()],
             "env": variables,
             # Requests equal limits: an engine that is squeezed for CPU or memory drags every request of its replica.
             "resources": {"requests": resources, "limits": resources},
             "securityContext": SECURITY,
-            "volumeMounts": mounts,
+            "volumeMounts": [{"name": volume, "mountPath": path} for path, volume in mounts.items()],
             # A dead Ray ends its container by itself. A hung one has 10 minutes, as KubeRay gives it: an engine that
             # compiles leaves other processes little time.
             "livenessProbe": _probe("/api/healthz", AGENT_PORT, 120),
         }
-        # The group of the image's user may write to mounted volumes.
-        spec = {"securityContext": {"fsGroup": 1000}, "containers": [container], "volumes": volumes}
-        return {"metadata": {"labels": self._labels}, "spec": spec}
+        found = {
+            "imagePullSecrets": [{"name": secret} for secret in self._pods.image_pull_secrets],
+            "nodeSelector": nodes.node_selector,
+            "tolerations": tolerations,
+            "securityContext": {"fsGroup": 1000},  # the group of the image's user may write to mounted volumes
+            "containers": [container],
+            "volumes": [{"name": volume, **source} for volume, source in volumes.items()],
+        }
+        return {"metadata": {"labels": self._labels}, "spec": {key: value for key, value in found.items() if value}}
 
 
 def _probe(path: str, port: int | str, max_failures: int) -> Json:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,14 @@ import ray.serve
 from pydantic import ValidationError
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.settings import SPECULATIVE_CONFIG_ENV, ClusterSettings, key_variables, live_config, load_settings
+from cluster.settings import (
+    SPECULATIVE_CONFIG_ENV,
+    ClusterSettings,
+    key_variables,
+    live_config,
+    load_settings,
+    pod_directories,
+)
 from deployments import DRAFTER_NAME, ROUTER_NAME, TARGET_NAME, compat
 from deployments.app import catalog, check_heads
 from deployments.autoscaling import MAX_STREAM_S
@@ -136,9 +144,11 @@ def _stop_service(say: Say) -> None:
 # ---- the config
 
 
-def read_config(path: Path, *, with_keys: bool = True) -> tuple[dict[str, Any], ClusterSettings]:
+def read_config(path: Path, *, is_here: bool = True) -> tuple[dict[str, Any], ClusterSettings]:
     """A Serve config file and the settings under its first application's `args`, checked without loading anything.
-    Without keys, the name of each environment variable that is to hold a caller's key stands for the key.
+
+    What does not run here has callers' keys and the volumes of its pods elsewhere: then the name of each environment
+    variable that is to hold a key stands for the key, and directories in volumes are taken as they are.
 
     A drafter that the environment variable SM_VLLM_SPECULATIVE_CONFIG names here is written into `args`: the processes
     of a cluster have environments of their own.
@@ -163,8 +173,11 @@ def read_config(path: Path, *, with_keys: bool = True) -> tuple[dict[str, Any], 
     if not config["applications"]:
         raise UpError(f"{path}: applications is empty, there is nothing to serve")
     args = config["applications"][0].get("args") or {}
-    env = os.environ if with_keys else {**os.environ, **{name: name for name in key_variables(args)}}
-    settings = load_settings(args, catalog(), env)
+    env, known = dict(os.environ), catalog()
+    if not is_here:
+        env |= {name: name for name in key_variables(args)}
+        known = replace(known, elsewhere=pod_directories(args))
+    settings = load_settings(args, known, env)
     check_heads(settings)
     if settings.drafter is not None and not {"drafter", "speculative_config"} & args.keys():
         args["speculative_config"] = env[SPECULATIVE_CONFIG_ENV]
@@ -181,7 +194,7 @@ def live_form(config: Mapping[str, Any], settings: ClusterSettings) -> dict[str,
     application = made["applications"][0]
     args = application["args"]
     live = live_config(settings)
-    for section in ("callers", "limits", "depth"):
+    for section in ("callers", "limits", "depth", "kubernetes"):
         args.pop(section, None)
     if settings.depth.state is not None:  # the router reads it before Serve hands it a user_config
         args["depth"] = {"state": settings.depth.state}

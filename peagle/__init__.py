@@ -14,3 +14,5 @@ another sense says so in its docstring.
 is ordinary next-token prediction, offsets 1..K-1 are the positions that carry the mask token and the shared hidden
 state.
 """
+
+__version__ = "0.2.0"

@@ -41,11 +41,14 @@ def head_digest(head_dir: Path) -> str:
 
 
 def target_digest(target: str | Path) -> str:
-    """Ten hex digits of a target's weights: a directory, or a Hugging Face id that was downloaded (its commit).
+    """Ten hex digits of a target's weights: a directory, a Hugging Face id that was downloaded (its commit), or an
+    address in an object store (itself).
 
     Each file is read at `NUM_SAMPLED` places only: whatever trains a target changes its tensors everywhere.
     """
     folder = Path(target)
+    if "://" in str(target):
+        return hashlib.sha256(str(target).encode()).hexdigest()[:10]
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 

@@ -438,8 +438,13 @@ def test_python_in_the_cluster_reaches_the_same_target_by_handle(service):
 
 
 @pytest.mark.long
-def test_a_job_answers_a_file_of_requests_by_handle(service, tmp_path):
-    """`peagle batch` as KubeRay's RayJob runs it: a process of its own, told only where the Ray cluster is."""
+def test_commands_beside_the_service_find_it(service, tmp_path):
+    """Processes of their own, told at the most its URL."""
+
+    def run(*command: str) -> subprocess.CompletedProcess[str]:
+        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=300)
+
     arguments = {"max_tokens": 12, "temperature": 0, "drafting": {"k": 3, "workload": "job"}}
     chat = {"url": "/v1/chat/completions", "body": {"messages": QUESTION, **arguments}}
     refused = {**chat, "body": {**chat["body"], "drafting": {"k": 99}}}
@@ -447,14 +452,16 @@ def test_a_job_answers_a_file_of_requests_by_handle(service, tmp_path):
     requests = {"a": chat, "b": refused, "c": complete}
     path, out = tmp_path / "requests.jsonl", tmp_path / "answers.jsonl"
     path.write_text("".join(json.dumps({"custom_id": name, **request}) + "\n" for name, request in requests.items()))
-    command = [sys.executable, "-m", "deployments.cli", "batch", str(path), "--out", str(out)]
-    environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = run("-m", "deployments.cli", "batch", str(path), "--out", str(out), "--url", service.url)
     assert done.returncode == 1
     assert "2 answered, 1 refused" in done.stderr
-    assert "error: 1 of 3 requests were refused: see their answers" in done.stderr
     answers = {line["custom_id"]: line["response"] for line in map(json.loads, out.read_text().splitlines())}
     assert {name: answer["status_code"] for name, answer in answers.items()} == {"a": 200, "b": 400, "c": 200}
     over_http = service.ask(drafting={"k": 3, "workload": "job"}).json()
     assert answers["a"]["body"]["choices"][0]["message"] == over_http["choices"][0]["message"]
     assert answers["b"]["body"]["error"]["param"] == "drafting.k"
+    code = "from deployments.client import TargetClient; print(TargetClient().complete('One, two,', max_tokens=4))"
+    assert "'choices': [{" in run("-c", code).stdout
+    done = run("-m", "deployments.cli", "heads", "--back")
+    assert done.returncode == 1
+    assert done.stderr == "error: there is no change of a head to roll back\n"

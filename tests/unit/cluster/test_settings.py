@@ -66,7 +66,9 @@ QUEUE = {"policy": "queue_length", "target": {"min": 1, "max": 3}}
 ACCEPTANCE = {"policy": "acceptance", "target": {"min": 1, "max": 3}}
 DRAFT_TYPES = dict.fromkeys(("draft_tensor_parallel_size", "quantization", "rejection_sample_method"), Any)
 ENGINE_TYPES = {
-    **dict.fromkeys(("dtype", "max_model_len", "max_num_seqs", "speculative_config", "pipeline_parallel_size"), Any),
+    **dict.fromkeys(
+        ("dtype", "load_format", "max_model_len", "max_num_seqs", "speculative_config", "pipeline_parallel_size"), Any
+    ),
     "enforce_eager": bool,
     "gpu_memory_utilization": Annotated[float, Field(gt=0, le=1)],
     "hf_token": bool | str | None,
@@ -490,6 +492,18 @@ def test_vllms_other_drafters_are_passed_on_unread(catalog: Catalog) -> None:
 )
 def test_what_vllms_other_drafters_lack_is_refused(drafter: dict[str, Any], words: str, catalog: Catalog) -> None:
     assert any(words in problem for problem in problems_of(changed(drafter=drafter), catalog))
+
+
+def test_checkpoints_in_object_stores_are_streamed(catalog: Catalog) -> None:
+    args = {**GOOD, "model": {"source": "s3://bucket/my-model"}}
+    args["drafter"] = {"head": "gs://bucket/head", "max_draft_tokens": 7}
+    settings = load_settings({**args, "engine": {"load_format": "runai_streamer"}}, catalog)
+    assert (settings.model.source, settings.model.id) == ("s3://bucket/my-model", "my-model")
+    assert settings.drafter is not None
+    assert settings.drafter.head == "gs://bucket/head"
+    for engine in ({}, {"load_format": "auto"}):
+        with pytest.raises(SettingsError, match="but model.source is in an object store: write runai_streamer or"):
+            load_settings({**args, "engine": engine}, catalog)
 
 
 def test_a_head_that_is_not_here_yet_needs_its_k_max(catalog: Catalog) -> None:

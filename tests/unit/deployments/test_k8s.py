@@ -11,6 +11,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ import kubernetes_validate
 import pytest
 import yaml
 from ray.scripts.scripts import cli as ray_command_line
+from ray.serve.schema import ServeDeploySchema
 
 import peagle.heads
 from cluster.settings import Catalog, ClusterSettings, key_variables, load_settings, with_live
 from deployments import ROUTER_NAME, TARGET_NAME
+from deployments.batch import read_requests
 from deployments.cli import main
-from deployments.client import read_requests
-from deployments.manifest import GPU, KEYS_SECRET, render
+from deployments.manifest import CPU, GPU, KEYS_SECRET, render
 from deployments.up import UpError, read_config
 from peagle.checkpoint import read_head_config
 from peagle.embedded import embedded_targets
@@ -85,8 +87,6 @@ def problems(document: Json) -> list[str]:
 
 
 def templates(document: Json) -> list[Json]:
-    if document["kind"] == "RayJob":
-        return [document["spec"]["submitterPodTemplate"]]
     return [group["template"] for group in groups(document).values()]
 
 
@@ -109,13 +109,18 @@ def environment(group: Json) -> Json:
     return found
 
 
-def made(path: Path, *, job: bool = False) -> list[Json]:
-    return list(yaml.safe_load_all(render(path, job=job)))
+def made(path: Path) -> list[Json]:
+    return list(yaml.safe_load_all(render(path)))
 
 
-def of(name: str, *, job: bool = False) -> list[Json]:
+def of(name: str) -> list[Json]:
     """The objects of a config by its name."""
-    return made(ROOT / "configs" / f"{name}.yaml", job=job)
+    return made(ROOT / "configs" / f"{name}.yaml")
+
+
+def written(name: str) -> list[Json]:
+    """The objects of a file that is written by hand."""
+    return list(yaml.safe_load_all((K8S / f"{name}.yaml").read_text(encoding="utf-8")))
 
 
 @pytest.fixture
@@ -142,18 +147,16 @@ def test_committed_manifests_are_the_generated_ones() -> None:
     for name in MADE:
         committed = (K8S / f"{name}.yaml").read_text(encoding="utf-8")
         assert render(ROOT / "configs" / f"{name}.yaml") == committed, "run `make k8s` and commit the result"
-    assert render(CONFIG, job=True) == (K8S / "local-batch.yaml").read_text(encoding="utf-8"), "run `make k8s`"
-    assert {path.stem for path in K8S.glob("*.yaml")} == {*MADE, "local-batch", "kustomization"}
+    assert {path.stem for path in K8S.glob("*.yaml")} == {*MADE, "batch", "models", "kustomization"}
     (listed,) = re.findall(r"^K8S = (.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     assert listed.split() == MADE
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_has_a_valid_manifest(path: Path) -> None:
-    documents = made(path) + made(path, job=True)
+    documents = made(path)
     kinds = [document["kind"] for document in documents]
     assert kinds[:4] == ["RayService", "NetworkPolicy", "PodDisruptionBudget", "PodDisruptionBudget"]
-    assert kinds[-1] == "RayJob"
     assert {document["kind"]: problems(document) for document in documents} == {kind: [] for kind in kinds}
 
 
@@ -294,6 +297,86 @@ def test_a_learner_has_a_pod_of_its_own(make: Any) -> None:
     assert container(groups(service)["learner"])["resources"]["limits"]["nvidia.com/gpu"] == "1"
 
 
+def test_pods_are_as_the_section_kubernetes_says(make: Any) -> None:
+    raw = yaml.safe_load((ROOT / "configs" / "gpu.yaml").read_text())
+    args = raw["applications"][0]["args"]
+    taints = [{"key": "spot", "value": "yes", "effect": "NoExecute"}, {"key": "llm"}]
+    args["kubernetes"] = {
+        "image": "registry.example.com/peagle:1",
+        "image_pull_secrets": ["registry"],
+        "service_account": "reads-bucket",
+        "volumes": {"/models": "weights", "/home/ray/.cache": "cache"},
+        "shared_memory": "16Gi",
+        "head": {"cpus": 2, "memory": "12Gi", "node_selector": {"pool": "cpu"}},
+        "workers": {"cpus": 11.5, "memory": "200Gi", "node_selector": {"gpu": "h100"}, "tolerations": taints},
+    }
+    service = make(raw)[0]
+    assert problems(service) == []
+    head, worker = groups(service).values()
+    for group, asked, nodes in (
+        (head, {"cpu": "2", "memory": "12Gi"}, {"pool": "cpu"}),
+        (worker, {"cpu": "11.5", "memory": "200Gi", "nvidia.com/gpu": "1"}, {"gpu": "h100"}),
+    ):
+        spec = group["template"]["spec"]
+        assert container(group)["image"] == "registry.example.com/peagle:1"
+        assert container(group)["resources"] == {"requests": asked, "limits": asked}
+        assert (spec["imagePullSecrets"], spec["nodeSelector"]) == ([{"name": "registry"}], nodes)
+        mounts = {mount["mountPath"]: mount["name"] for mount in container(group)["volumeMounts"]}
+        volumes = {volume.pop("name"): volume for volume in spec["volumes"]}
+        assert volumes.keys() == set(mounts.values())
+        assert volumes[mounts["/models"]] == {"persistentVolumeClaim": {"claimName": "weights"}}
+        assert volumes[mounts["/home/ray/.cache"]] == {"persistentVolumeClaim": {"claimName": "cache"}}
+        assert volumes[mounts["/dev/shm"]]["emptyDir"]["sizeLimit"] == "16Gi"
+    assert worker["template"]["spec"]["tolerations"] == [
+        {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"},
+        {"key": "spot", "operator": "Equal", "value": "yes", "effect": "NoExecute"},
+        {"key": "llm", "operator": "Exists"},
+    ]
+    assert "tolerations" not in head["template"]["spec"]
+    assert worker["template"]["spec"]["serviceAccountName"] == "reads-bucket"
+    assert "serviceAccountName" not in head["template"]["spec"]  # KubeRay's autoscaler runs there
+    assert "kubernetes" not in yaml.safe_load(service["spec"]["serveConfigV2"])["applications"][0]["args"]
+    args["kubernetes"]["workers"]["cpus"] = 1
+    with pytest.raises(UpError, match="kubernetes.workers.cpus is 1, but Ray places 2 in a pod of target"):
+        make(raw)
+
+
+def test_checkpoints_that_only_the_cluster_has(raw: Json, make: Any, tmp_path: Path, capsys: Any) -> None:
+    args = raw["applications"][0]["args"]
+    args["model"] = {"source": "/models/mine"}
+    args["drafter"] |= {"head": "/models/head", "max_draft_tokens": 7}
+    args["kubernetes"] = {"volumes": {"/models": "weights"}}
+    service = make(raw)[0]
+    inside = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"][0]["args"]
+    assert (inside["model"]["source"], inside["drafter"]["head"]) == ("/models/mine", "/models/head")
+    path = tmp_path / "c.yaml"
+    assert main(["check", str(path)]) == 0
+    assert "target: /models/mine, served as mine" in capsys.readouterr().out
+    with pytest.raises(SettingsError, match="model.source: '/models/mine' is not one of ours, no existing directory"):
+        read_config(path)  # as `peagle serve` and the pods do
+    args["kubernetes"]["volumes"] = {"/model": "weights"}
+    with pytest.raises(SettingsError, match="no existing directory"):
+        make(raw)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"volumes": {"models": "a"}}, "kubernetes.volumes has the directory 'models': write an absolute path"),
+        ({"volumes": {"/models/": "a"}}, "without / at its end"),
+        ({"volumes": {"/models": "My_Claim"}}, "kubernetes.volumes./models is 'My_Claim': the name of a claim"),
+        ({"workers": {"memory": "64 GB"}}, "kubernetes.workers.memory is '64 GB': write an amount of memory"),
+        ({"workers": {"node_selectors": {}}}, "unknown key kubernetes.workers.node_selectors; did you mean node_sel"),
+        ({"head": {"tolerations": [{"key": "a", "effect": "No"}]}}, "kubernetes.head.tolerations.0.effect must be"),
+        ([], "wrong type at kubernetes"),
+    ],
+)
+def test_wrong_settings_of_pods(raw: Json, make: Any, section: Any, message: str) -> None:
+    raw["applications"][0]["args"]["kubernetes"] = section
+    with pytest.raises(SettingsError, match=re.escape(message)):
+        make(raw)
+
+
 @pytest.mark.parametrize(("num_replicas", "min_available"), [(1, 1), (2, 1), (3, 2)])
 def test_a_drain_takes_one_target_at_a_time_and_never_the_last(
     raw: Json, make: Any, num_replicas: int, min_available: int
@@ -327,14 +410,13 @@ def test_a_pod_that_is_deleted_first_hands_its_replicas_on() -> None:
 def test_from_outside_only_the_port_of_http_is_reached() -> None:
     """Replicas, HAProxy's pages, drafters and Ray ask for no API key."""
     service, policy, *_ = of("local")
-    (job,) = of("local", job=True)
     rules = policy["spec"]["ingress"]
     assert [rule["ports"] for rule in rules if "from" not in rule] == [[{"protocol": "TCP", "port": 8000}]]
     (inside,) = [rule for rule in rules if "from" in rule]
     allowed = [peer["podSelector"]["matchLabels"] for peer in inside["from"]]
     selected = policy["spec"]["podSelector"]["matchLabels"]
     assert allowed == [selected, {"app.kubernetes.io/name": "kuberay-operator"}]
-    for template in templates(service) + templates(job):  # a job's submitter asks the dashboard
+    for template in templates(service):
         assert template["metadata"]["labels"] == selected
 
 
@@ -364,29 +446,59 @@ def test_kustomize_builds_the_service_with_its_components_and_the_users_image() 
     (endpoint,) = monitor["spec"]["endpoints"]
     assert endpoint["port"] in {port["name"] for port in container(groups(service)["headgroup"])["ports"]}
     assert endpoint["path"] == "/metrics"
+    ingress = by_kind["Ingress"]["spec"]
+    (rule,) = ingress["rules"]
+    assert [rule["host"]] == ingress["tls"][0]["hosts"]
+    (path,) = rule["http"]["paths"]
+    assert path["path"] == "/v1"  # the page and /metrics ask for no key
+    assert service_url(service).startswith(f"http://{path['backend']['service']['name']}:")
     labels = {"ray.io/originated-from-crd": "RayService", "ray.io/node-type": "head"}
     assert monitor["spec"]["selector"]["matchLabels"] == labels
 
 
-# ---- the job
+# ---- what is written by hand
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "line 2 is not JSON"),
-        ("[]", "line 2: a request is an object with a text custom_id"),
-        ('{"custom_id": 1}', "line 2: a request is an object with a text custom_id"),
-        ('{"custom_id": "b", "url": "/v1/embeddings", "body": {}}', "line 2: url is '/v1/embeddings', and can be"),
-        ('{"custom_id": "b", "url": "/v1/completions", "body": {"messages": []}}', "must be an object with prompt"),
-        ('{"custom_id": "b", "url": "/v1/chat/completions", "body": []}', "must be an object with messages"),
-    ],
-)
-def test_a_wrong_line_of_requests_is_named(tmp_path: Path, line: str, message: str) -> None:
-    right = {"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "separators\u2028inside"}}
-    path = tmp_path / "requests.jsonl"
-    path.write_text(json.dumps(right, ensure_ascii=False) + "\n" + line + "\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=re.escape(message)):
-        read_requests(path)
-    path.write_text(json.dumps(right, ensure_ascii=False) + "\n\n", encoding="utf-8")
-    assert read_requests(path) == [right]
+def test_jobs_are_valid_and_their_commands_can_be_typed() -> None:
+    (batch,), (claim, download) = written("batch"), written("models")
+    assert {document["metadata"]["name"]: problems(document) for document in (batch, claim, download)} == {
+        "peagle-batch": [],
+        "models": [],
+        "download-models": [],
+    }
+    (asking,) = batch["spec"]["template"]["spec"]["containers"]
+    (program, name, requests, flag, url) = asking["command"]
+    assert (program, name, flag, url) == ("peagle", "batch", "--url", service_url(of("local")[0]))
+    found, refused = read_requests(ROOT / Path(requests).relative_to("/opt/peagle"))  # the image's copy
+    assert found
+    assert not refused
+    (loading,) = download["spec"]["template"]["spec"]["containers"]
+    assert (asking["image"], loading["image"]) == (CPU.image, GPU.image)
+    script = loading["args"][0]
+    assert subprocess.run(["sh", "-nc", script]).returncode == 0
+    (hub,) = re.findall(r"hf (\w+) ", script)
+    known = subprocess.run(
+        [shutil.which("hf") or "hf", hub, "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    assert "--local-dir" in known
+    (named,) = re.findall(r"for name in (.*); do", script)
+    assert all(checkpoint in (ROOT / "configs/gpu.yaml").read_text() for checkpoint in named.split())
+
+
+def service_url(service: Json) -> str:
+    """Where KubeRay lets a service answer inside the cluster."""
+    port = {port["name"]: port["containerPort"] for port in container(workers(service))["ports"]}["serve"]
+    return f"http://{service['metadata']['name']}-serve-svc:{port}"
+
+
+def test_serve_build_writes_the_config_of_an_application_made_in_python(tmp_path: Path) -> None:
+    """Ray's own command, for a user's module that calls `build`."""
+    args = yaml.safe_load(CONFIG.read_text())["applications"][0]["args"]
+    (tmp_path / "mine.py").write_text(f"from deployments.app import build\napp = build({args!r})\n")
+    command = [str(Path(sys.executable).with_name("serve")), "build", "mine:app", "-o", "mine.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr
+    written = yaml.safe_load((tmp_path / "mine.yaml").read_text())
+    (application,) = ServeDeploySchema.model_validate(written).applications
+    assert application.import_path == "mine:app"
+    assert {deployment.name for deployment in application.deployments} >= {TARGET_NAME, ROUTER_NAME}
