@@ -245,5 +245,5 @@ def link_reports(answers: Iterable[Any]) -> tuple[dict[str, Any], ...]:
         }
         for answer in answers
         if answer
-        for link in answer["pool"]["links"]
+        for link in answer["links"]
     )

@@ -1,9 +1,9 @@
 """The drafter's one forward pass over a batch of requests and a paged cache of keys and values.
 
-Enters: `PassBatch`. Leaves: drafts [B, K] as they travel (`peagle.drafter.drafts`), -1 from a request's depth on; the
-rows given are in the cache. For each request the tokens are those of `peagle.draft.DraftSession.propose`: rows of the
-mask token leave no trace, because the next rows begin before them. On a CPU the pass runs at once; on a GPU as a CUDA
-graph of the batch's padded size (`peagle.drafter.graphs`).
+Enters: `PassBatch`. Leaves: drafts [B, D] as they travel (`peagle.drafter.rows`), D of the request that wants the
+most, -1 from a request's number of drafts on; the rows given are in the cache. For each request the tokens are those of
+`peagle.draft.DraftSession.propose`: rows of the mask token leave no trace, because the next rows begin before them. On
+a CPU the pass runs at once; on a GPU as a CUDA graph of the batch's padded size (`peagle.drafter.graphs`).
 
 B requests, N rows of the pass, M sampled rows, R rows that are given, H hidden size, A query heads and G key heads of
 D, I width of the MLP.
@@ -13,34 +13,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from peagle.config import DrafterConfig, HeadError
-from peagle.drafter.attention import distinct_batches, paged_attention, write_kv
-from peagle.drafter.drafts import MAX_VOCABULARY, best_drafts
+from peagle.drafter.attention import paged_attention, write_kv
+from peagle.drafter.projection import norm
 from peagle.drafter.protocol import NO_DRAFT, Int32Array
-from peagle.drafter.rows import (
-    add_norm,
-    build_rows,
-    first_rows,
-    place_hidden,
-    rotate_heads,
-    silu_mul,
-    uses_kernel,
-)
-from peagle.model import Attention, Drafter, Layer, rotary_tables
+from peagle.drafter.rows import MAX_VOCABULARY, best_tokens, build_rows, pack, place_hidden
+from peagle.model import Attention, Drafter, Layer, rotary_tables, rotate
 
 if TYPE_CHECKING:
-    from peagle.drafter.graphs import GraphSizes
+    from peagle.drafter.graphs import GraphKey
 
-#: Waits for the drafts of a pass, as they travel: [B, K], -1 where none is wanted; an array of the caller's own.
+#: Waits for the drafts of a pass, as they travel: [B, D], -1 where none is wanted; an array of the caller's own.
 PendingDrafts = Callable[[], Int32Array]
 Values = TypeVar("Values", npt.NDArray[Any], Tensor)
 
@@ -66,16 +58,16 @@ class PassBatch(Generic[Values]):
     """B requests of one pass: integers as arrays of the host, or as tensors of the pass's device. Tensors may hold more
     rows than the batch has, and requests without rows may pad it.
 
-    start_B: position of a request's first row. What the cache holds from there on is overwritten.
+    start_B: position of a request's first row, counted from its first row in the cache. What the cache holds from there
+        on is overwritten.
     num_valid_B: n, rows given: positions start .. start + n - 1. With 0, the request gets no drafts.
     row_offset_B: where they begin among the batch's R rows.
     num_drafts_B: drafts wanted, 0 .. max_draft_tokens; 0: the rows only enter the cache.
-    cache_start_B: first position that is in the cache at all: 0, or later after a cold start; at most start.
     next_tokens_R: int64, the token after each row.
     addresses_R: int64, where each row's projected hidden state lies (`place_hidden`): on a GPU in its own memory, or in
         pinned memory of the host, which must stay as it is until the drafts are there.
     block_table_BN: cache block of the positions [j * block_size, (j + 1) * block_size) in column j. A request needs
-        blocks for the positions cache_start .. start + n + depth - 2: rows of the mask token take room as well.
+        blocks for the positions before start + n + num_drafts - 1: rows of the mask token take room as well.
 
     The others are int32.
     """
@@ -84,7 +76,6 @@ class PassBatch(Generic[Values]):
     num_valid_B: Values
     row_offset_B: Values
     num_drafts_B: Values
-    cache_start_B: Values
     next_tokens_R: Values
     addresses_R: Values
     block_table_BN: Values
@@ -104,7 +95,7 @@ class PassBatch(Generic[Values]):
         return int(np.sum(np.asarray(self.num_valid_B) + np.maximum(self.drafts_B - 1, 0)))
 
     @functools.cached_property
-    def depth(self) -> int:
+    def max_drafts(self) -> int:
         """Drafts of the request that gets the most."""
         return int(self.drafts_B.max())
 
@@ -112,13 +103,6 @@ class PassBatch(Generic[Values]):
 def row_addresses(hidden_RH: Tensor) -> npt.NDArray[np.int64]:
     """Where the rows of a payload lie."""
     return hidden_RH.data_ptr() + np.arange(len(hidden_RH), dtype=np.int64) * (hidden_RH.stride(0) * hidden_RH.itemsize)
-
-
-def widened(drafts_BK: Int32Array, max_draft_tokens: int) -> Int32Array:
-    """[B, depth] -> [B, max_draft_tokens], with -1 in the new columns; always a new array."""
-    wide_BK = np.full((len(drafts_BK), max_draft_tokens), NO_DRAFT, np.int32)
-    wide_BK[:, : drafts_BK.shape[1]] = drafts_BK
-    return wide_BK
 
 
 # The drafter's layers, with matrices joined where one product serves
@@ -153,36 +137,23 @@ class LayerWeights:
     down: Linear
 
     @classmethod
-    def from_layer(cls, layer: Layer, device: torch.device, dtype: torch.dtype) -> LayerWeights:
-        def placed(tensor: Tensor) -> Tensor:
-            return tensor.detach().to(device=device, dtype=dtype)
+    def from_layer(cls, layer: Layer, placed: Callable[[Tensor], Tensor]) -> LayerWeights:
+        """placed: moves a tensor to the pass's device and type."""
+
+        def joined(*parts: nn.Linear) -> Linear:
+            biases = [placed(part.bias) for part in parts if part.bias is not None]
+            return linear(torch.cat([placed(part.weight) for part in parts]), torch.cat(biases) if biases else None)
 
         attention: Attention = layer.self_attn
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        has_bias, out_bias = attention.q_proj.bias is not None, attention.o_proj.bias
         return cls(
             input_norm_H=placed(layer.input_layernorm.weight),
-            qkv=linear(
-                _joined([projection.weight for projection in projections], device, dtype),
-                _joined([projection.bias for projection in projections], device, dtype) if has_bias else None,
-            ),
+            qkv=joined(attention.q_proj, attention.k_proj, attention.v_proj),
             qk_norms=(placed(attention.q_norm.weight), placed(attention.k_norm.weight)) if attention.qk_norm else None,
-            out=linear(placed(attention.o_proj.weight), None if out_bias is None else placed(out_bias)),
+            out=joined(attention.o_proj),
             mlp_norm_H=placed(layer.post_attention_layernorm.weight),
-            gate_up=linear(_joined([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight], device, dtype)),
-            down=linear(placed(layer.mlp.down_proj.weight)),
+            gate_up=joined(layer.mlp.gate_proj, layer.mlp.up_proj),
+            down=joined(layer.mlp.down_proj),
         )
-
-
-def _joined(parts: list[Tensor], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The parts one below the other; parts of the same type and device become views of it."""
-    whole = torch.cat([part.detach().to(device=device, dtype=dtype) for part in parts])
-    if all(part.device == whole.device and part.dtype == dtype for part in parts):
-        first = 0
-        for part in parts:
-            part.data = whole[first : first + len(part)]
-            first += len(part)
-    return whole
 
 
 class ParallelPass:
@@ -200,15 +171,11 @@ class ParallelPass:
         digest: str,
         device: torch.device | str,
         dtype: torch.dtype,
-        graph_sizes: GraphSizes | None = None,
-        with_chances: bool | None = None,
+        graph_keys: Sequence[GraphKey] | None = None,
     ) -> None:
-        """drafter: a P-EAGLE head with its tables, as `load_runtime_head` gives it; where it has the pass's device and
-        type already, its matrices become views of the joined ones.
-
-        digest: `peagle.heads.head_digest`, which keeps apart the cached prefixes of different heads. graph_sizes:
-        batches that run as a CUDA graph; without effect on a CPU. with_chances: of the drafts; by default where kernels
-        find them on the way, and else 0: targets on a CPU do not look at them.
+        """drafter: a P-EAGLE head with its tables, as `load_runtime_head` gives it. digest: `peagle.heads.head_digest`,
+        which keeps apart the cached prefixes of different heads. graph_keys: batches that run as a CUDA graph; without
+        effect on a CPU.
 
         Raises HeadError for an EAGLE-3 head, and for a target of more than 2**20 tokens.
         """
@@ -226,7 +193,7 @@ class ParallelPass:
 
         layers = [layer for layer in drafter.layers if isinstance(layer, Layer)]
         self._mask_token_id = config.ptd_token_id
-        self._layers = [LayerWeights.from_layer(layer, self.device, dtype) for layer in layers]
+        self._layers = [LayerWeights.from_layer(layer, placed) for layer in layers]
         self._hidden_norm_H, self._norm_H = placed(layers[0].hidden_norm.weight), placed(drafter.norm.weight)
         self._embed_VH, self._lm_head = placed(drafter.embed_tokens.weight), linear(placed(drafter.lm_head.weight))
         # An embedding of the head's own has the mask token's in its row.
@@ -234,9 +201,7 @@ class ParallelPass:
         self._target_ids_V = drafter.target_ids.to(device=self.device, dtype=torch.int32)
         positions_1P = torch.arange(num_positions, device=self.device)[None]
         tables = rotary_tables(positions_1P, config.head_dim, config.rope_theta, config.rope_scaling)
-        # Both halves of a head turn alike.
-        self._cos_PF, self._sin_PF = (table[0, 0, :, : config.head_dim // 2].contiguous() for table in tables)
-        self._with_chances = uses_kernel(self._cos_PF) if with_chances is None else with_chances
+        self._cos_P1D, self._sin_P1D = (table[0, 0, :, None] for table in tables)
         with torch.no_grad():
             self._mask_hidden_H = placed(drafter.reduce(drafter.mask_hidden.view(1, -1))[0])
         shape = (config.num_hidden_layers, 2, num_blocks, block_size, config.num_key_value_heads, config.head_dim)
@@ -247,21 +212,7 @@ class ParallelPass:
         if self.device.type == "cuda":
             from peagle.drafter.graphs import GraphRunner  # which imports the batch from here
 
-            batches = distinct_batches(
-                limits.max_num_rows,
-                limits.max_num_requests,
-                config.num_attention_heads,
-                config.num_key_value_heads,
-                config.head_dim,
-                element_bytes=dtype.itemsize,
-                max_context=num_positions,
-                num_sms=torch.cuda.get_device_properties(self.device).multi_processor_count,
-            )
-            self._runner = GraphRunner(self.compute, self.limits, graph_sizes, self.device, batches)
-
-    def run(self, batch: PassBatch[Any]) -> Int32Array:
-        """Drafts [B, K] as they travel, in host memory; waits for them."""
-        return self.launch(batch)()
+            self._runner = GraphRunner(self.compute, self.limits, graph_keys, self.device)
 
     @torch.no_grad()
     def launch(self, batch: PassBatch[Any]) -> PendingDrafts:
@@ -274,22 +225,16 @@ class ParallelPass:
             return self._runner.launch(batch)
         values = (getattr(batch, field.name) for field in dataclasses.fields(batch))
         inputs = PassBatch(*(torch.from_numpy(np.ascontiguousarray(value)) for value in values))
-        drafts_BK = self.compute(inputs, batch.num_rows, batch.depth)
-        found_BK = widened(drafts_BK.numpy(), self.limits.max_draft_tokens)
-        return lambda: found_BK
-
-    @property
-    def num_graphs(self) -> int:
-        return 0 if self._runner is None else self._runner.num_graphs
+        return self.compute(inputs, batch.num_rows, batch.max_drafts).numpy
 
     def warm_up(self) -> int:
-        """Captures the CUDA graphs of full batches, so that serving does not begin with them; returns how many there
-        are. Only while no request has rows in the cache of a batch that runs. On a CPU nothing happens."""
+        """Compiles kernels and captures CUDA graphs, without which a pass is slow; returns how many graphs there are.
+        Only while no request has rows in the cache. On a CPU nothing happens."""
         return 0 if self._runner is None else self._runner.warm_up()
 
     @torch.no_grad()
-    def compute(self, inputs: PassBatch[Tensor], num_rows: int, depth: int) -> Tensor:
-        """Drafts [B, depth] as they travel, -1 where none is wanted; waits for nothing.
+    def compute(self, inputs: PassBatch[Tensor], num_rows: int, max_drafts: int) -> Tensor:
+        """Drafts [B, max_drafts] as they travel, -1 where none is wanted; waits for nothing.
 
         num_rows may be more than the batch has.
         """
@@ -297,44 +242,43 @@ class ParallelPass:
         rows = build_rows(
             inputs.start_B, inputs.num_valid_B, inputs.row_offset_B, inputs.num_drafts_B, inputs.next_tokens_R,
             inputs.block_table_BN, block_size=self.limits.block_size, mask_token_id=self._mask_token_id,
-            max_draft_tokens=depth, num_rows=num_rows,
+            max_drafts=max_drafts, num_rows=num_rows,
         )  # fmt: skip
         hidden_NH = torch.empty(num_rows, config.hidden_size, dtype=self.dtype, device=self.device)
         place_hidden(inputs.addresses_R, rows.sources_N, self._mask_hidden_H, hidden_NH)
-        sampled_M = rows.sample_rows_BK.flatten()
-        x, stream_NH = first_rows(
-            rows.token_ids_N, hidden_NH, self._embed_VH, self._mask_token_id, self._mask_embedding_H,
-            self._layers[0].input_norm_H, self._hidden_norm_H, eps, config.norm_before_residual,
-        )  # fmt: skip
-        num_queries, num_groups = config.num_attention_heads, config.num_key_value_heads
+        sampled_M = rows.sample_rows_BD.flatten()
+        embeds_NH = F.embedding(rows.token_ids_N, self._embed_VH)
+        embeds_NH = torch.where((rows.token_ids_N == self._mask_token_id)[:, None], self._mask_embedding_H, embeds_NH)
+        normed_NH = norm(hidden_NH, self._hidden_norm_H, eps)
+        x = torch.cat([norm(embeds_NH, self._layers[0].input_norm_H, eps), normed_NH], dim=-1)
+        stream_NH = normed_NH if config.norm_before_residual else hidden_NH
+        cos_N1D, sin_N1D = self._cos_P1D[rows.positions_N], self._sin_P1D[rows.positions_N]
+        sizes = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
         for index, (layer, (keys, values)) in enumerate(zip(self._layers, self._cache, strict=True)):
             is_last = index == len(self._layers) - 1
-            heads_NHD = layer.qkv(x).unflatten(1, (-1, config.head_dim))
-            q_NAD, k_NGD = rotate_heads(
-                heads_NHD, num_queries, num_groups, rows.positions_N, self._cos_PF, self._sin_PF, layer.qk_norms, eps
-            )
-            write_kv(k_NGD, heads_NHD[:, num_queries + num_groups :], keys, values, rows.slots_N)
+            q_NAD, k_NGD, v_NGD = layer.qkv(x).unflatten(1, (-1, config.head_dim)).split(sizes, dim=1)
+            if layer.qk_norms is not None:
+                q_NAD, k_NGD = (norm(x, weight, eps) for x, weight in zip((q_NAD, k_NGD), layer.qk_norms, strict=True))
+            q_NAD, k_NGD = rotate(q_NAD, cos_N1D, sin_N1D), rotate(k_NGD, cos_N1D, sin_N1D)
+            write_kv(k_NGD, v_NGD, keys, values, rows.slots_N)
             if is_last and not sampled_M.numel():
-                return rows.sample_rows_BK.to(torch.int32)
+                return rows.sample_rows_BD.to(torch.int32)
             out_NX = paged_attention(
                 q_NAD, keys, values, inputs.block_table_BN, rows.first_row_B1, inputs.start_B, rows.context_B,
-                inputs.cache_start_B, scale=config.head_dim**-0.5, sliding_window=config.sliding_window,
+                scale=config.head_dim**-0.5, sliding_window=config.sliding_window,
             ).flatten(1)  # fmt: skip
             if is_last:
                 # Rows that are padded samples read the last row, whose draft is dropped below.
                 out_NX, stream_NH = out_NX[sampled_M], stream_NH[sampled_M]
-            stream_NH, x = add_norm(stream_NH, layer.out(out_NX), layer.mlp_norm_H, eps)
-            mlp_NH = layer.down(silu_mul(layer.gate_up(x)))
-            stream_NH, x = add_norm(
-                stream_NH, mlp_NH, self._norm_H if is_last else self._layers[index + 1].input_norm_H, eps
-            )
+            stream_NH = stream_NH + layer.out(out_NX)
+            gate_NI, up_NI = layer.gate_up(norm(stream_NH, layer.mlp_norm_H, eps)).chunk(2, dim=-1)
+            stream_NH = stream_NH + layer.down(F.silu(gate_NI) * up_NI)
+            x = norm(stream_NH, self._norm_H if is_last else self._layers[index + 1].input_norm_H, eps)
         logits_MV = self._lm_head(x)
-        if not self._with_chances:
-            drafts_M = torch.where(sampled_M < 0, NO_DRAFT, self._target_ids_V[logits_MV.max(dim=-1).indices])
-            return drafts_M.view(rows.sample_rows_BK.shape)
-        drafts_BK = torch.empty_like(rows.sample_rows_BK, dtype=torch.int32)
-        best_drafts(logits_MV, self._target_ids_V, sampled_M, drafts_BK.view(-1))
-        return drafts_BK
+        ids_M, chance_M = torch.empty_like(sampled_M), torch.empty_like(sampled_M, dtype=torch.float32)
+        best_tokens(logits_MV, ids_M, chance_M)
+        drafts_M = torch.where(sampled_M < 0, NO_DRAFT, pack(self._target_ids_V[ids_M], chance_M))
+        return drafts_M.view(rows.sample_rows_BD.shape)
 
 
 def check_parallel(config: DrafterConfig, source: str) -> None:

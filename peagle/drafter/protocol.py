@@ -3,11 +3,11 @@
     target                                            drafter
     Hello: shape, layers, heads by digest         ->
                                                   <-  Refused: why, in words
-                                                  <-  Welcome: shared memory or none; a frame for each input projection
+                                                  <-  Welcome: shared memory or none; an input projection for each head
     StepDescriptor: one target step               ->  (only without shared memory; frames: its tensors)
-                                                  <-  Answer: to a step (frame: drafts, `peagle.drafter.drafts`)
-                                                  <-  Alive, twice a second
-                                                  <-  Swapped or Bye: the connection is over
+                                                  <-  Answer: to a step (frame: drafts, `peagle.drafter.rows`)
+                                                  <-  Alive, twice a second: shows the drafter which targets are gone
+                                                  <-  Bye: the connection is over
 
 A message is a zmq multipart message over TCP: `PROTOCOL`, the msgpack of one of the structs, and raw frames. On one
 host steps and drafts pass through a ring in shared memory (`peagle.drafter.shared_memory`), and only the rest goes over
@@ -29,8 +29,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import zmq
+from torch import Tensor
 
-PROTOCOL = b"peagle/6"  # the first frame of every message; another release may have another
+PROTOCOL = b"peagle/7"  # the first frame of every message; another release may have another
 MAX_NUM_HEADS = 63  # that a target may name
 MAX_PROMPT_TOKENS = 262_144  # of all new requests of one step; beyond, prompts travel empty
 MAX_PAYLOAD_BYTES = 1 << 30  # of one step's hidden rows
@@ -38,6 +39,7 @@ MAX_FRAME_BYTES = 1 << 24  # that a target may send; a larger one ends its conne
 MAX_REPLY_BYTES = 1 << 30  # of one frame of a drafter: the input projection of the widest targets has some 400 MB
 USER = b"target"  # beside the key
 NO_DRAFT = -1  # fills the drafts of a request from its number of drafts on
+HEARTBEAT_MS, MAX_SILENCE_MS = 3000, 10_000  # of zmq, after which a connection counts as lost
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -96,14 +98,13 @@ HeadIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_NUM_HEADS)]
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
     """A target introduces itself. heads: index -> digest; the indices are the target's own. host: of `host_identity`,
-    "" for no shared memory. known_projections: digests of heads whose input projection the target has already."""
+    "" for no shared memory."""
 
     name: str
     shape: TargetShape
     aux_layer_ids: tuple[int, ...]
     heads: dict[HeadIndex, str]
     host: str
-    known_projections: tuple[str, ...] = ()
 
 
 class StepDescriptor(msgspec.Struct, frozen=True, tag=True):
@@ -137,11 +138,9 @@ class StepDescriptor(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """shared_memory: its name, or "" and `tcp_reason`. projections: digests, a frame each."""
+    """shared_memory: its name, "" for none. A frame for the input projection of each head, in the hello's order."""
 
     shared_memory: str
-    tcp_reason: str
-    projections: tuple[str, ...]
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -151,21 +150,14 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """The answer to a step. Frame: int32 [B, K], drafts as they travel (`peagle.drafter.drafts`), `NO_DRAFT` from each
+    """The answer to a step. Frame: int32 [B, K], drafts as they travel (`peagle.drafter.rows`), `NO_DRAFT` from each
     request's number of drafts on."""
 
     number: int
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):
-    """The drafter's serving thread runs."""
-
-
-class Swapped(msgspec.Struct, frozen=True, tag=True):
-    """Another head took the place of one of the target's: digests. The target connects again."""
-
-    old: str
-    new: str
+    """For the drafter: what is sent to a target that is gone fails."""
 
 
 class Bye(msgspec.Struct, frozen=True, tag=True):
@@ -175,7 +167,7 @@ class Bye(msgspec.Struct, frozen=True, tag=True):
 
 
 TargetMessage = Hello | StepDescriptor
-DrafterMessage = Welcome | Refused | Answer | Alive | Swapped | Bye
+DrafterMessage = Welcome | Refused | Answer | Alive | Bye
 
 
 def _read_ints(_: Any, data: Any) -> Int32Array:
@@ -208,6 +200,81 @@ def read_message(frames: Sequence[zmq.Frame], decoder: msgspec.msgpack.Decoder[A
             f"it speaks {version[:40]!r}, this side {PROTOCOL!r}: run the same release at the target and at the drafter"
         )
     return decode(frames[1].buffer, decoder), frames[2:]
+
+
+# A step as the drafter reads it: checked, whichever way it came
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Request b has `num_valid_B[b]` rows at the positions from `start_B[b]` on; they lie in the payload from row
+    `row_offset_B[b]` of the descriptor on. Other rows of the payload (rejected drafts, padding) mean nothing.
+
+    num_valid_B: may be 0: nothing new, nothing to draft from.
+    next_tokens_R: the token *after* each row's position.
+    hidden_RH: the target's projected hidden states, on the host, pinned where a GPU drafts; valid until the step is
+        answered.
+    session: the connection; slots of different sessions are different requests.
+    """
+
+    descriptor: StepDescriptor
+    start_B: Int32Array
+    num_valid_B: Int32Array
+    next_tokens_R: Int32Array
+    hidden_RH: Tensor
+    session: int = 0
+
+    def valid_rows(self) -> npt.NDArray[np.int64]:
+        """Payload rows that belong to a request, request by request."""
+        return valid_rows(self.descriptor.row_offset_B, self.num_valid_B)
+
+
+def valid_rows(row_offset_B: npt.NDArray[np.integer], num_valid_B: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+    """Rows row_offset_B[b] .. row_offset_B[b] + num_valid_B[b] - 1 of each request, one request after another."""
+    before_B = np.cumsum(num_valid_B) - num_valid_B
+    shift_R = np.repeat(row_offset_B - before_B, num_valid_B)
+    return np.arange(len(shift_R)) + shift_R
+
+
+def check_sizes(descriptor: StepDescriptor, shape: TargetShape) -> None:
+    """Raise ValueError unless the step has as many requests and rows as it says, and no more than `shape` allows."""
+    if not 0 <= descriptor.num_rows <= shape.max_num_rows:
+        raise ValueError(f"num_rows = {descriptor.num_rows} is outside 0 .. {shape.max_num_rows}")
+    for name in ("slots_B", "heads_B", "num_drafts_B", "row_offset_B"):
+        if (found := len(getattr(descriptor, name))) != descriptor.num_requests:
+            raise ValueError(f"{name} has {found} values for {descriptor.num_requests} requests")
+    if descriptor.num_requests > shape.max_num_requests:
+        raise ValueError(f"{descriptor.num_requests} requests are more than {shape.max_num_requests}")
+
+
+def check_step(step: Step, shape: TargetShape) -> None:
+    """Raise ValueError, naming the field, unless all values of a step whose sizes fit are those of `shape`: a wrong row
+    or token would be a wild read on the drafter's GPU."""
+    descriptor, num_rows = step.descriptor, step.descriptor.num_rows
+    _check_range("slots_B", descriptor.slots_B, shape.max_num_requests - 1)
+    _check_range("heads_B", descriptor.heads_B, MAX_NUM_HEADS - 1)
+    _check_range("num_drafts_B", descriptor.num_drafts_B, shape.max_draft_tokens)
+    _check_range("row_offset_B", descriptor.row_offset_B, num_rows)
+    _check_range("finished_slots", np.array(descriptor.finished_slots, np.int32), shape.max_num_requests - 1)
+    _check_range("start_B", step.start_B, 2**31 - 1 - shape.max_num_rows - shape.max_draft_tokens)
+    _check_range("num_valid_B", step.num_valid_B, num_rows)
+    if len(descriptor.slots_B) and np.bincount(descriptor.slots_B).max() > 1:
+        raise ValueError(f"slots_B {descriptor.slots_B.tolist()} names a slot twice")
+    if (descriptor.row_offset_B + step.num_valid_B > num_rows).any():
+        raise ValueError(f"row_offset_B + num_valid_B reaches beyond the {num_rows} rows of the step")
+    _check_range("next_tokens_R", step.next_tokens_R[step.valid_rows()], shape.vocab_size - 1)
+    for slot, token_ids in descriptor.prompts.items():
+        _check_range(f"prompts[{slot}]", token_ids, shape.vocab_size - 1)
+        starts = step.start_B[descriptor.slots_B == slot]
+        if not len(starts):
+            raise ValueError(f"prompts has slot {slot}, which has no rows in this step")
+        if len(token_ids) not in (0, starts[0] + 1):
+            raise ValueError(f"prompts[{slot}] has {len(token_ids)} tokens, not 0 or {starts[0] + 1}, start + 1")
+
+
+def _check_range(name: str, values: Int32Array, high: int) -> None:
+    if values.size and int(values.view(np.uint32).max()) > high:  # a negative one, read without its sign, is above
+        raise ValueError(f"{name} holds {values.min()} .. {values.max()}, outside 0 .. {high}")
 
 
 # Heads as they are offered, and who fits whom
@@ -298,16 +365,9 @@ class Waker:
 
 
 def set_up_socket(socket: zmq.Socket[bytes], max_frame_bytes: int) -> None:
-    """What both sides want of their socket: bounded frames and queues, and a peer whose host went away noticed within
-    half a minute."""
+    """What both sides want of their socket: bounded frames and queues, and a peer that hangs or is gone noticed."""
     socket.maxmsgsize = max_frame_bytes
     socket.rcvhwm = 64
     socket.handshake_ivl = 5000
+    socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT_MS, MAX_SILENCE_MS
     socket.setsockopt(zmq.IPV6, 1)
-    for option, value in (
-        (zmq.TCP_KEEPALIVE, 1),
-        (zmq.TCP_KEEPALIVE_IDLE, 10),
-        (zmq.TCP_KEEPALIVE_INTVL, 5),
-        (zmq.TCP_KEEPALIVE_CNT, 3),
-    ):
-        socket.setsockopt(option, value)

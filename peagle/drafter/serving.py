@@ -13,7 +13,6 @@ import torch
 
 from peagle.checkpoint import build_drafter, check_head_fits, load_head
 from peagle.config import UNNAMED_LAYERS, default_aux_layer_ids, read_target_config
-from peagle.drafter.graphs import warn_of_compilations
 from peagle.drafter.parallel_pass import ParallelPass, PassLimits, cache_bytes_per_block, check_parallel
 from peagle.drafter.projection import InputProjection
 from peagle.drafter.protocol import ServedHead
@@ -111,8 +110,6 @@ def load_served_head(
         dtype=dtype,
     )
     parallel_pass.warm_up()
-    if parallel_pass.device.type == "cuda":
-        warn_of_compilations()
     layer_ids = config.aux_layer_ids
     if layer_ids == UNNAMED_LAYERS:
         layer_ids = default_aux_layer_ids(read_target_config(target_dir)["num_hidden_layers"])

@@ -116,7 +116,7 @@ class RemoteSpeculator(BaseSpeculator):
             assert aux_hidden_states, "the target returned no auxiliary hidden states"
             step = self._engine_step(input_batch, target, aux_hidden_states)
             sent = self.sender.send(step)
-            drafts_BK, chance_BK = self.sender.enqueue_wait(sent, num_requests)
+            drafts_BK, chance_BK = self.sender.wait(sent, num_requests)
             if self._is_choice:
                 self.chances.record(chance_BK, input_batch.idx_mapping, self._num_ahead)
             asked = zip(step.request_ids, step.num_drafts_B, self.sender.num_drafts(sent, num_requests), strict=True)

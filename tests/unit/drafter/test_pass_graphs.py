@@ -4,19 +4,18 @@ and the way back."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
 import torch
+from triton import knobs
 
-from peagle.drafter import graphs
-from peagle.drafter.drafts import token_ids
-from peagle.drafter.graphs import NUM_BUFFERS, PER_REQUEST, GraphSizes, PassLayout
+from peagle.drafter.graphs import NUM_BUFFERS, PER_REQUEST, GraphKey, PassLayout
 from tests.support.head_factory import CONFIG, random_drafter
-from tests.support.pass_requests import MAX_DEPTH, STEPS, SWITCHES, Requests, Step
+from tests.support.pass_requests import MAX_DEPTH, STEPS, SWITCHES, Requests, Step, run, token_ids
 
-SIZES = GraphSizes(rows=(8, 16, 32), requests=(2, 3), depths=(1, MAX_DEPTH))
-NO_GRAPHS = GraphSizes(rows=(), requests=(), depths=())
+FEW = list(itertools.product((8, 16, 32), (2, 3), (1, MAX_DEPTH)))
 
 
 def on_gpu(name: str = "plain", num_requests: int = 3) -> Requests:
@@ -25,26 +24,25 @@ def on_gpu(name: str = "plain", num_requests: int = 3) -> Requests:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SWITCHES)
-@pytest.mark.parametrize("sizes", [NO_GRAPHS, SIZES, None], ids=["eager", "few sizes", "all sizes"])
-def test_drafts_equal_the_sessions(name: str, sizes: GraphSizes | None) -> None:
+@pytest.mark.parametrize("keys", [[], FEW, None], ids=["eager", "few sizes", "all sizes"])
+def test_drafts_equal_the_sessions(name: str, keys: list[GraphKey] | None) -> None:
     requests = on_gpu(name)
-    parallel_pass = requests.new_pass("cuda", graph_sizes=sizes)
+    parallel_pass = requests.new_pass("cuda", graph_keys=keys)
+    assert (parallel_pass.warm_up() > 0) == (keys != [])
     for steps in STEPS:
         expected = [requests.expected(step) for step in steps]
-        assert token_ids(parallel_pass.run(requests.batch(steps))).tolist() == expected
-    assert (parallel_pass.num_graphs > 0) == (sizes is not NO_GRAPHS)
+        assert token_ids(run(parallel_pass, requests.batch(steps))).tolist() == expected
 
 
 @pytest.mark.gpu
 def test_padded_requests_and_rows_touch_nothing() -> None:
     """Graphs for three requests and 32 rows, replayed with one request of few rows, between steps of the others."""
     requests = on_gpu()
-    sizes = GraphSizes(rows=(64,), requests=(3,), depths=(MAX_DEPTH,))
-    parallel_pass = requests.new_pass("cuda", graph_sizes=sizes)
+    parallel_pass = requests.new_pass("cuda", graph_keys=[(64, 3, MAX_DEPTH)])
+    assert parallel_pass.warm_up() == 1
     for steps in STEPS:
         for step in steps:
-            assert token_ids(parallel_pass.run(requests.batch([step]))).tolist() == [requests.expected(step)]
-    assert parallel_pass.num_graphs == 1
+            assert token_ids(run(parallel_pass, requests.batch([step]))).tolist() == [requests.expected(step)]
 
 
 @pytest.mark.gpu
@@ -52,25 +50,27 @@ def test_launches_may_overtake_their_answers() -> None:
     """More passes under way than there are buffers; each answer is of its own pass, whenever it is asked for."""
     requests = on_gpu()
     parallel_pass = requests.new_pass("cuda")
+    parallel_pass.warm_up()
     steps = [Step(0, position, 1, 1 + position % MAX_DEPTH) for position in range(3 * NUM_BUFFERS)]
     pinned = [requests.batch([step], num_rejected=0) for step in steps]
     pending = [parallel_pass.launch(batch) for batch in pinned]
-    expected = [[requests.expected(step)] for step in steps]
-    assert [token_ids(drafts()).tolist() for drafts in reversed(pending)] == expected[::-1]
+    expected = [requests.expected(step)[: step.depth] for step in steps]
+    assert [token_ids(drafts())[0].tolist() for drafts in reversed(pending)] == expected[::-1]
 
 
 @pytest.mark.gpu
-def test_after_warm_up_no_batch_compiles_a_kernel(caplog: pytest.LogCaptureFixture) -> None:
+def test_after_warm_up_no_batch_compiles_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton makes kernels of their own for sizes of 1 and multiples of 16, which a prompt may or may not have."""
     requests = on_gpu()
     parallel_pass = requests.new_pass("cuda")
     parallel_pass.warm_up()
     batches = [[Step(0, 0, length, depth)] for length in (1, 12, 15, 16, 17, 31) for depth in (0, 1, 3, MAX_DEPTH)]
     batches += [[Step(0, 31, 1, 1), Step(1, 0, length, 5), Step(2, 0, 2, 0)] for length in (1, 9, 16, 40)]
-    graphs.warn_of_compilations()
+    compiled: list[object] = []
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **made: compiled.append(made.get("fn")))
     for steps in batches:
-        parallel_pass.run(requests.batch(steps))
-    assert "was compiled after warm-up" not in caplog.text
+        run(parallel_pass, requests.batch(steps))
+    assert not compiled
 
 
 @pytest.mark.gpu
@@ -83,7 +83,7 @@ def test_in_bfloat16_most_drafts_are_those_of_float32() -> None:
     found, expected = [], []
     for steps in STEPS:
         expected += [requests.expected(step) for step in steps]
-        found += token_ids(parallel_pass.run(requests.batch(steps))).tolist()
+        found += token_ids(run(parallel_pass, requests.batch(steps))).tolist()
     same = np.array(found) == np.array(expected)
     assert same[np.array(expected) >= 0].mean() > 0.7
 
