@@ -7,10 +7,7 @@ with a sliding window the nearest of them. The cache of a layer is [num_blocks, 
 The kernel works on tiles of rows times the query heads that share a key head, so that keys are read once for a request
 that decodes. Where tiles and key heads do not fill the GPU, the context is split: parts are weighted together by a
 second kernel, as in Flash-Decoding (https://pytorch.org/blog/flash-decoding/). How many parts a request really uses
-follows from its context, on the device; with one, nothing is left for the second kernel.
-
-How a launch is cut (`LaunchPlan`) follows from sizes that the host knows. Every distinct plan is a kernel to compile,
-so plans are few.
+follows from its context, on the device.
 
 N rows, A query heads, G key and value heads, D head size, B requests.
 """
@@ -57,10 +54,9 @@ def plan_for(
     max_context: int,
     num_sms: int,
 ) -> LaunchPlan:
-    """Sizes for a batch of about equal requests.
+    """Sizes for a batch of about equal requests; every distinct plan is a kernel to compile, so plans are few.
 
-    element_bytes: of queries and keys. max_context: positions that the block table has room for. num_sms:
-    multiprocessors of the GPU.
+    element_bytes: of queries and keys. max_context: positions of the block table. num_sms: multiprocessors of the GPU.
     """
     ratio = num_heads // num_groups
     rows_each = triton.cdiv(num_rows, max(num_requests, 1))
@@ -96,19 +92,12 @@ def paged_attention(
     sliding_window: int | None = None,
     plan: LaunchPlan | None = None,
 ) -> Tensor:
-    """Attention of N rows, of which `first_row_B1` says whose they are; keys and values are in the cache already.
+    """Attention of N rows, [N, A, D] of q's type; zeros in rows beyond first_row_B1[-1].
 
-    Args:
-        q_NAD: rotated queries, any strides but 1 in the last dimension.
-        k_cache, v_cache: [num_blocks, block_size, G, D], of the same strides.
-        block_table_BN: int, blocks of each request.
-        first_row_B1, context_B: int, as in `peagle.drafter.rows.Rows`.
-        start_B: int, position of a request's first row.
-        scale: factor of the scores, 1 / sqrt(D).
-        sliding_window: keys that a row sees at most, its own included.
-        plan: sizes of the launch, for tests and measurements; of no effect on the twin.
-
-    Returns [N, A, D] of q's type; zeros in rows beyond first_row_B1[-1].
+    q_NAD: rotated queries. k_cache, v_cache: [num_blocks, block_size, G, D], of the same strides, with the rows' own
+    keys and values. block_table_BN: int. first_row_B1, context_B: int, as in `peagle.drafter.rows.Rows`. start_B:
+    int, position of a request's first row. scale: factor of the scores. sliding_window: keys that a row sees at most,
+    its own included. plan: sizes of the launch, for tests.
     """
     (num_rows, num_heads, head_size), (num_requests, num_columns) = q_NAD.shape, block_table_BN.shape
     block_size, num_groups = k_cache.shape[1], k_cache.shape[2]
@@ -318,9 +307,8 @@ def combine_kernel(
 def write_kv(k_NGD: Tensor, v_NGD: Tensor, k_cache: Tensor, v_cache: Tensor, slots_N: Tensor) -> None:
     """Writes rows into the cache of one layer: row i at slot slots_N[i], nowhere where that is negative.
 
-    k_NGD, v_NGD: rotated keys, and values; any strides but 1 in the last dimension. k_cache, v_cache: [num_blocks,
-    block_size, G, D], of the same strides; slot s is place s % block_size of block s // block_size. Values take the
-    cache's type.
+    k_NGD, v_NGD: rotated keys, and values; any strides but 1 in the last dimension. Slot s is place s % block_size of
+    block s // block_size.
     """
     num_rows, num_groups, head_size = k_NGD.shape
     assert k_cache.stride() == v_cache.stride()

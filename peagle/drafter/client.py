@@ -1,10 +1,7 @@
-"""A target's link to one drafter: steps out, drafts back, within a deadline.
-
-Every failure costs drafts, never a request.
+"""A target's link to one drafter: steps out, drafts back, within a deadline. A failure costs drafts, never a request.
 
 The engine's thread sends and waits. A thread of the link connects and watches the drafter. Where the ring is not
-shared, it also carries steps and drafts over TCP: the engine's thread sees no difference. `peagle.drafter.pool` keeps
-the links of a target.
+shared, it also carries steps and drafts over TCP: the engine's thread sees no difference.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -37,9 +34,9 @@ from peagle.drafter.protocol import (
     Answer,
     Bye,
     DrafterMessage,
+    HeadIndex,
     Hello,
     Int32Array,
-    Refused,
     Step,
     StepDescriptor,
     Waker,
@@ -59,6 +56,14 @@ _LOST = zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
 _MECHANISM_MISMATCH = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 _FOREIGN = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 logger = logging.getLogger(__name__)
+
+
+class DrafterEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A drafter to connect to. address: "host:port". heads: index -> digest. key: with which it lets targets in."""
+
+    address: Annotated[str, msgspec.Meta(pattern=r"^\S+:\d+$")]
+    heads: dict[HeadIndex, str]
+    key: str = ""
 
 
 @dataclasses.dataclass
@@ -118,23 +123,20 @@ class LinkStats:
 class Connection:
     """A socket that connects to one drafter once. Used by the link's thread only."""
 
-    def __init__(self, context: zmq.Context[Any], address: str, key: str, waker: Waker) -> None:
-        """key: of the drafter, "" for none. waker: ends a `receive` that waits.
-
-        Raises ZMQError for an address that cannot be resolved.
-        """
-        self.peer, self._waker = f"drafter {address}", waker
+    def __init__(self, context: zmq.Context[Any], drafter: DrafterEntry, waker: Waker) -> None:
+        """waker: ends a `receive` that waits. Raises ZMQError for an address that cannot be resolved."""
+        self.peer, self._waker = f"drafter {drafter.address}", waker
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.reconnect_ivl = -1  # a connection that is lost takes its agreement with it
         set_up_socket(self._socket, MAX_REPLY_BYTES)
-        if key:
-            self._socket.plain_username, self._socket.plain_password = USER, key.encode()
+        if drafter.key:
+            self._socket.plain_username, self._socket.plain_password = USER, drafter.key.encode()
         self._monitor = self._socket.get_monitor_socket(_LOST | _FOREIGN | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
         self._poller = zmq.Poller()
         for source in (self._socket, self._monitor, waker.fileno()):
             self._poller.register(source, zmq.POLLIN)
-        self._socket.connect(f"tcp://{address}")
+        self._socket.connect(f"tcp://{drafter.address}")
 
     def send(self, frames: list[Any]) -> int:
         """Enqueue a message; returns its bytes. Raises ZMQError where the drafter reads nothing."""
@@ -173,22 +175,19 @@ class Connection:
 class Session:
     """An agreed connection. From `sent` on, fields belong to the thread that sends; `lock` to whoever uses `ring`.
 
-    heads: index -> digest. projections: of these, by index, on the host. is_shared: one host, so that the drafter reads
-    the ring. is_unwanted: other heads are wanted, so the connection is to end. sent: number of the step sent last.
-    is_awaited: whether its answer was waited for. has_request: by request slot, whether the drafter has the request.
-    has_drafts: by request slot, whether the last answer held drafts, if any were asked for. descriptors: of the last
-    steps, by slot of the ring. waited: steps that are or were waited for and not counted yet. enqueued: after the GPU's
-    last work on the ring.
+    projections: of the heads, by index, on the host. is_shared: one host, so that the drafter reads the ring. sent:
+    number of the step sent last. is_awaited: whether its answer was waited for. has_request: by request slot, whether
+    the drafter has the request. has_drafts: by request slot, whether the last answer held drafts, if any were asked
+    for. descriptors: of the last steps, by slot of the ring. waited: steps that are or were waited for and not counted
+    yet. enqueued: after the GPU's last work on the ring.
     """
 
     ring: Ring
     is_shared: bool
-    heads: Mapping[int, str]
     projections: Mapping[int, InputProjection]
     device: torch.device
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     is_closed: bool = False
-    is_unwanted: bool = False
     sent: int = 0
     is_late: bool = False
     is_awaited: bool = True
@@ -237,7 +236,7 @@ def agree(connection: Connection, hello: Hello, device: torch.device) -> Session
             raise WireError(f"{connection.peer} sent no message within {HELLO_TIMEOUT_S:g} s")
         received = connection.receive(left_s)
     welcome, raw = received
-    if isinstance(welcome, Refused):
+    if isinstance(welcome, Bye):
         raise WireError(f"{connection.peer} refused: {welcome.reason}")
     if not isinstance(welcome, Welcome) or len(raw) != len(hello.heads):
         raise WireError(f"{connection.peer} answered the hello with {type(welcome).__name__} and {len(raw)} frames")
@@ -247,7 +246,7 @@ def agree(connection: Connection, hello: Hello, device: torch.device) -> Session
             raise WireError(f"the input projection of head {index} leaves {projection.hidden_size} columns")
     name = welcome.shared_memory
     ring = Ring.attach(name, hello.shape) if name else Ring.create(hello.shape)
-    return Session(ring, bool(name), dict(hello.heads), projections, device)
+    return Session(ring, bool(name), projections, device)
 
 
 def step_frames(step: Step) -> list[Any]:
@@ -274,27 +273,19 @@ class Link:
     closed
     """
 
-    def __init__(
-        self,
-        address: str,
-        key: str,
-        hello: Hello,
-        deadlines: Deadlines,
-        device: torch.device,
-    ) -> None:
-        """key, hello: with what to connect."""
-        self.address, self._key, self.stats = address, key, LinkStats()
+    def __init__(self, drafter: DrafterEntry, hello: Hello, deadlines: Deadlines, device: torch.device) -> None:
+        """hello: with what to connect, but for the heads."""
+        self.drafter, self.stats = drafter, LinkStats()
         self.problem = ""  # the last thing that went wrong, in words
-        self._hello, self._deadlines, self._device = hello, deadlines, device
+        self._hello = msgspec.structs.replace(hello, heads=drafter.heads)
+        self._deadlines, self._device = deadlines, device
         self._session: Session | None = None  # of the link's thread, read by the engine's
         self._current: Session | None = None  # of the engine's step
         self.projections: Mapping[int, InputProjection] = {}
         """Head index -> its input projection, on the device, for which this step can be sent."""
         self._finished: set[int] = set()
-        self._sent_s = 0.0
-        self._stopped, self._retry, self._hello_lock = threading.Event(), threading.Event(), threading.Lock()
-        self._waker = Waker()
-        self._thread = threading.Thread(target=self._run, name=f"drafter link {address}", daemon=True)
+        self._stopped, self._waker = threading.Event(), Waker()
+        self._thread = threading.Thread(target=self._run, name=f"drafter link {drafter.address}", daemon=True)
         self._thread.start()
 
     @property
@@ -304,11 +295,6 @@ class Link:
         if (session := self._session) is None:
             return "connecting"
         return "late" if session.is_late else "up"
-
-    @property
-    def heads(self) -> Mapping[int, str]:
-        """index -> digest, as wanted."""
-        return self._hello.heads
 
     def begin_step(self) -> bool:
         """Use the connection as it is now; whether steps can be sent."""
@@ -371,7 +357,7 @@ class Link:
         session.has_request[descriptor.slots_B] = True
         session.has_drafts[list(prompts)] = True
         self._finished.clear()
-        session.sent, session.is_awaited, self._sent_s = number, False, time.monotonic()
+        session.sent, session.is_awaited = number, False
         self.stats.num_steps += 1
         if not session.is_shared:
             self._waker.wake()
@@ -424,31 +410,19 @@ class Link:
             session.has_request[ended] = False
             self._finished.update(ended)
 
-    def want_heads(self, heads: Mapping[int, str], key: str = "") -> None:
-        """Ask for other heads, or with another key: the connection is made anew, unless it has these."""
-        with self._hello_lock:
-            if (heads, key) == (self._hello.heads, self._key):
-                return
-            self._hello, self._key = msgspec.structs.replace(self._hello, heads=dict(heads)), key
-        if (session := self._session) is not None:
-            session.is_unwanted = True
-        self._waker.wake()
-        self._retry.set()
-
     def close(self, timeout_s: float = 0.0) -> None:
         """End the connection and the thread, and wait for it this long. Again is no error."""
         self._current = None
         self._stopped.set()
         self._waker.wake()
-        self._retry.set()
         self._thread.join(timeout_s)
 
     def report(self) -> dict[str, Any]:
         """Plain values for a metrics page."""
         session = self._session
         return {
-            "address": self.address,
-            "heads": {str(i): digest for i, digest in self.heads.items()},  # read before the state: see `_swap_head`
+            "address": self.drafter.address,
+            "heads": {str(i): digest for i, digest in self.drafter.heads.items()},
             "state": self.state,
             "path": None if session is None else "shared memory" if session.is_shared else "tcp",
             "problem": self.problem,
@@ -476,11 +450,9 @@ class Link:
         stats.sum_service_s += service_s
         stats.sum_wait_s += wait_s
         self._deadlines.record_answer(service_s, session.num_rows(number))
-        first_B, is_asked_B = (
-            session.ring.slot(number).drafts_BK[: descriptor.num_requests, 0],
-            descriptor.num_drafts_B > 0,
-        )
-        session.has_drafts[descriptor.slots_B[is_asked_B]] = first_B[is_asked_B] != NO_DRAFT
+        has_drafts_B = session.ring.slot(number).drafts_BK[: descriptor.num_requests, 0] != NO_DRAFT
+        is_asked_B = descriptor.num_drafts_B > 0
+        session.has_drafts[descriptor.slots_B[is_asked_B]] = has_drafts_B[is_asked_B]
 
     def _give_up(self, session: Session) -> None:
         """A deadline passed: steps that are waited for already are let go too."""
@@ -488,7 +460,7 @@ class Link:
             session.is_late = True
             session.ring.set_abort(True)
             self.stats.num_timeouts += 1
-            self.problem = f"{self.address} missed a deadline"
+            self.problem = f"{self.drafter.address} missed a deadline"
 
     # The link's thread
 
@@ -497,42 +469,31 @@ class Link:
         backoff_s, can_share = MIN_BACKOFF_S, True
         while not self._stopped.is_set():
             connection: Connection | None = None
+            session: Session | None = None
             try:
-                connection = Connection(context, self.address, self._key, self._waker)
+                connection = Connection(context, self.drafter, self._waker)
                 hello = self._hello if can_share else msgspec.structs.replace(self._hello, host="")
                 can_share = True  # tried again by the next connection
                 session = agree(connection, hello, self._device)
-                try:
-                    if self._open_session(session):
-                        backoff_s = MIN_BACKOFF_S
-                        self._serve(session, connection)
-                    continue
-                finally:
-                    session.close()
+                self.stats.num_connections += 1  # before the link shows as up
+                self._session, backoff_s = session, MIN_BACKOFF_S
+                self._serve(session, connection)
             except OSError as error:  # the drafter's shared memory cannot be had here: the next hello asks for none
                 self.problem, can_share = str(error), False
             except (WireError, zmq.ZMQError, ValueError) as error:
                 self.problem = str(error) or type(error).__name__
             except Exception as error:  # a thread that died would leave the link down for good
-                logger.exception("drafter link %s", self.address)
+                logger.exception("drafter link %s", self.drafter.address)
                 self.problem = repr(error)
             finally:
+                if session is not None:
+                    session.close()
                 if connection is not None:
                     connection.close()
                 self._session = None  # after `problem`: whoever sees the link down can read why
-            if self._retry.wait(backoff_s):
-                self._retry.clear()
+            self._stopped.wait(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
         context.term()
-
-    def _open_session(self, session: Session) -> bool:
-        """False where other heads are wanted meanwhile."""
-        with self._hello_lock:  # who wants others from here on finds the session, and ends it
-            if session.heads != self._hello.heads:
-                return False
-            self.stats.num_connections += 1  # before the link shows as up
-            self._session = session
-        return True
 
     def _serve(self, session: Session, connection: Connection) -> None:
         """Watch the connection, and carry steps where the ring is not shared, until somebody wants it to end.
@@ -540,7 +501,7 @@ class Link:
         Raises WireError or ZMQError when the connection is lost: what happened.
         """
         ring, carried, sent_ns = session.ring, 0, 0
-        while not (self._stopped.is_set() or session.is_unwanted):
+        while not self._stopped.is_set():
             if not session.is_shared and carried < session.sent and ring.is_done(carried):
                 carried, sent_ns = carried + 1, time.monotonic_ns()
                 while not (ring.is_ready(carried) or self._stopped.wait(_POLL_S)):  # a GPU may still be at it

@@ -58,18 +58,16 @@ class PassBatch(Generic[Values]):
     """B requests of one pass: integers as arrays of the host, or as tensors of the pass's device. Tensors may hold more
     rows than the batch has, and requests without rows may pad it.
 
-    start_B: position of a request's first row, counted from its first row in the cache. What the cache holds from there
-        on is overwritten.
+    start_B: position of a request's first row, counted from its first row in the cache, which is overwritten from there
+        on.
     num_valid_B: n, rows given: positions start .. start + n - 1. With 0, the request gets no drafts.
     row_offset_B: where they begin among the batch's R rows.
-    num_drafts_B: drafts wanted, 0 .. max_draft_tokens; 0: the rows only enter the cache.
+    num_drafts_B: drafts wanted; 0: the rows only enter the cache.
     next_tokens_R: int64, the token after each row.
     addresses_R: int64, where each row's projected hidden state lies (`place_hidden`): on a GPU in its own memory, or in
         pinned memory of the host, which must stay as it is until the drafts are there.
-    block_table_BN: cache block of the positions [j * block_size, (j + 1) * block_size) in column j. A request needs
-        blocks for the positions before start + n + num_drafts - 1: rows of the mask token take room as well.
-
-    The others are int32.
+    block_table_BN: cache block of the positions [j * block_size, (j + 1) * block_size) in column j, for all before
+        start + n + num_drafts - 1: rows of the mask token take room as well.
     """
 
     start_B: Values
@@ -83,6 +81,11 @@ class PassBatch(Generic[Values]):
     @property
     def num_requests(self) -> int:
         return len(self.start_B)
+
+    def first_requests(self, number: int) -> PassBatch[Values]:
+        """These requests, with the same rows."""
+        per_request = ("start_B", "num_valid_B", "row_offset_B", "num_drafts_B", "block_table_BN")
+        return dataclasses.replace(self, **{name: getattr(self, name)[:number] for name in per_request})
 
     @functools.cached_property
     def drafts_B(self) -> Int32Array:
@@ -157,11 +160,7 @@ class LayerWeights:
 
 
 class ParallelPass:
-    """One head's weights, its cache of keys and values, and the pass over them. Used by one thread at a time.
-
-    The pass is the same function as `Drafter.forward` with a cache: of the last layer, what nobody samples is computed
-    no further than its keys and values.
-    """
+    """One head's weights, its cache of keys and values, and the pass over them. Used by one thread at a time."""
 
     def __init__(
         self,
@@ -216,11 +215,8 @@ class ParallelPass:
 
     @torch.no_grad()
     def launch(self, batch: PassBatch[Any]) -> PendingDrafts:
-        """Starts a pass; what the batch points to must stay as it is until the drafts are there.
-
-        The batch must fit the limits, and its blocks and rows must be there: on a GPU wrong ones are wild writes and
-        reads. Passes run one after another, so the next may be launched before the drafts of this one are there.
-        """
+        """Starts a pass; what the batch points to must stay as it is until the drafts are there. On a GPU a block or an
+        address that is wrong is a wild write or read. Passes run in the order of their launch."""
         if self._runner is not None:
             return self._runner.launch(batch)
         values = (getattr(batch, field.name) for field in dataclasses.fields(batch))
@@ -282,8 +278,7 @@ class ParallelPass:
 
 
 def check_parallel(config: DrafterConfig, source: str) -> None:
-    """Raise HeadError for a head that a remote drafter does not run: one that drafts one token after another, where the
-    drafter has one pass a step, or one of a target whose tokens do not fit into a draft as it travels."""
+    """Raise HeadError for a head that a remote drafter does not run."""
     if config.ptd_token_id is None:
         raise HeadError(
             f"{source} has no mask token (ptd_token_id), so it is an EAGLE-3 head: a remote drafter runs P-EAGLE heads "

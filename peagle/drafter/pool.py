@@ -12,26 +12,18 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from peagle.drafter.client import Deadlines, Link
-from peagle.drafter.protocol import HeadIndex, Hello, Int32Array, TargetShape
+from peagle.drafter.client import Deadlines, DrafterEntry, Link
+from peagle.drafter.protocol import Hello, Int32Array, TargetShape
 from peagle.drafter.shared_memory import host_identity
 
 _CLOSE_S = 2.0
-
-
-class DrafterEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A drafter to connect to. address: "host:port". heads: index -> digest. key: with which it lets targets in."""
-
-    address: Annotated[str, msgspec.Meta(pattern=r"^\S+:\d+$")]
-    heads: dict[HeadIndex, str]
-    key: str = ""
 
 
 class LinkPool:
@@ -63,26 +55,24 @@ class LinkPool:
         self._link_of = np.full(shape.max_num_requests, -1, np.int64)  # by slot
 
     def set_drafters(self, drafters: Iterable[Mapping[str, Any]]) -> None:
-        """The drafters to use from now on; does not wait for them. Those that are not named any more are drained.
+        """The drafters to use from now on; does not wait for them. Those that are not named any more are drained. One
+        with other heads or another key than before is connected to anew: its requests begin cold.
 
         drafters: the fields of `DrafterEntry` each. On a GPU their rings are registered with CUDA as they connect, so
         CUDA graphs are captured before.
 
         Raises msgspec.ValidationError naming a wrong field; nothing has changed then.
         """
-        entries = msgspec.convert(list(drafters), list[DrafterEntry], strict=False)
-        wanted = {entry.address: entry for entry in entries}
-        number_of = {link.address: number for number, link in self.links.items()}
-        for address, entry in wanted.items():
-            if (number := number_of.get(address)) is not None:
-                self.links[number].want_heads(entry.heads, entry.key)
-                self._draining.discard(number)
-                continue
-            hello = msgspec.structs.replace(self._hello, heads=entry.heads)
-            deadlines = dataclasses.replace(self._deadlines)
-            self.links[self._num_made] = Link(address, entry.key, hello, deadlines, self.device)
-            self._num_made += 1
-        self._draining |= {number for address, number in number_of.items() if address not in wanted}
+        wanted = {entry.address: entry for entry in msgspec.convert(list(drafters), list[DrafterEntry], strict=False)}
+        self._draining = {n for n, link in self.links.items() if link.drafter.address not in wanted}
+        for number in [n for n, link in self.links.items() if link.drafter not in wanted.values()]:
+            if number not in self._draining:
+                self.links.pop(number).close()
+        connected = [link.drafter for link in self.links.values()]
+        for entry in wanted.values():
+            if entry not in connected:
+                self.links[self._num_made] = Link(entry, self._hello, dataclasses.replace(self._deadlines), self.device)
+                self._num_made += 1
         self._close_drained()
 
     def assign(

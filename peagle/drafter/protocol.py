@@ -2,12 +2,11 @@
 
     target                                            drafter
     Hello: shape, layers, heads by digest         ->
-                                                  <-  Refused: why, in words
                                                   <-  Welcome: shared memory or none; an input projection for each head
     StepDescriptor: one target step               ->  (only without shared memory; frames: its tensors)
                                                   <-  Answer: to a step (frame: drafts, `peagle.drafter.rows`)
                                                   <-  Alive, twice a second: shows the drafter which targets are gone
-                                                  <-  Bye: the connection is over
+                                                  <-  Bye: the connection is over, or refused; why, in words
 
 A message is a zmq multipart message over TCP: `PROTOCOL`, the msgpack of one of the structs, and raw frames. On one
 host steps and drafts pass through a ring in shared memory (`peagle.drafter.shared_memory`), and only the rest goes over
@@ -73,13 +72,6 @@ class TargetShape:
     max_num_rows: _Size
     vocab_size: _Size
 
-    def __post_init__(self) -> None:
-        if self.max_num_rows < self.max_num_requests:
-            raise ValueError(
-                f"max_num_rows = {self.max_num_rows} is below max_num_requests = {self.max_num_requests}: every "
-                "request of a step has a row"
-            )
-
     @property
     def torch_dtype(self) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self.dtype)
@@ -143,12 +135,6 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     shared_memory: str
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Why this drafter does not draft for whoever sent a hello."""
-
-    reason: str
-
-
 class Answer(msgspec.Struct, frozen=True, tag=True):
     """The answer to a step. Frame: int32 [B, K], drafts as they travel (`peagle.drafter.rows`), `NO_DRAFT` from each
     request's number of drafts on."""
@@ -161,13 +147,13 @@ class Alive(msgspec.Struct, frozen=True, tag=True):
 
 
 class Bye(msgspec.Struct, frozen=True, tag=True):
-    """The drafter ends the connection."""
+    """The drafter ends the connection, or does not draft for whoever sent a hello."""
 
     reason: str
 
 
 TargetMessage = Hello | StepDescriptor
-DrafterMessage = Welcome | Refused | Answer | Alive | Bye
+DrafterMessage = Welcome | Answer | Alive | Bye
 
 
 def _read_ints(_: Any, data: Any) -> Int32Array:
@@ -296,8 +282,10 @@ class ServedHead:
     aux_layer_ids: tuple[int, ...]
     max_draft_tokens: int
 
-
-_SHARED_FIELDS = ("hidden_size", "dtype", "vocab_size", "aux_layer_ids")
+    def fields_of_targets(self) -> dict[str, Any]:
+        """By name what must be the same at the targets."""
+        names = ("hidden_size", "dtype", "vocab_size", "aux_layer_ids")
+        return {name: getattr(self, name) for name in names}
 
 
 def find_mismatch(hello: Hello, heads: Mapping[int, ServedHead]) -> str | None:
@@ -307,14 +295,14 @@ def find_mismatch(hello: Hello, heads: Mapping[int, ServedHead]) -> str | None:
     shape, by_digest = hello.shape, {head.digest: head for head in heads.values()}
     if (num_bytes := shape.payload_bytes) > MAX_PAYLOAD_BYTES:
         return f"a step of max_num_rows = {shape.max_num_rows} has {num_bytes} bytes, at most {MAX_PAYLOAD_BYTES}"
+    theirs = {**dataclasses.asdict(shape), "aux_layer_ids": hello.aux_layer_ids}
     for index, digest in hello.heads.items():
         head = by_digest.get(digest)
         if head is None:
             return f"head {index} of the target is {digest}, this drafter has {', '.join(sorted(by_digest))}"
-        for name in _SHARED_FIELDS:
-            theirs = hello.aux_layer_ids if name == "aux_layer_ids" else getattr(shape, name)
-            if (ours := getattr(head, name)) != theirs:
-                return f"head {digest}: {name} is {ours} at the drafter and {theirs} at the target"
+        for name, ours in head.fields_of_targets().items():
+            if ours != theirs[name]:
+                return f"head {digest}: {name} is {ours} at the drafter and {theirs[name]} at the target"
         if shape.max_draft_tokens > head.max_draft_tokens:
             return (
                 f"head {digest}: the target asks for up to {shape.max_draft_tokens} drafts, this drafter gives "
@@ -332,11 +320,11 @@ def check_swap(heads: Mapping[int, ServedHead], index: int, served: ServedHead) 
     if served.digest in {other.digest for i, other in heads.items() if i != index}:
         raise ValueError(f"head {served.digest} is served under another number already")
     other = heads.get(index) or next(iter(heads.values()))
-    for name in _SHARED_FIELDS:
-        if getattr(served, name) != getattr(other, name):
+    for name, value in other.fields_of_targets().items():
+        if (new := getattr(served, name)) != value:
             raise ValueError(
-                f"head {served.digest} does not fit the targets: its {name} is {getattr(served, name)}, that of head "
-                f"{other.digest} {getattr(other, name)}"
+                f"head {served.digest} does not fit the targets: its {name} is {new}, that of head "
+                f"{other.digest} {value}"
             )
     return heads.get(index)
 

@@ -190,9 +190,8 @@ def place_hidden(addresses_R: Tensor, sources_N: Tensor, mask_hidden_H: Tensor, 
     """Writes and returns out_NH: row i is the payload's row sources_N[i], or mask_hidden_H where the source is -1.
 
     addresses_R: int64, where each row of the payload, H numbers of out_NH's type, begins in memory that out_NH's device
-    reaches (its own, or pinned host memory); multiples of `ALIGNMENT_BYTES` where a row's size is. Whoever calls keeps
-    that memory until the kernel has run; only rows that a source names are read. So a captured graph reads the
-    rings of several targets where they are.
+    reaches (its own, or pinned host memory); multiples of `ALIGNMENT_BYTES` where a row's size is. So a captured graph
+    reads the rings of several targets where they are. That memory stays as it is until the kernel has run.
     """
     num_rows, hidden_size = out_NH.shape
     if not num_rows:

@@ -37,7 +37,6 @@ from peagle.drafter.protocol import (
     DrafterMessage,
     Hello,
     Int32Array,
-    Refused,
     ServedHead,
     Step,
     StepDescriptor,
@@ -309,7 +308,7 @@ class DrafterServer:
     def _refuse(self, identity: bytes, reason: str) -> None:
         self.stats.num_refused += 1
         logger.warning("refused a target: %s", reason)
-        self._try_send(identity, Refused(reason))
+        self._try_send(identity, Bye(reason))
 
     def _try_send(self, identity: bytes, message: DrafterMessage, *raw: Any) -> bool:
         """False where the target is gone, or reads nothing."""

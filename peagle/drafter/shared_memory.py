@@ -299,9 +299,7 @@ _BLOCK = 1024
 
 def publish_step(slot: Slot, number: int, integers: Tensor) -> None:
     """Put a step's starts, valid rows and next tokens, int32 one after another, into its slot; then its number into
-    `ready`. On a GPU one kernel on the current stream: what the stream did before has reached the host when the number
-    does.
-    """
+    `ready`. On a GPU one kernel on the current stream: what the stream did before has reached the host by then."""
     if uses_kernel(integers):
         _publish_kernel[(1,)](
             integers, len(integers), _address(slot.integers), _address(slot.ready), number,
@@ -315,13 +313,11 @@ def publish_step(slot: Slot, number: int, integers: Tensor) -> None:
 def wait_for_drafts(
     slot: Slot, abort: Int64Array, number: int, timeout_ns: int, out_BK: Tensor, chance_BK: Tensor
 ) -> None:
-    """Wait until a step is done, the abort word is set, or the timeout is over since the wait itself began; then write
-    out_BK, int64, and chance_BK, float32: tokens and chances of the drafts; 0 where there are none.
+    """As `Ring.wait`, which ends also when the abort word is set. An answer that is there counts even then, or with no
+    time left. `outcome` is written at the end.
 
-    With out_BK on a GPU this enqueues one kernel on the current stream and returns: one warp reads the words over the
-    bus, other work goes on. Otherwise it blocks. `done` is looked at before the others, so an answer that is there
-    counts even with the abort word set or no time left. `outcome` is written at the end. Under Triton's interpreter,
-    which has no timer, a read of the words counts 1 ns.
+    On a GPU one kernel: one warp reads the words over the bus, other work goes on. Under Triton's interpreter, which
+    has no timer, a read of the words counts 1 ns.
     """
     num_requests, num_columns = out_BK.shape
     if uses_kernel(out_BK):

@@ -33,13 +33,6 @@ class SlotChange(NamedTuple):
     finished: list[int]
 
 
-@dataclasses.dataclass
-class _Held:
-    slot: int
-    request: object
-    last_step: int
-
-
 class RequestSlots:
     """The numbers under which drafters know a target's requests: 0 .. max_num_requests - 1, reused.
 
@@ -49,30 +42,28 @@ class RequestSlots:
 
     def __init__(self, num_slots: int) -> None:
         self._free = list(range(num_slots - 1, -1, -1))
-        self._held: dict[str, _Held] = {}
-        self._step = 0
+        self._held: dict[str, tuple[int, object]] = {}  # slot and request; who has waited longest comes first
 
     def update(self, request_ids: Sequence[str], requests: Mapping[str, object]) -> SlotChange:
         """Slots of a step of `request_ids`; `requests` are all that the engine has, running or waiting.
 
         A request that is another object than before under the same id is another request.
         """
-        self._step += 1
-        gone = [key for key, held in self._held.items() if requests.get(key) is not held.request]
+        gone = [key for key, (_, request) in self._held.items() if requests.get(key) is not request]
         finished = [self._release(key) for key in gone]
         new = [i for i, request_id in enumerate(request_ids) if request_id not in self._held]
         for request_id in request_ids:
-            if (held := self._held.get(request_id)) is not None:
-                held.last_step = self._step
+            if request_id in self._held:
+                self._held[request_id] = self._held.pop(request_id)
         for i in new:
             if not self._free:
-                finished.append(self._release(min(self._held, key=lambda key: self._held[key].last_step)))
-            self._held[request_ids[i]] = _Held(self._free.pop(), requests[request_ids[i]], self._step)
-        slots = [self._held[request_id].slot for request_id in request_ids]
+                finished.append(self._release(next(iter(self._held))))
+            self._held[request_ids[i]] = self._free.pop(), requests[request_ids[i]]
+        slots = [self._held[request_id][0] for request_id in request_ids]
         return SlotChange(np.array(slots, np.int32), new, finished)
 
     def _release(self, request_id: str) -> int:
-        slot = self._held.pop(request_id).slot
+        slot, _ = self._held.pop(request_id)
         self._free.append(slot)
         return slot
 
@@ -188,14 +179,6 @@ class StepSender:
         counts: list[int] = num_drafts_B.tolist()
         return counts
 
-    def report(self) -> dict[str, Any]:
-        """Plain values: what the pool says of its links."""
-        report: dict[str, Any] = self.pool.report()
-        return report
-
-    def close(self) -> None:
-        self.pool.close()
-
 
 def project_rows(projections: Mapping[int, InputProjection], heads_R: Int32Array, aux_RX: Tensor) -> Tensor:
     """Hidden rows [R, H], each projected for its head."""
@@ -222,17 +205,12 @@ def _upload(index: Any, device: torch.device) -> Tensor:
 
 def check_config(config: Any) -> None:
     """Refuse what a remote drafter was not made for."""
-    if not isinstance((config.additional_config or {}).get(REMOTE_KEY), Mapping):
-        raise ValueError(f"additional_config[{REMOTE_KEY!r}] must be set with this worker: use engine_kwargs(remote=)")
-    speculative = config.speculative_config
-    if speculative is None or speculative.method != "eagle3" or not speculative.parallel_drafting:
-        raise ValueError("a remote drafter needs speculative_config of a P-EAGLE head: use engine_kwargs(remote=)")
     model = config.model_config
     takes_media = model.is_multimodal_model and not model.multimodal_config.language_model_only
     refused = {
         "enable_prompt_embeds": model.enable_prompt_embeds,
         "images and other media (language_model_only: true serves a multimodal model for text)": takes_media,
-        "disable_padded_drafter_batch": speculative.disable_padded_drafter_batch,
+        "disable_padded_drafter_batch": config.speculative_config.disable_padded_drafter_batch,
     }
     if given := [setting for setting, is_on in refused.items() if is_on]:
         raise ValueError(f"a remote drafter does not go with {', '.join(given)}: leave one of them out")
@@ -276,18 +254,18 @@ class RemoteControl:
     def set_drafters(self, drafters: Sequence[dict[str, Any]]) -> None:
         """`collective_rpc("set_drafters", args=(drafters,))`: from now on drafts come from these, and no others.
 
-        drafters: the fields of `peagle.drafter.pool.DrafterEntry` each. Connecting goes on in the background; requests
-        of a drafter that is no longer listed are finished there. Raises msgspec.ValidationError naming a wrong field.
+        drafters: the fields of a `DrafterEntry` each. Connecting goes on in the background; requests of a drafter that
+        is no longer listed are finished there. Raises msgspec.ValidationError naming a wrong field.
         """
         if self.sender is not None:
             self.sender.pool.set_drafters(drafters)
 
     def remote_report(self) -> dict[str, Any]:
-        """`collective_rpc("remote_report")`: steps, rows and links of this worker; empty on ranks that do not send."""
-        return {} if self.sender is None else self.sender.report()
+        """`collective_rpc("remote_report")`: the links of this worker; empty on ranks that do not send."""
+        return {} if self.sender is None else dict(self.sender.pool.report())
 
     def shutdown(self) -> None:
         """Leave the drafters, then vLLM's own."""
         if (sender := self.sender) is not None:
-            sender.close()
+            sender.pool.close()
         super().shutdown()  # type: ignore[misc]

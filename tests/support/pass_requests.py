@@ -99,7 +99,7 @@ class Requests:
             next_tokens, aux = self.rows(step)
             tokens += [next_tokens.cpu(), torch.full((num_rejected,), -7)]
             hidden += [self.projection.project(aux).cpu(), torch.full((num_rejected, self.projection.hidden_size), 1e4)]
-        hidden_RH = torch.cat([part.to(dtype or self.projection.dtype) for part in hidden])
+        hidden_RH = torch.cat([part.to(dtype or self.projection.fc_HX.dtype) for part in hidden])
         if self.aux.is_cuda:
             hidden_RH = hidden_RH.pin_memory()
         self.payloads.append(hidden_RH)

@@ -168,7 +168,7 @@ class Target:
             if self._send(link, slots, num_rows, depth, head, new):
                 sent.append((link, slots))
             for slot in slots:
-                self.homes[slot] = link.address
+                self.homes[slot] = link.drafter.address
         for link, slots in sent:
             out_MK = torch.full((len(slots), MAX_DEPTH), 77, dtype=torch.int64, device=self.pool.device)
             link.wait(out_MK, out_MK.float())

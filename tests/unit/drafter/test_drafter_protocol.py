@@ -193,7 +193,6 @@ def test_a_value_of_the_tensors_that_does_not_fit_is_named(
         ({"dtype": "int8"}, r"Invalid enum value 'int8' - at `\$.shape.dtype`"),
         ({"hidden_size": 0}, r"Expected `int` >= 1 - at `\$.shape.hidden_size`"),
         ({"max_draft_tokens": True}, r"Expected `int`, got `bool` - at `\$.shape.max_draft_tokens`"),
-        ({"max_num_rows": 3}, "max_num_rows = 3 is below max_num_requests = 4"),
     ],
 )
 def test_a_bad_shape_of_a_hello_is_refused_by_name(changes: dict[str, Any], problem: str) -> None:

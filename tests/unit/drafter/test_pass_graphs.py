@@ -3,7 +3,6 @@ and the way back."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 import torch
 from triton import knobs
 
-from peagle.drafter.graphs import NUM_BUFFERS, PER_REQUEST, GraphKey, PassLayout
+from peagle.drafter.graphs import GraphKey, empty_inputs, move
 from tests.support.head_factory import CONFIG, random_drafter
 from tests.support.pass_requests import MAX_DEPTH, STEPS, SWITCHES, Requests, Step, run, token_ids
 
@@ -47,11 +46,11 @@ def test_padded_requests_and_rows_touch_nothing() -> None:
 
 @pytest.mark.gpu
 def test_launches_may_overtake_their_answers() -> None:
-    """More passes under way than there are buffers; each answer is of its own pass, whenever it is asked for."""
+    """Each answer is of its own pass, whenever it is asked for."""
     requests = on_gpu()
     parallel_pass = requests.new_pass("cuda")
     parallel_pass.warm_up()
-    steps = [Step(0, position, 1, 1 + position % MAX_DEPTH) for position in range(3 * NUM_BUFFERS)]
+    steps = [Step(0, position, 1, 1 + position % MAX_DEPTH) for position in range(12)]
     pinned = [requests.batch([step], num_rejected=0) for step in steps]
     pending = [parallel_pass.launch(batch) for batch in pinned]
     expected = [requests.expected(step)[: step.depth] for step in steps]
@@ -92,35 +91,17 @@ def test_in_bfloat16_most_drafts_are_those_of_float32() -> None:
 
 
 @pytest.mark.parametrize("num_padding", [0, 1, 3])
-def test_a_packed_batch_drafts_as_the_batch_does(num_padding: int) -> None:
+def test_a_batch_at_the_places_of_the_largest_drafts_as_it_does(num_padding: int) -> None:
     requests = Requests(random_drafter(CONFIG).float(), 3)
     parallel_pass = requests.new_pass(max_num_requests=3 + num_padding)
-    layout = PassLayout(parallel_pass.limits)
-    # What an earlier batch left must not matter.
-    buffer = np.full(layout.num_integers, -12345, np.int32)
-    blocks_BN = torch.full((3 + num_padding, parallel_pass.limits.max_blocks), -12345, dtype=torch.int32)
+    inputs = empty_inputs(parallel_pass.limits, torch.device("cpu"))
+    for place in (inputs.start_B, inputs.num_drafts_B, inputs.num_valid_B, inputs.next_tokens_R):
+        place.fill_(7)  # what an earlier batch left must not matter
     for steps in STEPS:
         expected = [requests.expected(step) for step in steps]
         batch = requests.batch(steps)
-        padded = len(steps) + num_padding
-        blocks = layout.pack(batch, buffer)
-        moved = torch.full((layout.num_integers,), -777, dtype=torch.int32)
-        moved[: blocks.stop] = torch.from_numpy(buffer[: blocks.stop])
-        given, width = batch.block_table_BN.shape
-        blocks_BN[:given, :width] = moved[blocks].view(given, width)
-        inputs = layout.inputs(moved, padded, blocks_BN)
-        found_BK = parallel_pass.compute(inputs, batch.num_rows + 5, MAX_DEPTH)
+        move(batch, inputs)
+        padded = inputs.first_requests(len(steps) + num_padding)
+        found_BK = parallel_pass.compute(padded, batch.num_rows + 5, MAX_DEPTH)
         assert token_ids(found_BK[: len(steps)].cpu().numpy()).tolist() == expected
         assert (found_BK[len(steps) :] == -1).all(), "a request that pads the batch drafted"
-
-
-@pytest.mark.parametrize("num_requests", [1, 2, 3, 6])
-def test_places_begin_at_16_bytes_and_end_within_the_buffer(num_requests: int) -> None:
-    limits = dataclasses.replace(Requests(random_drafter(CONFIG), 6).new_pass().limits, max_blocks=5)
-    layout, blocks_BN = PassLayout(limits), torch.zeros(6, 5, dtype=torch.int32)
-    buffer = torch.zeros(layout.num_integers, dtype=torch.int32)
-    inputs = layout.inputs(buffer, num_requests, blocks_BN)
-    for tensor in (*(getattr(inputs, name) for name in PER_REQUEST), inputs.addresses_R):
-        assert (tensor.data_ptr() - buffer.data_ptr()) % 16 == 0
-    assert inputs.block_table_BN.shape == (num_requests, 5)
-    assert len(inputs.addresses_R) == len(inputs.next_tokens_R) == limits.max_num_rows
