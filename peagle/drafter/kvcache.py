@@ -179,10 +179,9 @@ class RequestTable:
         the request then loses its rows. Those that need the fewest blocks come first."""
         jumps = np.flatnonzero(self.end_C[rows_B] != start_B).tolist()
         cold = [i for i in jumps if self._move(int(rows_B[i]), int(start_B[i]))]
-        end_B = (
-            start_B - self.origin_C[rows_B] + num_valid_B + np.where(num_valid_B, np.maximum(num_drafts_B - 1, 0), 0)
-        )
-        need_B = np.maximum(-(-end_B // self.pool.block_size) - self.num_blocks_C[rows_B], 0)
+        end_B = start_B + num_valid_B + np.where(num_valid_B, np.maximum(num_drafts_B - 1, 0), 0)
+        num_blocks_B = -(-(end_B - self.origin_C[rows_B]) // self.pool.block_size)
+        need_B = np.maximum(num_blocks_B - self.num_blocks_C[rows_B], 0)
         granted_B: BoolArray = end_B <= self.max_num_positions
         need_B[~granted_B] = 0
         if need_B.any():

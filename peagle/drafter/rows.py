@@ -86,7 +86,7 @@ def build_rows(
         num_valid_B: int, n: rows given for it; with none (padding of the batch) it has no mask rows either.
         row_offset_B: int, its first row in the payload.
         num_drafts_B: int, K <= max_drafts: drafts wanted; 0: the rows only enter the cache.
-        next_tokens_R: int, the token after each payload row; any stride.
+        next_tokens_R: int, the token after each payload row.
         block_table_BN: int, cache block of positions [j * block_size, (j + 1) * block_size) in column j.
         block_size: positions a cache block.
         mask_token_id: token of the mask rows.
@@ -133,7 +133,7 @@ def build_rows(
         start_B, num_valid_B, row_offset_B, num_drafts_B, next_tokens_R, block_table_BN,
         out.token_ids_N, out.positions_N, out.slots_N, out.sources_N,
         out.sample_rows_BD, out.first_row_B1, out.context_B,
-        num_requests, next_tokens_R.stride(0), num_rows, block_table_BN.stride(0),
+        num_requests, num_rows, block_table_BN.stride(0),
         block_size, mask_token_id, max_drafts,
         BLOCK_B=block_requests, BLOCK_N=block_rows, num_warps=4,
     )  # fmt: skip
@@ -144,7 +144,7 @@ def build_rows(
 def _build_rows_kernel(
     start_B, num_valid_B, row_offset_B, num_drafts_B, next_tokens_R, block_table_BN,
     token_ids_N, positions_N, slots_N, sources_N, sample_rows_BD, first_row_B1, context_B,
-    num_requests, tokens_stride, num_rows, table_stride, block_size, mask_token_id, max_drafts,
+    num_requests, num_rows, table_stride, block_size, mask_token_id, max_drafts,
     BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Every program sums up the requests' rows for itself: they are few, and no program waits for another."""
@@ -171,7 +171,7 @@ def _build_rows_kernel(
         is_row = row < tl.sum(rows, axis=0)
         is_valid = is_row & (offset < tl.load(num_valid_B + owner, mask=is_row, other=0).to(tl.int32))
         source = tl.load(row_offset_B + owner, mask=is_row, other=0).to(tl.int32) + offset
-        token = tl.load(next_tokens_R + source * tokens_stride, mask=is_valid, other=0).to(tl.int64)
+        token = tl.load(next_tokens_R + source, mask=is_valid, other=0).to(tl.int64)
         token = tl.where(is_row & ~is_valid, mask_token_id, token)
         position = tl.where(is_row, tl.load(start_B + owner, mask=is_row, other=0).to(tl.int32) + offset, 0)
         block = tl.load(block_table_BN + owner.to(tl.int64) * table_stride + position // block_size, mask=is_row)
@@ -207,7 +207,7 @@ def place_hidden(addresses_R: Tensor, sources_N: Tensor, mask_hidden_H: Tensor, 
         return out_NH
     block = min(_MAX_BLOCK_H, triton.next_power_of_2(hidden_size))
     _place_hidden_kernel[(num_rows, triton.cdiv(hidden_size, block))](
-        addresses_R, sources_N, mask_hidden_H, out_NH, addresses_R.stride(0), hidden_size,
+        addresses_R, sources_N, mask_hidden_H, out_NH, hidden_size,
         BLOCK_H=block, ALIGNMENT=ALIGNMENT_BYTES if hidden_size * out_NH.itemsize % ALIGNMENT_BYTES == 0 else 1,
         num_warps=4,
     )  # fmt: skip
@@ -216,7 +216,7 @@ def place_hidden(addresses_R: Tensor, sources_N: Tensor, mask_hidden_H: Tensor, 
 
 @triton.jit
 def _place_hidden_kernel(
-    addresses_R, sources_N, mask_hidden_H, out_NH, address_stride, hidden_size,
+    addresses_R, sources_N, mask_hidden_H, out_NH, hidden_size,
     BLOCK_H: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -224,7 +224,7 @@ def _place_hidden_kernel(
     is_column = column < hidden_size
     source = tl.load(sources_N + row).to(tl.int64)
     if source >= 0:
-        address = tl.load(addresses_R + source * address_stride)
+        address = tl.load(addresses_R + source)
         payload_H = tl.multiple_of(address.to(tl.pointer_type(out_NH.dtype.element_ty)), ALIGNMENT)
         tl.store(out_NH + row * hidden_size + column, tl.load(payload_H + column, mask=is_column), mask=is_column)
     else:

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import mmap
 import os
 import platform
@@ -62,7 +61,7 @@ from peagle.drafter.rows import INTERPRETED, unpack, unpack_in_kernel, uses_kern
 Int64Array = npt.NDArray[np.int64]
 
 NUM_SLOTS = 3
-_LINE_BYTES, _PAGE_BYTES = 64, 4096
+_LINE_BYTES = 64
 _REQUEST_BYTES = 64  # of a descriptor, for each request, and more than its numbers take
 
 
@@ -93,47 +92,28 @@ class Slot:
     outcome: Int64Array  # [2]: REACHED, ABORTED or TIMED_OUT, 0 before; nanoseconds waited
 
 
-class _Layout:
-    """Cuts views out of a buffer one after another; with no buffer it only counts the bytes."""
-
-    def __init__(self, buffer: mmap.mmap | None) -> None:
-        self._buffer, self.num_bytes = buffer, 0
-
-    def view(self, dtype: torch.dtype, *sizes: int, align_bytes: int = _LINE_BYTES) -> Tensor:
-        offset = -(-self.num_bytes // align_bytes) * align_bytes
-        count = math.prod(sizes)
-        self.num_bytes = offset + count * dtype.itemsize
-        if self._buffer is None:
-            return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self._buffer, dtype=dtype, count=count, offset=offset).view(sizes)
-
-    def array(self, dtype: torch.dtype, *sizes: int) -> Any:
-        return self.view(dtype, *sizes).numpy()
-
-    def ring(self, shape: TargetShape) -> tuple[Int64Array, tuple[Slot, ...]]:
-        """The abort word, and the slots."""
-        return self.array(torch.int64, 1), tuple(self._slot(shape) for _ in range(NUM_SLOTS))
-
-    def _slot(self, shape: TargetShape) -> Slot:
-        num_requests, num_rows = shape.max_num_requests, shape.max_num_rows
-        return Slot(
-            descriptor=self.array(torch.uint8, 4 * MAX_PROMPT_TOKENS + _REQUEST_BYTES * num_requests + _PAGE_BYTES),
-            descriptor_size=self.array(torch.int64, 1),
-            integers=self.array(torch.int32, 2 * num_requests + num_rows),
-            payload_RH=self.view(shape.torch_dtype, num_rows, shape.hidden_size, align_bytes=_PAGE_BYTES),
-            ready=self.array(torch.int64, 1),
-            drafts_BK=self.array(torch.int32, num_requests, shape.max_draft_tokens),
-            service_ns=self.array(torch.int64, 1),
-            done=self.array(torch.int64, 1),
-            outcome=self.array(torch.int64, 2),
-        )
+def slot_layout(shape: TargetShape) -> np.dtype[Any]:
+    """The fields of a `Slot` in memory, each on cache lines of its own; `payload_RH` as bytes."""
+    num_requests, num_rows = shape.max_num_requests, shape.max_num_rows
+    formats = {
+        "descriptor": (np.uint8, 4 * MAX_PROMPT_TOKENS + _REQUEST_BYTES * (num_requests + 64)),
+        "descriptor_size": (np.int64, (1,)),
+        "integers": (np.int32, 2 * num_requests + num_rows),
+        "payload_RH": (np.uint8, shape.payload_bytes),
+        "ready": (np.int64, (1,)),
+        "drafts_BK": (np.int32, (num_requests, shape.max_draft_tokens)),
+        "service_ns": (np.int64, (1,)),
+        "done": (np.int64, (1,)),
+        "outcome": (np.int64, (2,)),
+    }
+    fields: list[np.dtype[Any]] = [np.dtype(field) for field in formats.values()]
+    ends = np.cumsum([-(-field.itemsize // _LINE_BYTES) * _LINE_BYTES for field in fields]).tolist()
+    return np.dtype({"names": [*formats], "formats": fields, "offsets": [0, *ends[:-1]], "itemsize": ends[-1]})
 
 
 def ring_bytes(shape: TargetShape) -> int:
-    """Size of a ring, in whole pages: three payloads and little else."""
-    layout = _Layout(None)
-    layout.ring(shape)
-    return -(-layout.num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+    """Size of a ring: three payloads and little else."""
+    return _LINE_BYTES + NUM_SLOTS * slot_layout(shape).itemsize
 
 
 class Ring:
@@ -148,7 +128,12 @@ class Ring:
         self.shape, self._fd = shape, fd
         self.name = f"{os.getpid()}/{fd}"
         self.memory = mmap.mmap(fd, ring_bytes(shape))
-        self._abort, self._slots = _Layout(self.memory).ring(shape)
+        self._abort: Int64Array = np.frombuffer(self.memory, np.int64, 1)
+        self._slots = []
+        for record in np.frombuffer(self.memory, slot_layout(shape), NUM_SLOTS, _LINE_BYTES):
+            views = {name: record[name] for name in slot_layout(shape).names or ()}
+            payload = torch.from_numpy(views.pop("payload_RH")).view(shape.torch_dtype)
+            self._slots.append(Slot(**views, payload_RH=payload.view(shape.max_num_rows, shape.hidden_size)))
 
     @classmethod
     def create(cls, shape: TargetShape) -> Ring:

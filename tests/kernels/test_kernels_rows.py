@@ -133,13 +133,13 @@ def test_hidden_rows_by_address_equal_their_twin(hidden_size: int, num_rows: int
     payloads = [torch.randn(3, hidden_size, generator=generator).to(dtype) for _ in range(2)]
     payloads = [payload.pin_memory() if DEVICE == "cuda" else payload for payload in payloads]
     addresses = [payload[row].data_ptr() for row in range(3) for payload in payloads]
-    records_R2 = torch.tensor([[address, 0] for address in [*addresses, 8]], device=DEVICE)
+    addresses_R = torch.tensor([*addresses, 8], device=DEVICE)
     mask_H = torch.randn(hidden_size, generator=generator).to(DEVICE, dtype)
     sources_N = torch.randint(-1, 6, (num_rows,), generator=generator, dtype=torch.int32).to(DEVICE)
     out = torch.full((num_rows, hidden_size), float("nan"), dtype=dtype, device=DEVICE)
     expected = torch.full((num_rows, hidden_size), float("nan"), dtype=dtype)
-    assert place_hidden(records_R2[:, 0], sources_N, mask_H, out) is out
-    twin(place_hidden)(records_R2[:, 0].cpu(), sources_N.cpu(), mask_H.cpu(), expected)
+    assert place_hidden(addresses_R, sources_N, mask_H, out) is out
+    twin(place_hidden)(addresses_R.cpu(), sources_N.cpu(), mask_H.cpu(), expected)
     assert torch.equal(out.cpu(), expected)
     for row, source in zip(expected, sources_N.tolist(), strict=True):
         assert torch.equal(row, mask_H.cpu() if source < 0 else payloads[source % 2][source // 2])
