@@ -11,11 +11,6 @@ from torch.nn import functional as F
 from peagle.model import rms_norm
 
 
-def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `rms_norm`; on a GPU in two kernels."""
-    return weight * F.rms_norm(x, x.shape[-1:], eps=eps) if x.is_cuda else rms_norm(x, weight, eps)
-
-
 class InputProjection:
     """`fc` and its norms: what turns a target's auxiliary hidden states into the rows that travel.
 
@@ -39,9 +34,9 @@ class InputProjection:
         of the weights."""
         x = aux_RX.to(self.fc_HX.dtype)
         if self.input_norm_X is not None:
-            x = norm(x, self.input_norm_X, self.eps)
+            x = rms_norm(x, self.input_norm_X, self.eps)
         if self.fc_norm_CS is not None:
-            x = norm(x.unflatten(-1, tuple(self.fc_norm_CS.shape)), self.fc_norm_CS, self.eps).flatten(-2)
+            x = rms_norm(x.unflatten(-1, tuple(self.fc_norm_CS.shape)), self.fc_norm_CS, self.eps).flatten(-2)
         return F.linear(x, self.fc_HX)
 
     def to(self, device: torch.device) -> InputProjection:

@@ -106,8 +106,6 @@ def load_served_head(
             max_draft_tokens=max_draft_tokens,
         ),
         digest=head_digest(Path(head_dir)),
-        device=device,
-        dtype=dtype,
     )
     parallel_pass.warm_up()
     layer_ids = config.aux_layer_ids

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from vllm.model_executor.layers.layernorm import RMSNorm
 
-from peagle.drafter.projection import norm
+from peagle.model import rms_norm
 
 COMPILED_KEY = "peagle_last_layer"
 """Key in vLLM's `additional_config` that separates these networks from whole ones in vLLM's compile cache."""
@@ -50,7 +50,7 @@ class LastLayer:
         """Normed hidden states, [S, H], for the head's `lm_head`."""
         added_SH, _ = self._o_proj(attended_SA)
         stream_SH = stream_SH + added_SH
-        hidden_SH = norm(stream_SH, self._mlp_norm.weight, self._mlp_norm.variance_epsilon)
+        hidden_SH = rms_norm(stream_SH, self._mlp_norm.weight, self._mlp_norm.variance_epsilon)
         gate_SI, up_SI = self._mlp.gate_up_proj(hidden_SH)[0].chunk(2, dim=-1)
         added_SH, _ = self._mlp.down_proj(F.silu(gate_SI) * up_SI)
-        return norm(stream_SH + added_SH, self._norm.weight, self._norm.variance_epsilon)
+        return rms_norm(stream_SH + added_SH, self._norm.weight, self._norm.variance_epsilon)

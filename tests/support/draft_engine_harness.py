@@ -42,7 +42,7 @@ def head_runtime(head: int, **limits: int) -> ParallelPass:
     sizes |= limits
     sizes["max_blocks"] = min(sizes["num_blocks"], 200 // BLOCK)
     return ParallelPass(
-        drafter_of(head), limits=PassLimits(**sizes), digest=f"digest{head}", device="cpu", dtype=torch.float64,
+        drafter_of(head), limits=PassLimits(**sizes), digest=f"digest{head}"
     )  # fmt: skip
 
 

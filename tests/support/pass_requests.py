@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -72,8 +73,8 @@ class Requests:
             max_num_requests=max_num_requests or len(self.tokens), max_num_rows=256, max_draft_tokens=MAX_DEPTH,
             max_blocks=min(self.num_blocks, BLOCKS_PER_REQUEST), num_blocks=self.num_blocks, block_size=BLOCK_SIZE,
         )  # fmt: skip
-        dtype = dtype or self.drafter.fc.weight.dtype
-        return ParallelPass(self.drafter, limits=limits, digest="", device=device, dtype=dtype, **settings)
+        drafter = copy.deepcopy(self.drafter).to(device, dtype or self.drafter.fc.weight.dtype)
+        return ParallelPass(drafter, limits=limits, digest="", **settings)
 
     def rows(self, step: Step) -> tuple[Tensor, Tensor]:
         """Next tokens [n] and auxiliary hidden states [n, C * S] of a step."""
