@@ -1,8 +1,7 @@
 """The drafter: replicas that hold P-EAGLE heads and their KV cache, and draft for all targets (`placement: remote`).
 
-Enters: hidden states and tokens of the targets' steps, over connections that do not pass through Ray
-(`peagle.drafter.server`). Leaves: drafts, over the same. Ray Serve starts, watches, restarts and replaces the replicas,
-hands their addresses to the targets, and brings new heads as `user_config`.
+Hidden states and drafts do not pass through Ray (`peagle.drafter.server`). Ray Serve starts, watches, restarts and
+replaces the replicas, hands their addresses to the targets, and brings new heads as `user_config`.
 """
 
 import asyncio
@@ -67,11 +66,8 @@ def target_source(source: str) -> str:
 
 
 def head_directory(head: str, target: str) -> Path:
-    """The directory of a head made ready for the target, `target_source` of which is given.
-
-    Raises:
-        ValueError: a damaged file, or a head for another target.
-    """
+    """The directory of a head made ready for the target, `target_source` of which is given. Raises ValueError for a
+    damaged file, or a head for another target."""
     return prepare_head(local_directory(head) or head, target_directory(target))
 
 
@@ -138,11 +134,8 @@ class HeadLoader:
         return head_directory(name, self._target)
 
     def load(self, name: str) -> LoadedHead:
-        """A head with its share of the cache: the slots share `cache_gib` evenly.
-
-        Raises:
-            ValueError: a damaged head, one of another target, one of fewer depths than K_max, or a cache too small for
-                one request of the longest context.
+        """A head with its share of the cache: the slots share `cache_gib` evenly. Raises ValueError for a damaged head,
+        another target's, one of fewer depths than K_max, or a cache too small for one request of the longest context.
         """
         directory = self.directory(name)
         config = read_head_config(directory)

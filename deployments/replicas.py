@@ -1,8 +1,5 @@
-"""What the replicas of a deployment say of themselves, and a target's links to the drafter replicas.
-
-Enters: a deployment's handle. Leaves: how many replicas are up and what they report, about once a second; for a
-target, the drafters' addresses and heads handed on to its engine, whose workers connect by themselves
-(`peagle.drafter.client`).
+"""What the replicas of a deployment say of themselves, and a target's links to the drafter replicas: its engine is told
+their addresses and heads, and its workers connect by themselves (`peagle.drafter.client`).
 """
 
 import asyncio

@@ -68,11 +68,8 @@ class DrafterEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclasses.dataclass
 class Deadlines:
-    """How long an answer may take, from how long answers took: exponential averages of seconds and of rows.
-
-    A step with more rows than the average may take as much longer, so that a chunk of a long prompt does not look like
-    a drafter that hangs.
-    """
+    """How long an answer may take, from how long answers took: exponential averages of seconds and of rows. A step with
+    more rows may take longer, so that a chunk of a long prompt does not look like a drafter that hangs."""
 
     min_s: float
     max_s: float
@@ -100,11 +97,7 @@ class Deadlines:
 
 @dataclasses.dataclass
 class LinkStats:
-    """Counts since the link was made.
-
-    Of the answers that came in time, sum_service_s: from when the drafter saw the step (over TCP: from
-    when it was sent) to its answer; sum_wait_s: what the target waited, its GPU's stream or its host.
-    """
+    """Counts since the link was made."""
 
     num_steps: int = 0  # sent
     num_answered: int = 0  # in time
@@ -113,8 +106,8 @@ class LinkStats:
     num_connections: int = 0
     num_bytes: int = 0  # sent and received over TCP
     num_cut_prompts: int = 0  # new requests whose tokens did not fit
-    sum_service_s: float = 0.0
-    sum_wait_s: float = 0.0
+    sum_service_s: float = 0.0  # of answers in time: from when the drafter saw the step, or it was sent, to its answer
+    sum_wait_s: float = 0.0  # of these: what the target waited, its GPU's stream or its host
 
 
 # The connection
@@ -224,11 +217,8 @@ class Session:
 
 
 def agree(connection: Connection, hello: Hello, device: torch.device) -> Session:
-    """Introduce this target to a drafter.
-
-    Raises WireError with the words of a drafter that refuses, WireError or ValueError for a peer that is no drafter,
-    RuntimeError where CUDA refuses the ring.
-    """
+    """Introduce this target to a drafter. Raises WireError with the words of a drafter that refuses, WireError or
+    ValueError for a peer that is no drafter, RuntimeError where CUDA refuses the ring."""
     connection.send(message_frames(hello))
     end_s, received = time.monotonic() + HELLO_TIMEOUT_S, None
     while received is None:
@@ -328,10 +318,7 @@ class Link:
     ) -> bool:
         """A step, as `StepDescriptor` and `Step` describe it: int32 tensors on the device, and rows projected by
         `projections`. On a GPU everything is enqueued on the current stream. False where the drafter does not get the
-        step (no drafts, then).
-
-        The descriptor has no number and no finished slots yet. Its prompts are those of requests that are new to the
-        target.
+        step. The descriptor has no number and no finished slots yet, and prompts of what is new to the target.
         """
         session = self._current
         if session is not None and not session.is_awaited and not session.is_late:
@@ -511,19 +498,15 @@ class Link:
                 continue
             message, raw = received
             if isinstance(message, Answer) and not session.is_shared:
-                drafts_BK = read_drafts(message, raw, carried, session)
-                self.stats.num_bytes += drafts_BK.nbytes
+                shape = session.descriptor(carried).num_requests, ring.shape.max_draft_tokens
+                if message.number != carried or [len(frame.buffer) for frame in raw] != [4 * shape[0] * shape[1]]:
+                    raise WireError(
+                        f"{connection.peer} answered step {message.number}, not {carried} with {shape} drafts"
+                    )
+                self.stats.num_bytes += len(raw[0].buffer)
+                drafts_BK = np.frombuffer(raw[0].buffer, np.int32).reshape(shape)
                 ring.write_drafts(carried, drafts_BK, time.monotonic_ns() - sent_ns)
             elif isinstance(message, Bye):
                 raise WireError(f"{connection.peer} says good-bye: {message.reason}")
             elif not isinstance(message, Alive):
                 raise WireError(f"{connection.peer} sent {type(message).__name__} out of turn")
-
-
-def read_drafts(message: Answer, raw: Sequence[zmq.Frame], number: int, session: Session) -> Int32Array:
-    """[B, K] of the answer to a step, as they travel. Raises WireError for one to another step or of another size."""
-    shape = session.descriptor(number).num_requests, session.ring.shape.max_draft_tokens
-    sizes = [len(frame.buffer) for frame in raw]
-    if message.number != number or sizes != [4 * shape[0] * shape[1]]:
-        raise WireError(f"an answer to step {message.number} with {sizes} bytes, to step {number} wanted")
-    return np.frombuffer(raw[0].buffer, np.int32).reshape(shape)

@@ -1,6 +1,4 @@
-"""The drafter's cache: which requests have rows in it, and in which blocks.
-
-It holds no keys and values: those lie with the pass, by the same block numbers.
+"""The drafter's cache: which requests have rows in it, and in which blocks. Keys and values lie with the pass.
 
 A row at position p holds the token p + 1 and the target's hidden state at p, which depends on the tokens 0 .. p. So a
 block of the positions [i * bs, (i + 1) * bs) depends on the tokens 0 .. (i + 1) * bs, one more than a target's block.

@@ -55,13 +55,10 @@ class LinkPool:
         self._link_of = np.full(shape.max_num_requests, -1, np.int64)  # by slot
 
     def set_drafters(self, drafters: Iterable[Mapping[str, Any]]) -> None:
-        """The drafters to use from now on; does not wait for them. Those that are not named any more are drained. One
-        with other heads or another key than before is connected to anew: its requests begin cold.
-
-        drafters: the fields of `DrafterEntry` each. On a GPU their rings are registered with CUDA as they connect, so
-        CUDA graphs are captured before.
-
-        Raises msgspec.ValidationError naming a wrong field; nothing has changed then.
+        """The drafters to use from now on, the fields of a `DrafterEntry` each; does not wait for them. Those that are
+        not named any more are drained. One with other heads or another key than before is connected to anew: its
+        requests begin cold. On a GPU their rings are registered with CUDA as they connect, so CUDA graphs are captured
+        before. Raises msgspec.ValidationError naming a wrong field; nothing has changed then.
         """
         wanted = {entry.address: entry for entry in msgspec.convert(list(drafters), list[DrafterEntry], strict=False)}
         self._draining = {n for n, link in self.links.items() if link.drafter.address not in wanted}

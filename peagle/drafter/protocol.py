@@ -57,12 +57,8 @@ DtypeName = Literal["bfloat16", "float16", "float32", "float64"]
 class TargetShape:
     """Sizes of one target engine, fixed for the life of a connection; msgspec checks those of a hello.
 
-    hidden_size: width of a projected hidden row (the drafter's H).
-    dtype: of those rows, torch's name of it.
-    max_draft_tokens: K, the most drafts a request may ask for.
-    max_num_requests: B of the largest step; requests are numbered 0 .. max_num_requests - 1.
-    max_num_rows: R of the largest step.
-    vocab_size: of the target; tokens of drafts are below it.
+    hidden_size, dtype: H, and torch's name of the type of projected hidden rows. max_draft_tokens: K, the most drafts a
+    request may ask for. max_num_requests, max_num_rows: B and R of the largest step. vocab_size: of the target.
     """
 
     hidden_size: _Size
@@ -104,10 +100,8 @@ class StepDescriptor(msgspec.Struct, frozen=True, tag=True):
 
     number: counts up from 1 within a connection.
     slots_B: the target's number of each request, 0 .. max_num_requests - 1; no slot twice in a step.
-    heads_B: index of the head that drafts for the request.
-    num_drafts_B: drafts wanted, 0 .. max_draft_tokens.
-    row_offset_B: first row of the request in the payload.
-    num_rows: R.
+    heads_B: index of the head that drafts for the request. num_drafts_B: drafts wanted, 0 .. max_draft_tokens.
+    row_offset_B: first row of the request in the payload. num_rows: R.
     prompts: slot -> token ids of positions 0 .. start of a request that this drafter has not seen, so that it can look
         for cached rows of the same tokens. An entry says "a new request has this slot". It is empty where the tokens
         are not known: of a request that another drafter served before.
@@ -196,10 +190,8 @@ class Step:
     """Request b has `num_valid_B[b]` rows at the positions from `start_B[b]` on; they lie in the payload from row
     `row_offset_B[b]` of the descriptor on. Other rows of the payload (rejected drafts, padding) mean nothing.
 
-    num_valid_B: may be 0: nothing new, nothing to draft from.
-    next_tokens_R: the token *after* each row's position.
-    hidden_RH: the target's projected hidden states, on the host, pinned where a GPU drafts; valid until the step is
-        answered.
+    num_valid_B: may be 0: nothing new, nothing to draft from. next_tokens_R: the token *after* each row's position.
+    hidden_RH: projected hidden states, on the host, pinned where a GPU drafts; valid until the step is answered.
     session: the connection; slots of different sessions are different requests.
     """
 
@@ -268,11 +260,7 @@ def _check_range(name: str, values: Int32Array, high: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class ServedHead:
-    """A head as a drafter offers it.
-
-    digest: of `peagle.heads.head_digest`. projection: its `InputProjection` as bytes. max_draft_tokens: the most drafts
-    it is run for.
-    """
+    """A head as a drafter offers it. projection: its `InputProjection` as bytes. max_draft_tokens: the most it gives."""
 
     digest: str
     projection: bytes
@@ -312,11 +300,8 @@ def find_mismatch(hello: Hello, heads: Mapping[int, ServedHead]) -> str | None:
 
 
 def check_swap(heads: Mapping[int, ServedHead], index: int, served: ServedHead) -> ServedHead | None:
-    """The head that `served` may replace; None in a new place.
-
-    Raises ValueError for a head that is served under another number already, or one that targets of the others cannot
-    feed.
-    """
+    """The head that `served` may replace; None in a new place. Raises ValueError for a head that is served under
+    another number already, or one that targets of the others cannot feed."""
     if served.digest in {other.digest for i, other in heads.items() if i != index}:
         raise ValueError(f"head {served.digest} is served under another number already")
     other = heads.get(index) or next(iter(heads.values()))

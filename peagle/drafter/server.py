@@ -7,7 +7,6 @@ those of the steps in hand; the server goes on.
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import logging
 import os
@@ -16,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -77,21 +77,16 @@ class ServerStats:
 
 @dataclasses.dataclass(eq=False)
 class Peer:
-    """A target that was welcomed. Used by the serving thread only.
+    """A target that was welcomed. Used by the serving thread only."""
 
-    identity: of its connection. is_shared: the target writes the ring itself; otherwise its steps come over TCP.
-    engine_heads: the target's head index -> the engine's, -1 for none. num_steps: answered. seen_ns: when its step was
-    seen.
-    """
-
-    identity: bytes
+    identity: bytes  # of its connection
     session: int
     hello: Hello
     ring: Ring
-    is_shared: bool
-    engine_heads: Int32Array
-    num_steps: int = 0
-    seen_ns: int = 0
+    is_shared: bool  # the target writes the ring itself; otherwise its steps come over TCP
+    engine_heads: Int32Array  # the target's head index -> the engine's, -1 for none
+    num_steps: int = 0  # answered
+    seen_ns: int = 0  # when its step was seen
 
     def read_step(self) -> Step | None:
         """The next step, with the engine's heads, if it is there. Raises ValueError or WireError for one that does not
@@ -112,16 +107,6 @@ class Peer:
         if self.is_shared or descriptor.number != self.num_steps + 1:
             raise WireError(f"step {descriptor.number} came out of turn")
         self.ring.write_received(descriptor, [frame.buffer for frame in raw])
-
-
-@dataclasses.dataclass(frozen=True)
-class _Swap:
-    """A head that another thread wants served, and the future on which it waits."""
-
-    index: int
-    head: ParallelPass
-    served: ServedHead
-    done: concurrent.futures.Future[None] = dataclasses.field(default_factory=concurrent.futures.Future)
 
 
 class DrafterServer:
@@ -168,7 +153,7 @@ class DrafterServer:
         self.address = f"{host}:{str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT)).rpartition(':')[2]}"
         self.stats, self.last_error = ServerStats(), ""
         self._peers: dict[bytes, Peer] = {}
-        self._swaps: queue.SimpleQueue[_Swap] = queue.SimpleQueue()
+        self._swaps: queue.SimpleQueue[tuple[int, ParallelPass, ServedHead, Future[None]]] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self._failures_in_a_row, self._beat_s = 0, time.monotonic()
         self._last_step_s = self._beat_s
@@ -191,16 +176,13 @@ class DrafterServer:
     def swap(self, index: int, head: ParallelPass, served: ServedHead, timeout_s: float = 60.0) -> None:
         """Put another head (its pass, and how it is offered) into the place `index`, which may be a new one.
 
-        Happens between two passes; when this returns, the head drafts. Targets that use the old one are told; they
-        connect again once they know the new one.
-
-        Raises ValueError as `check_swap`, and keeps the old head; TimeoutError when the serving thread has not come to
-        it yet.
+        When this returns, the head drafts. Targets that use the old one are told; they connect again once they know the
+        new one. Raises ValueError as `check_swap`, and keeps the old head; TimeoutError when the serving thread has not
+        come to it yet.
         """
-        check_swap(self._heads, index, served)
-        swap = _Swap(index, head, served)
-        self._swaps.put(swap)
-        swap.done.result(timeout_s)
+        done: Future[None] = Future()
+        self._swaps.put((index, head, served, done))
+        done.result(timeout_s)
 
     def is_healthy(self, max_silence_s: float = 30.0) -> bool:
         """Whether the serving thread runs and its passes do not all fail."""
@@ -263,7 +245,7 @@ class DrafterServer:
     def _handle_events(self) -> None:
         """Swaps that other threads asked for, and messages."""
         while not self._swaps.empty():
-            self._swap(self._swaps.get())
+            self._swap(*self._swaps.get())
         for _ in range(_MAX_MESSAGES):
             if not int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
                 break
@@ -378,15 +360,15 @@ class DrafterServer:
         if self._device.type == "cuda":
             peer.ring.unpin(self._device)
 
-    def _swap(self, swap: _Swap) -> None:
+    def _swap(self, index: int, head: ParallelPass, served: ServedHead, done: Future[None]) -> None:
         try:
-            old = check_swap(self._heads, swap.index, swap.served)
-            self.engine.swap(swap.index, swap.head)
+            old = check_swap(self._heads, index, served)
+            self.engine.swap(index, head)
         except Exception as error:  # noqa: BLE001 - raised again in the thread that asked
-            swap.done.set_exception(error)
+            done.set_exception(error)
             return
-        self._heads = {**self._heads, swap.index: swap.served}  # other threads read it
+        self._heads = {**self._heads, index: served}  # other threads read it
         if old is not None:
             for peer in [peer for peer in self._peers.values() if old.digest in peer.hello.heads.values()]:
-                self._drop(peer, Bye(f"head {old.digest} was swapped for {swap.served.digest}"))
-        swap.done.set_result(None)
+                self._drop(peer, Bye(f"head {old.digest} was swapped for {served.digest}"))
+        done.set_result(None)

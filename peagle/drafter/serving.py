@@ -1,8 +1,4 @@
-"""Heads made ready to be served by a drafter.
-
-Enters: a head directory and its target's checkpoint. Leaves: a pass with the cache that fits its memory, warmed up, and
-how the head is offered to targets.
-"""
+"""Heads made ready to be served by a drafter."""
 
 from __future__ import annotations
 
@@ -45,9 +41,8 @@ def load_runtime_head(
 ) -> Drafter:
     """A head with the tables that it shares with the target, read from the target's checkpoint; frozen.
 
-    Raises:
-        HeadError: a damaged head, an EAGLE-3 head, or a head for another target.
-        ValueError: a target without a usable config.json or without the tables that the head needs.
+    Raises HeadError for a damaged head, an EAGLE-3 head, or another target's; ValueError for a target without a usable
+    config.json or without the tables that the head needs.
     """
     config, tensors = load_head(head_dir)
     check_parallel(config, f"head {head_dir}")
@@ -77,12 +72,8 @@ def load_served_head(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> tuple[ParallelPass, ServedHead]:
-    """A head for the engine and for the server, warmed up.
-
-    Raises:
-        HeadError: a head that cannot be served or is another target's.
-        ValueError: memory that holds not even one request of the longest context.
-    """
+    """A head for the engine and for the server, warmed up. Raises HeadError for a head that cannot be served or is
+    another target's, ValueError where memory holds not even one request of the longest context."""
     drafter = load_runtime_head(head_dir, target_dir, device, dtype)
     config = drafter.config
     max_draft_tokens = limits.max_draft_tokens or config.num_depths

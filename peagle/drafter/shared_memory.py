@@ -9,17 +9,14 @@ It has three slots; step s uses slot s % 3. A slot holds a request and its reply
     done          the same, last                    the step's number: the reply is whole
 
 Three, because with asynchronous scheduling the target's host writes step s + 2 while the drafter still reads step s. A
-sender that finds step s - 3 unanswered does not send (`is_free`).
-
-On one host the ring lies in memory that both processes share. Between hosts each side has one of its own, and messages
-carry what is new from one to the other; whoever sends, waits, reads or answers sees no difference.
+sender that finds step s - 3 unanswered does not send (`is_free`). On one host the ring lies in memory that both
+processes share. Between hosts each side has one of its own, and messages carry what is new to the other.
 
 The word `abort`, beside the slots, is non-zero while the target must not wait; its host sets it. The flags rely on the
 order of plain stores and loads that x86-64 keeps.
 
-On a GPU everything is enqueued on the current stream, in few launches: kernels write and read the ring where it lies,
-in host memory. The host goes on, the stream waits, and the host learns later from `outcome` what a wait came to. A wait
-must not be enqueued where the writer of the word itself waits for this stream: only the deadline would end it.
+On a GPU everything is enqueued on the current stream: kernels write and read the ring where it lies, in host memory.
+The host goes on, the stream waits, and the host learns later from `outcome` what a wait came to.
 """
 
 from __future__ import annotations
@@ -193,9 +190,6 @@ class Ring:
     def set_abort(self, aborted: bool) -> None:
         """Let go, or not, of whoever waits for drafts: also a GPU that waits already."""
         self._abort[0] = aborted
-
-    def is_aborted(self) -> bool:
-        return bool(self._abort[0])
 
     def service_s(self, number: int) -> float:
         """Seconds from when the drafter saw the step to its answer, once `is_done`."""

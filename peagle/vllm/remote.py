@@ -1,9 +1,9 @@
 """A target's side of a remote drafter: each step's rows go to the drafters of its requests, and their drafts come back.
 
 The engine keeps vLLM's `eagle3` + `parallel_drafting` configuration, so auxiliary hidden states, schedulers and
-sampling are those of an engine with a colocated drafter; what changes is where drafts come from. `StepSender` is the
-same for both of vLLM's runners. `peagle.vllm.remote_speculator` uses it on a GPU: there the stream waits for drafts.
-`peagle.vllm.remote_cpu` uses it on a CPU: there the host waits. The first rank of a tensor-parallel group sends.
+sampling are those of an engine with a colocated drafter. `peagle.vllm.remote_speculator` uses `StepSender` on a GPU,
+where the stream waits for drafts, `peagle.vllm.remote_cpu` on a CPU, where the host waits. The first rank of a
+tensor-parallel group sends.
 
 Dimensions: B requests of the batch, M of them on one link, R rows, X = C * S auxiliary hidden states, H, K drafts.
 """
@@ -25,12 +25,9 @@ from peagle.vllm.engine import REMOTE_KEY
 
 
 class SlotChange(NamedTuple):
-    """slots_B: of the step's requests. new: their positions 0 .. B - 1 that had no slot before. finished: slots whose
-    request is gone; one of them may be in use again by a new one."""
-
-    slots_B: Int32Array
-    new: list[int]
-    finished: list[int]
+    slots_B: Int32Array  # of the step's requests
+    new: list[int]  # their positions 0 .. B - 1 that had no slot before
+    finished: list[int]  # slots whose request is gone; one of them may be in use again by a new one
 
 
 class RequestSlots:
