@@ -260,7 +260,7 @@ def _check_range(name: str, values: Int32Array, high: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class ServedHead:
-    """A head as a drafter offers it. projection: its `InputProjection` as bytes. max_draft_tokens: the most it gives."""
+    """A head as a drafter offers it. projection: its `InputProjection` as bytes. max_draft_tokens: at most."""
 
     digest: str
     projection: bytes
