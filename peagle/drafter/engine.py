@@ -1,11 +1,9 @@
 """Drafts for the requests of several targets and heads: one step of each target in, draft ids out.
 
 The requests' cache blocks are looked up or given (`peagle.drafter.kvcache`), and each head runs one pass over all its
-requests of the call, more where they do not fit in one. The engine knows nothing of connections: a `session` is a
-number, and whoever opened it drops it. Steps have been checked where they came in.
-
-A request is a slot of a session. Without a prompt in its first step it still drafts, but its blocks answer for no
-prefix. The cache follows what a target sends: a start before the cached rows truncates, a start after them begins cold.
+requests of the call, more where they do not fit in one. A `session` is the number of a connection, and a request is a
+slot of it. Steps have been checked where they came in. The cache follows what a target sends: a start before the cached
+rows truncates, a start after them begins cold.
 
 G requests of one head, F requests of a call, R rows of all its payloads, K drafts at most.
 """

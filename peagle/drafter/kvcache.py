@@ -34,14 +34,10 @@ NO_ROW = -1
 _KEY_BYTES = 16
 
 
-def root_key(head_digest: str, first_token_id: int) -> bytes:
-    """Key before the first block of a request. Rows of different heads never share a block."""
-    return hashlib.blake2b(f"{head_digest} {first_token_id}".encode(), digest_size=_KEY_BYTES).digest()
-
-
-def chain_key(parent: bytes, tokens: bytes) -> bytes:
-    """Key of a full block from the key before it and the int32 tokens of its rows."""
-    return hashlib.blake2b(parent + tokens, digest_size=_KEY_BYTES).digest()
+def chain_key(parent: bytes, tokens: Int32Array) -> bytes:
+    """Key of a full block from the key before it and the tokens of its rows. Before the first block of a request it is
+    that of its head and token 0: rows of different heads never share a block."""
+    return hashlib.blake2b(parent + tokens.astype(np.int32).tobytes(), digest_size=_KEY_BYTES).digest()
 
 
 class BlockPool:
@@ -96,7 +92,7 @@ class BlockPool:
 
     def publish(self, block: int, parent: bytes) -> bytes:
         """The key of a full block with the key `parent` before it, under which it is published unless another is."""
-        key = self.key_of[block] = chain_key(parent, self.tokens_PT[block].tobytes())
+        key = self.key_of[block] = chain_key(parent, self.tokens_PT[block])
         self._block_of.setdefault(key, block)
         return key
 
@@ -105,7 +101,7 @@ class BlockPool:
         matched: list[int] = []
         key, size = root, self.block_size
         for first in range(0, len(tokens) - size + 1, size):
-            key = chain_key(key, tokens[first : first + size].astype(np.int32).tobytes())
+            key = chain_key(key, tokens[first : first + size])
             if (block := self._block_of.get(key)) is None:
                 break
             matched.append(block)
@@ -161,7 +157,7 @@ class RequestTable:
         row = self.row_of[session, slot] = self._free_rows.pop()
         if prompt is None or not len(prompt):
             return row
-        root = self._root_of[row] = root_key(self.head_digest, int(prompt[0]))
+        root = self._root_of[row] = chain_key(self.head_digest.encode(), prompt[:1])
         start, blocks = len(prompt) - 1, self.pool.match(root, prompt[1:])
         if len(blocks) * self.pool.block_size == start:
             self.pool.hold(np.array(blocks, np.int32))

@@ -85,20 +85,15 @@ class PassBatch(Generic[Values]):
         per_request = ("start_B", "num_valid_B", "row_offset_B", "num_drafts_B", "block_table_BN")
         return dataclasses.replace(self, **{name: getattr(self, name)[:number] for name in per_request})
 
-    @functools.cached_property
-    def drafts_B(self) -> Int32Array:
-        """Drafts that each request gets: `num_drafts_B`, but 0 without rows. This and the next two: on the host."""
-        return np.where(np.asarray(self.num_valid_B) > 0, self.num_drafts_B, 0)
-
-    @functools.cached_property
+    @property
     def num_rows(self) -> int:
         """Rows of the pass: n of each request, and one of the mask token for each draft after the first."""
-        return int(np.sum(np.asarray(self.num_valid_B) + np.maximum(self.drafts_B - 1, 0)))
+        return int((self.num_valid_B + (self.num_drafts_B - 1).clip(min=0)).sum())
 
-    @functools.cached_property
+    @property
     def max_drafts(self) -> int:
         """Drafts of the request that gets the most."""
-        return int(self.drafts_B.max())
+        return int(self.num_drafts_B.max())
 
 
 def row_addresses(hidden_RH: Tensor) -> npt.NDArray[np.int64]:
@@ -221,8 +216,3 @@ def check_parallel(config: DrafterConfig, source: str) -> None:
             f"{source} drafts for a target of {config.vocab_size} tokens, a remote drafter's drafts name at most "
             f"{MAX_VOCABULARY}; run this head in the target's own engine"
         )
-
-
-def cache_bytes_per_block(config: DrafterConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes that one cache block of `block_size` positions takes in all layers of a drafter: keys and values."""
-    return 2 * config.num_hidden_layers * block_size * config.num_key_value_heads * config.head_dim * dtype.itemsize

@@ -9,7 +9,7 @@ import torch
 
 from peagle.checkpoint import build_drafter, check_head_fits, load_head
 from peagle.config import UNNAMED_LAYERS, default_aux_layer_ids, read_target_config
-from peagle.drafter.parallel_pass import ParallelPass, PassLimits, cache_bytes_per_block, check_parallel
+from peagle.drafter.parallel_pass import ParallelPass, PassLimits, check_parallel
 from peagle.drafter.projection import InputProjection
 from peagle.drafter.protocol import ServedHead
 from peagle.heads import head_digest, target_table
@@ -78,7 +78,8 @@ def load_served_head(
     config = drafter.config
     max_draft_tokens = limits.max_draft_tokens or config.num_depths
     max_context = limits.max_context or config.max_position_embeddings
-    block_bytes = cache_bytes_per_block(config, limits.block_size, dtype)
+    heads_size = config.num_key_value_heads * config.head_dim
+    block_bytes = 2 * config.num_hidden_layers * limits.block_size * heads_size * dtype.itemsize  # keys and values
     num_blocks = int(limits.cache_gib * _GIB) // block_bytes
     if (needed := -(-(max_context + max_draft_tokens) // limits.block_size)) > num_blocks:
         raise ValueError(
