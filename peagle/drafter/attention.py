@@ -1,4 +1,4 @@
-"""Attention of a pass's rows over a paged KV cache, and writing rows into it.
+"""Attention of a pass's rows over a paged KV cache.
 
 A request's rows stand at positions start, start + 1, ...; each sees the keys of its request up to its own position,
 with a sliding window the nearest of them. The cache of a layer is [num_blocks, block_size, G, D]; column j of
@@ -24,10 +24,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from peagle.drafter.rows import MIN_BLOCK_REQUESTS, uses_kernel
+from peagle.drafter.rows import uses_kernel
 
 MIN_KEYS_PER_SPLIT = 256  # fewer keys cost more in partial results than the split saves
 MAX_SPLITS = 32
+MIN_BLOCK_REQUESTS = 64  # lanes for requests: each width is a kernel to compile
 _COMBINED_ELEMENTS = 4096  # of partial results that one program of the second kernel weights together
 _LOG2_E = math.log2(math.e)
 
@@ -302,46 +303,3 @@ def combine_kernel(
     value = tl.sum(mean * weight[:, :, None], axis=0) / tl.where(whole == 0.0, 1.0, whole)[:, None]
     out_at = out + row.to(tl.int64) * out_stride_n + head[:, None] * out_stride_a + column[None, :]
     tl.store(out_at, value.to(out.dtype.element_ty), mask=(head < num_heads)[:, None] & (column < HEAD)[None, :])
-
-
-def write_kv(k_NGD: Tensor, v_NGD: Tensor, k_cache: Tensor, v_cache: Tensor, slots_N: Tensor) -> None:
-    """Writes rows into the cache of one layer: row i at slot slots_N[i], nowhere where that is negative.
-
-    k_NGD, v_NGD: rotated keys, and values; any strides but 1 in the last dimension. Slot s is place s % block_size of
-    block s // block_size.
-    """
-    num_rows, num_groups, head_size = k_NGD.shape
-    assert k_cache.stride() == v_cache.stride()
-    if not uses_kernel(k_NGD):  # picks the rows that have a slot, whose number the host must know
-        kept = slots_N >= 0
-        slot = slots_N[kept].long()
-        block, place = slot // k_cache.shape[1], slot % k_cache.shape[1]
-        k_cache[block, place] = k_NGD[kept].to(k_cache.dtype)
-        v_cache[block, place] = v_NGD[kept].to(v_cache.dtype)
-    elif num_rows:
-        write_kv_kernel[(num_rows,)](
-            k_NGD, v_NGD, k_cache, v_cache, slots_N, k_cache.shape[1], num_groups,
-            k_NGD.stride(0), k_NGD.stride(1), v_NGD.stride(0), v_NGD.stride(1),
-            k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
-            HEAD=head_size, BLOCK_D=triton.next_power_of_2(head_size), BLOCK_G=triton.next_power_of_2(num_groups),
-            num_warps=4,
-        )  # fmt: skip
-
-
-@triton.jit
-def write_kv_kernel(
-    k_NGD, v_NGD, k_cache, v_cache, slots, block_size, num_groups,
-    k_stride_n, k_stride_g, v_stride_n, v_stride_g, block_stride, slot_stride, group_stride,
-    HEAD: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + row).to(tl.int64)
-    if slot < 0:
-        return
-    group, column = tl.arange(0, BLOCK_G)[:, None], tl.arange(0, BLOCK_D)[None, :]
-    kept = (group < num_groups) & (column < HEAD)
-    at = slot // block_size * block_stride + slot % block_size * slot_stride + group * group_stride + column
-    k = tl.load(k_NGD + row * k_stride_n + group * k_stride_g + column, mask=kept)
-    v = tl.load(v_NGD + row * v_stride_n + group * v_stride_g + column, mask=kept)
-    tl.store(k_cache + at, k.to(k_cache.dtype.element_ty), mask=kept)
-    tl.store(v_cache + at, v.to(v_cache.dtype.element_ty), mask=kept)

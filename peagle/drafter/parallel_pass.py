@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from peagle.config import DrafterConfig, HeadError
-from peagle.drafter.attention import paged_attention, write_kv
+from peagle.drafter.attention import paged_attention
 from peagle.drafter.protocol import NO_DRAFT, Int32Array
 from peagle.drafter.rows import MAX_VOCABULARY, best_tokens, build_rows, pack, place_hidden
 from peagle.model import Drafter
@@ -121,8 +121,8 @@ class ParallelPass:
         self._target_ids_V = drafter.target_ids.to(device=self.device, dtype=torch.int32)
         with torch.no_grad():
             self._mask_hidden_H = drafter.reduce(drafter.mask_hidden.view(1, -1))[0]
-        num_blocks, heads = limits.num_blocks, (config.num_key_value_heads, config.head_dim)
-        # Zeros, not whatever the memory held: a NaN under a mask is a NaN in the sum.
+        num_blocks, heads = limits.num_blocks + 1, (config.num_key_value_heads, config.head_dim)
+        # The last block takes the padding. Zeros, not what the memory held: a NaN under a mask is a NaN in the sum.
         self._cache = torch.zeros(
             config.num_hidden_layers, 2, num_blocks, limits.block_size, *heads, dtype=self.dtype, device=self.device
         )
@@ -166,7 +166,8 @@ class ParallelPass:
 
         def attend(layer: int, q_1AND: Tensor, k_1GND: Tensor, v_1GND: Tensor) -> Tensor:
             keys, values = self._cache[layer]
-            write_kv(k_1GND[0].transpose(0, 1), v_1GND[0].transpose(0, 1), keys, values, rows.slots_N)
+            keys.flatten(0, 1)[rows.slots_N] = k_1GND[0].transpose(0, 1)
+            values.flatten(0, 1)[rows.slots_N] = v_1GND[0].transpose(0, 1)
             out_NAD = paged_attention(
                 q_1AND[0].transpose(0, 1), keys, values, inputs.block_table_BN, rows.first_row_B1, inputs.start_B,
                 rows.context_B, scale=config.head_dim**-0.5, sliding_window=config.sliding_window,

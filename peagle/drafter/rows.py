@@ -10,8 +10,8 @@ start..start + n - 1, then K - 1 rows of the mask token. With start = 4, n = 2, 
 
 Rejected rows never appear: the next start lies before them.
 
-Every function of the pass has a Triton kernel for GPUs (and for Triton's interpreter), and above its launch the same in
-plain torch for other devices, its twin. Sums of kernels are in float32, roundings are those of the twins.
+What torch has no function for is a Triton kernel on GPUs (and under Triton's interpreter); above its launch stands the
+same in plain torch for other devices, its twin.
 
 B requests, N rows, R payload rows, D drafts of a request at most, H hidden size, V draft vocabulary.
 """
@@ -30,9 +30,7 @@ from torch.nn import functional as F
 
 #: Read once, as Triton does: kernels are interpreted or compiled from the moment they are defined.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-MIN_BLOCK_REQUESTS = 64  # lanes for requests, here and in the attention: each width is a kernel to compile
 ALIGNMENT_BYTES = 16  # of addresses, where a row's size is a multiple of it: rows then move in wide loads
-_SEARCHED_ELEMENTS = 2048  # of the table (row of the block, request) that one program searches
 _MAX_BLOCK_H = 2048
 
 
@@ -49,7 +47,7 @@ class Rows:
     """The rows of one pass; the tail beyond `first_row_B1[-1]` is padding.
 
     token_ids_N: int64, 0 in the padding. positions_N: int64, 0 in the padding.
-    slots_N: int64, place in the flat KV cache; -1 in the padding, which is not written.
+    slots_N: int64, place in the flat KV cache; -1 in the padding: the last place, which nobody reads.
     sources_N: int32, row of the payload whose hidden state enters; -1: the shared hidden state (masks and padding).
     sample_rows_BD: int64, row that proposes each draft; -1: no draft wanted at this position. As an index into [N, H],
         -1 is the last row, so one gather needs no clamp; its drafts are to be dropped.
@@ -79,7 +77,7 @@ def build_rows(
     max_drafts: int,
     num_rows: int,
 ) -> Rows:
-    """Lays out the rows of one pass, of one request or more.
+    """Lays out the rows of one pass, of one request or more; waits for nothing.
 
     Args:
         start_B: int, position of a request's first row.
@@ -93,94 +91,29 @@ def build_rows(
         max_drafts: D, columns of `sample_rows_BD`.
         num_rows: N, at least the rows of all requests together.
     """
-    num_requests, device = len(start_B), start_B.device
-    if not uses_kernel(start_B):
-        drafts_B = torch.where(num_valid_B > 0, num_drafts_B, 0).long()
-        rows_B = num_valid_B + (drafts_B - 1).clamp(min=0)
-        first_B1 = F.pad(rows_B.cumsum(0), (1, 0))
-        position_D, index_N = torch.arange(max_drafts, device=device), torch.arange(num_rows, device=device)
-        sampled_BD = (first_B1[:-1] + num_valid_B - 1)[:, None] + position_D
-        is_row_N = index_N < first_B1[-1]
-        request_N = torch.searchsorted(first_B1[1:], index_N, right=True).clamp(max=num_requests - 1)
-        offset_N = torch.where(is_row_N, index_N - first_B1[request_N], 0)
-        is_valid_N = is_row_N & (offset_N < num_valid_B[request_N])
-        source_N = torch.where(is_valid_N, row_offset_B[request_N] + offset_N, -1)
-        token_N = torch.where(is_valid_N, next_tokens_R[source_N].long(), mask_token_id)
-        position_N = start_B[request_N] + offset_N
-        slot_N = block_table_BN[request_N, position_N // block_size].long() * block_size + position_N % block_size
-        return Rows(
-            token_ids_N=torch.where(is_row_N, token_N, 0),
-            positions_N=torch.where(is_row_N, position_N, 0),
-            slots_N=torch.where(is_row_N, slot_N, -1),
-            sources_N=source_N.int(),
-            sample_rows_BD=torch.where(position_D < drafts_B[:, None], sampled_BD, -1),
-            first_row_B1=first_B1.int(),
-            context_B=(start_B + rows_B).int(),
-        )
-    out = Rows(
-        token_ids_N=torch.empty(num_rows, dtype=torch.int64, device=device),
-        positions_N=torch.empty(num_rows, dtype=torch.int64, device=device),
-        slots_N=torch.empty(num_rows, dtype=torch.int64, device=device),
-        sources_N=torch.empty(num_rows, dtype=torch.int32, device=device),
-        sample_rows_BD=torch.empty(num_requests, max_drafts, dtype=torch.int64, device=device),
-        first_row_B1=torch.empty(num_requests + 1, dtype=torch.int32, device=device),
-        context_B=torch.empty(num_requests, dtype=torch.int32, device=device),
+    device = start_B.device
+    drafts_B = torch.where(num_valid_B > 0, num_drafts_B, 0).long()
+    rows_B = num_valid_B + (drafts_B - 1).clamp(min=0)
+    first_B1 = F.pad(rows_B.cumsum(0), (1, 0))
+    position_D, index_N = torch.arange(max_drafts, device=device), torch.arange(num_rows, device=device)
+    sampled_BD = (first_B1[:-1] + num_valid_B - 1)[:, None] + position_D
+    is_row_N = index_N < first_B1[-1]
+    request_N = torch.searchsorted(first_B1[1:], index_N, right=True).clamp(max=len(start_B) - 1)
+    offset_N = torch.where(is_row_N, index_N - first_B1[request_N], 0)
+    is_valid_N = is_row_N & (offset_N < num_valid_B[request_N])
+    source_N = torch.where(is_valid_N, row_offset_B[request_N] + offset_N, -1)
+    token_N = torch.where(is_valid_N, next_tokens_R[source_N].long(), mask_token_id)
+    position_N = start_B[request_N] + offset_N
+    slot_N = block_table_BN[request_N, position_N // block_size].long() * block_size + position_N % block_size
+    return Rows(
+        token_ids_N=torch.where(is_row_N, token_N, 0),
+        positions_N=torch.where(is_row_N, position_N, 0),
+        slots_N=torch.where(is_row_N, slot_N, -1),
+        sources_N=source_N.int(),
+        sample_rows_BD=torch.where(position_D < drafts_B[:, None], sampled_BD, -1),
+        first_row_B1=first_B1.int(),
+        context_B=(start_B + rows_B).int(),
     )
-    # One launch: programs of some rows each, and a last one for what is kept per request.
-    block_requests = max(MIN_BLOCK_REQUESTS, triton.next_power_of_2(num_requests))
-    block_rows = max(1, min(128, _SEARCHED_ELEMENTS // block_requests))
-    _build_rows_kernel[(triton.cdiv(num_rows, block_rows) + 1,)](
-        start_B, num_valid_B, row_offset_B, num_drafts_B, next_tokens_R, block_table_BN,
-        out.token_ids_N, out.positions_N, out.slots_N, out.sources_N,
-        out.sample_rows_BD, out.first_row_B1, out.context_B,
-        num_requests, num_rows, block_table_BN.stride(0),
-        block_size, mask_token_id, max_drafts,
-        BLOCK_B=block_requests, BLOCK_N=block_rows, num_warps=4,
-    )  # fmt: skip
-    return out
-
-
-@triton.jit(do_not_specialize=["num_requests", "num_rows", "max_drafts"])  # each special value is a kernel to compile
-def _build_rows_kernel(
-    start_B, num_valid_B, row_offset_B, num_drafts_B, next_tokens_R, block_table_BN,
-    token_ids_N, positions_N, slots_N, sources_N, sample_rows_BD, first_row_B1, context_B,
-    num_requests, num_rows, table_stride, block_size, mask_token_id, max_drafts,
-    BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Every program sums up the requests' rows for itself: they are few, and no program waits for another."""
-    request = tl.arange(0, BLOCK_B)
-    is_request = request < num_requests
-    valid = tl.load(num_valid_B + request, mask=is_request, other=0).to(tl.int32)
-    drafts = tl.load(num_drafts_B + request, mask=is_request, other=0).to(tl.int32)
-    drafts = tl.where(valid > 0, drafts, 0)
-    rows = valid + tl.maximum(drafts - 1, 0)
-    end = tl.cumsum(rows, axis=0)
-    if tl.program_id(0) == tl.num_programs(0) - 1:
-        start = tl.load(start_B + request, mask=is_request, other=0).to(tl.int32)
-        tl.store(context_B + request, start + rows, mask=is_request)
-        tl.store(first_row_B1 + request + 1, end, mask=is_request)
-        tl.store(first_row_B1 + request, 0, mask=request == 0)
-        for position in range(max_drafts):
-            sampled = tl.where(position < drafts, end - rows + valid - 1 + position, -1)
-            tl.store(sample_rows_BD + request * max_drafts + position, sampled.to(tl.int64), mask=is_request)
-    else:
-        row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        before = end[None, :] <= row[:, None]
-        owner = tl.sum(before.to(tl.int32), axis=1)
-        offset = row - tl.sum(tl.where(before, rows[None, :], 0), axis=1)
-        is_row = row < tl.sum(rows, axis=0)
-        is_valid = is_row & (offset < tl.load(num_valid_B + owner, mask=is_row, other=0).to(tl.int32))
-        source = tl.load(row_offset_B + owner, mask=is_row, other=0).to(tl.int32) + offset
-        token = tl.load(next_tokens_R + source, mask=is_valid, other=0).to(tl.int64)
-        token = tl.where(is_row & ~is_valid, mask_token_id, token)
-        position = tl.where(is_row, tl.load(start_B + owner, mask=is_row, other=0).to(tl.int32) + offset, 0)
-        block = tl.load(block_table_BN + owner.to(tl.int64) * table_stride + position // block_size, mask=is_row)
-        slot = block.to(tl.int64) * block_size + position % block_size
-        is_stored = row < num_rows
-        tl.store(token_ids_N + row, token, mask=is_stored)
-        tl.store(positions_N + row, position.to(tl.int64), mask=is_stored)
-        tl.store(slots_N + row, tl.where(is_row, slot, -1), mask=is_stored)
-        tl.store(sources_N + row, tl.where(is_valid, source, -1), mask=is_stored)
 
 
 # Hidden states of a pass's rows

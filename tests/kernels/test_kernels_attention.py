@@ -11,7 +11,6 @@ from torch import Tensor
 from peagle.drafter.attention import (
     LaunchPlan,
     paged_attention,
-    write_kv,
 )
 from peagle.drafter.rows import INTERPRETED
 from tests.support.kernel_device import DEVICE, needs_kernel, twin
@@ -204,17 +203,3 @@ def test_no_rows() -> None:
     problem = Problem.random(Shape(((5, 0), (0, 0))))
     found = paged_attention(*problem.tensors, scale=problem.scale)
     assert found.shape == (0, 4, 64)
-
-
-@needs_kernel
-@pytest.mark.parametrize(("groups", "head_size"), [(1, 64), (3, 64), (8, 128), (2, 8)])
-def test_writes_equal_their_twin_and_leave_other_places_alone(groups: int, head_size: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    fused = torch.randn(9, 2 * groups, head_size, generator=generator).to(DEVICE)
-    slots_N = torch.tensor([3, -1, 40, 47, -1, 0, 21, 22, 16], dtype=torch.int64, device=DEVICE)
-    # A layer's caches beside those of another, as an allocator may lay them out.
-    found, expected = (torch.full((3, 2, 16, groups, head_size), 7.0, device=DEVICE) for _ in range(2))
-    write_kv(fused[:, :groups], fused[:, groups:], found[:, 0], found[:, 1], slots_N)
-    twin(write_kv)(fused[:, :groups], fused[:, groups:], expected[:, 0], expected[:, 1], slots_N)
-    assert torch.equal(found, expected)
-    assert int((found != 7.0).flatten(3).any(-1).sum()) == 2 * 7

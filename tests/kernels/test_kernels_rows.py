@@ -92,36 +92,15 @@ def assert_same(found: Rows, expected: Rows) -> None:
         assert have.tolist() == want.tolist(), field.name
 
 
-@needs_kernel
 @pytest.mark.parametrize(("block_size", "padding"), [(16, 0), (32, 1), (16, 37)])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("name", CASES)
-def test_kernel_lays_rows_out_as_the_definition(name: str, block_size: int, padding: int) -> None:
+def test_rows_are_laid_out_as_the_definition(name: str, dtype: torch.dtype, block_size: int, padding: int) -> None:
     requests = CASES[name]
-    arguments = tensors(requests, block_size)
+    arguments = tensors(requests, block_size, dtype)
     num_rows = len(by_loop(requests, arguments, block_size, 7, 0).token_ids_N) + padding
     found = build_rows(*arguments, block_size=block_size, mask_token_id=MASK, max_drafts=7, num_rows=num_rows)
     assert_same(found, by_loop(requests, arguments, block_size, 7, num_rows))
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("name", CASES)
-def test_twin_lays_rows_out_as_the_definition(name: str, dtype: torch.dtype) -> None:
-    requests = CASES[name]
-    arguments = tensors(requests, 16, dtype)
-    num_rows = len(by_loop(requests, arguments, 16, 7, 0).token_ids_N) + 5
-    found = twin(build_rows)(*arguments, block_size=16, mask_token_id=MASK, max_drafts=7, num_rows=num_rows)
-    assert_same(found, by_loop(requests, arguments, 16, 7, num_rows))
-
-
-@needs_kernel
-@pytest.mark.parametrize("num_requests", [1, 63, 130])
-def test_kernel_equals_twin_on_random_batches(num_requests: int) -> None:
-    generator = torch.Generator().manual_seed(num_requests)
-    drawn = torch.randint(0, 6, (num_requests, 3), generator=generator).tolist()
-    requests = [Given(start * 17, num_valid, depth, 10) for start, num_valid, depth in drawn]
-    arguments = tensors(requests, 16)
-    options = dict(block_size=16, mask_token_id=MASK, max_drafts=5, num_rows=10 * num_requests)
-    assert_same(build_rows(*arguments, **options), twin(build_rows)(*arguments, **options))
 
 
 @needs_kernel
