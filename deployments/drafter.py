@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 import torch
@@ -44,17 +44,11 @@ MAX_NUM_ROWS = 2048
 WEIGHT_INDEX = "model.safetensors.index.json"
 
 
-@dataclasses.dataclass(frozen=True)
-class LoadedHead:
-    """`runtime` drafts; `served` is what targets get to know of it."""
-
+class LoadedHead(NamedTuple):
     name: str
-    runtime: ParallelPass
-    served: ServedHead
-
-    @property
-    def digest(self) -> str:
-        return self.served.digest
+    digest: str
+    runtime: ParallelPass  # drafts
+    served: ServedHead  # what targets get to know of it
 
 
 # ---- checkpoints on this node: converted, joined or downloaded when they are not there yet
@@ -83,11 +77,8 @@ def local_directory(head: str) -> Path | None:
 
 
 def target_directory(target: str) -> Path:
-    """Where a target's config.json is, and the weight files that hold its embeddings and output matrix.
-
-    Of a Hugging Face id only these are downloaded: a drafter's node needs no more of the target, and repositories hold
-    the weights of some targets several times, in other formats.
-    """
+    """Where a target's config.json is, and the weight files that hold its embeddings and output matrix: of a Hugging
+    Face id only these are downloaded."""
     if Path(target).is_dir() or "/" not in target:
         return Path(target)
     from huggingface_hub import snapshot_download
@@ -153,7 +144,8 @@ class HeadLoader:
             max_context=self._max_model_len or config.max_position_embeddings,
         )
         target_dir = target_directory(self._target)
-        return LoadedHead(name, *load_served_head(directory, target_dir, limits, self.device, self._dtype))
+        runtime, served = load_served_head(directory, target_dir, limits, self.device, self._dtype)
+        return LoadedHead(name, served.digest, runtime, served)
 
 
 class HeadSlots:
@@ -325,11 +317,9 @@ class DrafterReplica:
             raise RuntimeError(f"the drafter does not draft; its last error: {self._server.last_error or 'none'}")
 
     async def reconfigure(self, user_config: Any) -> None:
-        """Put the heads that `user_config` names in the place of those that differ.
-
-        A replica that starts returns with the new heads. One that serves returns at once and swaps while targets draft:
-        Serve counts a replica out until then. Never raises for a head that does not fit: Serve would end the replica.
-        The heads that draft stay, and the reason stands in the log, in /drafting and in /metrics.
+        """Put the heads that `user_config` names in the place of those that differ. A replica that serves returns at
+        once, since Serve counts it out until then. Never raises for a head that does not fit, since Serve would end the
+        replica: the heads that draft stay, and the reason stands in the log, in /drafting and in /metrics.
         """
         work = self._heads.configure(user_config or {})
         if self._is_configured:

@@ -132,9 +132,7 @@ class DrafterLinks:
     """Keeps one engine connected to the drafters that are there, or were a moment ago: Serve leaves a replica out while
     it hands it a `user_config`, and a target that dropped it then would leave its new requests without drafts.
 
-    Args:
-        rpc: vLLM's `collective_rpc`, a method of every worker by name.
-        is_busy: whether the engine has requests.
+    rpc: vLLM's `collective_rpc`, a method of every worker by name. is_busy: whether the engine has requests.
     """
 
     def __init__(

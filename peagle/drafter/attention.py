@@ -28,7 +28,6 @@ from peagle.drafter.rows import uses_kernel
 
 MIN_KEYS_PER_SPLIT = 256  # fewer keys cost more in partial results than the split saves
 MAX_SPLITS = 32
-MIN_BLOCK_REQUESTS = 64  # lanes for requests: each width is a kernel to compile
 _COMBINED_ELEMENTS = 4096  # of partial results that one program of the second kernel weights together
 _LOG2_E = math.log2(math.e)
 
@@ -142,7 +141,7 @@ def paged_attention(
     common = dict(
         BLOCK_Q=plan.block_m // ratio, HEAD=head_size, BLOCK_D=block_d, BLOCK_N=plan.block_n, NUM_SPLITS=splits,
         # Lanes that look for a row's request, of which there is one more than requests.
-        BLOCK_B=max(MIN_BLOCK_REQUESTS, triton.next_power_of_2(num_requests + 1)),
+        BLOCK_B=max(64, triton.next_power_of_2(num_requests + 1)),
         MIN_TILES=MIN_KEYS_PER_SPLIT // plan.block_n, HAS_WINDOW=sliding_window is not None,
     )  # fmt: skip
     # A request begins a tile of its own; so does the padding, which is written as zeros.

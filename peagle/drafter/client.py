@@ -168,11 +168,11 @@ class Connection:
 class Session:
     """An agreed connection. From `sent` on, fields belong to the thread that sends; `lock` to whoever uses `ring`.
 
-    projections: of the heads, by index, on the host. is_shared: one host, so that the drafter reads the ring. sent:
-    number of the step sent last. is_awaited: whether its answer was waited for. has_request: by request slot, whether
-    the drafter has the request. has_drafts: by request slot, whether the last answer held drafts, if any were asked
-    for. descriptors: of the last steps, by slot of the ring. waited: steps that are or were waited for and not counted
-    yet. enqueued: after the GPU's last work on the ring.
+    projections: of the heads, by index, on the host. is_shared: the drafter reads the ring. sent: number of the step
+    sent last. is_awaited: whether its answer was waited for. has_request, has_drafts: by request slot, whether the
+    drafter has the request, and whether the last answer held drafts that were asked for. descriptors: of the last
+    steps, by slot of the ring. waited: steps waited for and not counted yet. enqueued: after the GPU's last work on
+    the ring.
     """
 
     ring: Ring
@@ -231,9 +231,6 @@ def agree(connection: Connection, hello: Hello, device: torch.device) -> Session
     if not isinstance(welcome, Welcome) or len(raw) != len(hello.heads):
         raise WireError(f"{connection.peer} answered the hello with {type(welcome).__name__} and {len(raw)} frames")
     projections = {i: InputProjection.from_bytes(frame.bytes) for i, frame in zip(hello.heads, raw, strict=True)}
-    for index, projection in projections.items():
-        if projection.hidden_size != hello.shape.hidden_size:
-            raise WireError(f"the input projection of head {index} leaves {projection.hidden_size} columns")
     name = welcome.shared_memory
     ring = Ring.attach(name, hello.shape) if name else Ring.create(hello.shape)
     return Session(ring, bool(name), projections, device)
@@ -365,10 +362,8 @@ class Link:
 
     def wait(self, out_MK: Tensor, chance_MK: Tensor) -> None:
         """Wait for the drafts of the step sent last and put them into out_MK, int64 [M, K], and their chances into
-        chance_MK, float32. With tensors on a GPU its current stream waits, not the host.
-
-        0 all over when they do not come in time, or when the link went down since.
-        """
+        chance_MK, float32: 0 all over when they do not come in time, or when the link went down since. With tensors on
+        a GPU its current stream waits, not the host."""
         if (session := self._current) is not None and session.sent:
             with session.lock:
                 if not session.is_closed:

@@ -76,11 +76,6 @@ class DraftEngine:
     def swap(self, index: int, head: ParallelPass) -> None:
         """Put a head in the place of another, or in a new place. All rows of the old one are void and dropped."""
         limits = head.limits
-        if limits.max_num_rows < limits.max_draft_tokens:
-            raise ValueError(
-                f"head {index}: max_num_rows = {limits.max_num_rows} holds no request that wants "
-                f"max_draft_tokens = {limits.max_draft_tokens} drafts: raise it"
-            )
         self.tables[index] = RequestTable(
             BlockPool(limits.num_blocks, limits.block_size),
             head.digest,
@@ -114,15 +109,15 @@ class DraftEngine:
         first_rows = np.cumsum([0, *(descriptor.num_rows for descriptor in descriptors)])
         requests_F = np.zeros(ends[-1], REQUEST)
         requests_F["place"] = np.arange(len(requests_F))
-        requests_F["start"] = _joined([step.start_B for step in steps])
-        requests_F["num_valid"] = _joined([step.num_valid_B for step in steps])
-        requests_F["num_drafts"] = _joined([one.num_drafts_B for one in descriptors])
-        requests_F["row"] = _joined(
+        requests_F["start"] = np.concatenate([step.start_B for step in steps])
+        requests_F["num_valid"] = np.concatenate([step.num_valid_B for step in steps])
+        requests_F["num_drafts"] = np.concatenate([one.num_drafts_B for one in descriptors])
+        requests_F["row"] = np.concatenate(
             [one.row_offset_B + first for one, first in zip(descriptors, first_rows, strict=False)]
         )
-        tokens_R = _joined([step.next_tokens_R for step in steps])
-        addresses_R = _joined([row_addresses(step.hidden_RH) for step in steps])
-        heads_F, launched = _joined([one.heads_B for one in descriptors]), list[tuple[Requests, PendingDrafts]]()
+        tokens_R = np.concatenate([step.next_tokens_R for step in steps])
+        addresses_R = np.concatenate([row_addresses(step.hidden_RH) for step in steps])
+        heads_F, launched = np.concatenate([one.heads_B for one in descriptors]), list[tuple[Requests, PendingDrafts]]()
         for index in np.unique(heads_F).tolist():
             for mine, step in zip(np.split(requests_F, ends[:-1]), steps, strict=True):
                 self._find_cache_rows(index, step, mine)
@@ -179,7 +174,3 @@ class DraftEngine:
         # Passes run in the order of their launch, so whoever finds these rows from now on reads them written.
         table.commit(requests["cache_row"], requests["start"], requests["num_valid"], tokens_R[rows_R])
         return launched
-
-
-def _joined(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

@@ -4,9 +4,8 @@ One launch of a pass is: asynchronous copies of its integers, the graph, and the
 with an event behind it. The graph reads hidden states where they lie. The host waits for none of these: torch's
 allocator of pinned memory gives none to the next pass that this one still reads.
 
-A graph is made for (rows, requests, drafts of a request at most). A batch runs on the cheapest graph that holds it. The
-requests that pad a batch have no rows; the rows that pad it are written nowhere. Sizes go up to the most rows that a
-pass takes: launching kernel by kernel takes the host milliseconds, whatever the size.
+A graph is made for (rows, requests, drafts of a request at most). A batch runs on the cheapest graph that holds it:
+launching kernel by kernel takes the host milliseconds. The requests that pad a batch have no rows.
 """
 
 from __future__ import annotations

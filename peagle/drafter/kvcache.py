@@ -147,10 +147,8 @@ class RequestTable:
         return np.array([self.row_of.get((session, slot), NO_ROW) for slot in slots_B.tolist()], np.int64)
 
     def open(self, session: int, slot: int, prompt: Int32Array | None) -> int:
-        """A table row for a slot that has none; `NO_ROW` if all are in use.
-
-        prompt: token ids of the positions 0 .. start; None or empty if they are not known. If the cache has all rows
-        before `start`, the request has them from now on.
+        """A table row for a slot that has none; `NO_ROW` if all are in use. prompt: token ids of the positions
+        0 .. start; None or empty if they are not known. The request has the rows before `start` if the cache has all.
         """
         if not self._free_rows:
             return NO_ROW

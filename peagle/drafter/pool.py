@@ -27,12 +27,8 @@ _CLOSE_S = 2.0
 
 
 class LinkPool:
-    """For the engine's thread only.
-
-    A request stays with the drafter of its first step, which holds its cache: that with the fewest requests of those
-    that serve. Requests of a lost drafter go to another and begin cold there; those of a drafter that is drained stay
-    until they end.
-    """
+    """For the engine's thread only. A request stays with the drafter of its first step, which has its cache: that with
+    the fewest requests. Those of a lost drafter go to another and begin cold there, those of a drained one stay."""
 
     def __init__(
         self,
@@ -75,19 +71,16 @@ class LinkPool:
     def assign(
         self, slots_B: Int32Array, heads_B: Int32Array, new_slots: Iterable[int] = ()
     ) -> list[tuple[Link, npt.NDArray[np.int64]]]:
-        """Begin a step: for each link that takes part, the positions 0 .. B - 1 of its requests, in their order.
-
-        new_slots: of requests that are new to the target. Requests are in no group while their drafter is late or none
-        serves their head.
-        """
+        """Begin a step: for each link that takes part, the positions 0 .. B - 1 of its requests, in their order; none
+        of requests whose drafter is late or whose head nobody serves. new_slots: of requests new to the target."""
         self.finish_requests(slot for slot in new_slots if self._link_of[slot] >= 0)
         usable = {number: link for number, link in self.links.items() if link.begin_step()}
         connected = [number for number, link in self.links.items() if link.state != "connecting"]
-        for i in np.flatnonzero(~_is_one_of(self._link_of[slots_B], connected)).tolist():
+        for i in np.flatnonzero(~np.isin(self._link_of[slots_B], connected)).tolist():
             self._link_of[slots_B[i]] = self._choose_link(int(heads_B[i]), usable)
         groups, links_B = [], self._link_of[slots_B]
         for number, link in usable.items():
-            is_served_B = _is_one_of(heads_B, link.projections)
+            is_served_B = np.isin(heads_B, [*link.projections])
             if len(members_M := np.flatnonzero((links_B == number) & is_served_B)):
                 groups.append((link, members_M))
             # The link's heads changed: next time the request goes to another one.
@@ -131,11 +124,3 @@ class LinkPool:
         for number in [number for number in self._draining if not np.any(self._link_of == number)]:
             self._draining.discard(number)
             self.links.pop(number).close()
-
-
-def _is_one_of(values_B: npt.NDArray[Any], numbers: Iterable[int]) -> npt.NDArray[np.bool_]:
-    """As `np.isin`, which takes ten times as long for a few numbers."""
-    found_B = np.zeros(len(values_B), bool)
-    for number in numbers:
-        found_B |= values_B == number
-    return found_B

@@ -102,11 +102,9 @@ class StepDescriptor(msgspec.Struct, frozen=True, tag=True):
     slots_B: the target's number of each request, 0 .. max_num_requests - 1; no slot twice in a step.
     heads_B: index of the head that drafts for the request. num_drafts_B: drafts wanted, 0 .. max_draft_tokens.
     row_offset_B: first row of the request in the payload. num_rows: R.
-    prompts: slot -> token ids of positions 0 .. start of a request that this drafter has not seen, so that it can look
-        for cached rows of the same tokens. An entry says "a new request has this slot". It is empty where the tokens
-        are not known: of a request that another drafter served before.
-    finished_slots: requests that ended before this step; their cache may be dropped. They are released first: a slot
-        may be finished and, for a new request, used in the same step.
+    prompts: slot -> token ids of positions 0 .. start of a request that is new to this drafter, so that it can look for
+        cached rows of the same tokens; empty where they are not known.
+    finished_slots: requests that ended before this step; a slot may be finished and used by a new one in the same step.
     """
 
     slots_B: Int32Array

@@ -123,9 +123,7 @@ class DrafterServer:
         key: str = "",
     ) -> None:
         """heads: by the engine's numbers. port: 0 for a free one. device: of the engine. key: up to 255 bytes, which
-        targets must name before anything of theirs is read; "" lets in whoever reaches the port. The key goes over the
-        wire as it is.
-
+        targets must name, in clear text, before anything of theirs is read; "" lets in whoever reaches the port.
         Raises ValueError without a head or with one twice, OSError when the port is taken.
         """
         digests = [head.digest for head in heads.values()]

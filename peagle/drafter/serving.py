@@ -21,19 +21,14 @@ _EMBEDDING, _OUTPUT = "embed_tokens.weight", "lm_head.weight"
 
 @dataclasses.dataclass(frozen=True)
 class DrafterLimits:
-    """Sizes of a drafter, each for one head.
+    """Sizes of a drafter, each for one head."""
 
-    max_num_requests: with rows in the cache. max_num_rows: of one pass, mask rows included. max_draft_tokens: K_max;
-    None for what the head was trained for. cache_gib: memory of the keys and values. block_size: positions of a cache
-    block. max_context: positions that a request may reach; None for what the head's config.json says.
-    """
-
-    max_num_requests: int = 256
-    max_num_rows: int = 8192
-    max_draft_tokens: int | None = None
-    cache_gib: float = 1.0
-    block_size: int = 16
-    max_context: int | None = None
+    max_num_requests: int = 256  # with rows in the cache
+    max_num_rows: int = 8192  # of one pass, mask rows included
+    max_draft_tokens: int | None = None  # K_max; None for what the head was trained for
+    cache_gib: float = 1.0  # memory of the keys and values
+    block_size: int = 16  # positions of a cache block
+    max_context: int | None = None  # positions that a request may reach; None for what the head's config.json says
 
 
 def load_runtime_head(

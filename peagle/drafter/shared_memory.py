@@ -179,9 +179,7 @@ class Ring:
 
     def wait(self, number: int, timeout_s: float, out_BK: Tensor, chance_BK: Tensor) -> None:
         """Wait for the drafts of a step, at most this long, and put them into out_BK, int64, and their chances into
-        chance_BK, float32: 0 where there are none, all over without an answer in time. With tensors on a GPU its
-        current stream waits, not the host. A reply that comes later is not seen.
-        """
+        chance_BK, float32: 0 where there are none, or when they come later. With tensors on a GPU its stream waits."""
         wait_for_drafts(self.slot(number), self._abort, number, int(timeout_s * 1e9), out_BK, chance_BK)
 
     def is_done(self, number: int) -> bool:

