@@ -445,7 +445,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         report["rows"] = []
         if arm.kind == "remote":
             await engine.collective_rpc("set_drafters", args=([found()],))
-            while not (await engine.collective_rpc("remote_report"))[0]["pool"]["num_up"]:
+            while not (await engine.collective_rpc("remote_report"))[0]["num_up"]:
                 await asyncio.sleep(0.2)
         await measure_arm(engine, args, report, settings)
         if arm.kind == "remote":

@@ -1,8 +1,7 @@
 """The drafter: replicas that hold P-EAGLE heads and their KV cache, and draft for all targets (`placement: remote`).
 
-Enters: hidden states and tokens of the targets' steps, over connections that do not pass through Ray
-(`peagle.drafter.server`). Leaves: drafts, over the same. Ray Serve starts, watches, restarts and replaces the replicas,
-hands their addresses to the targets, and brings new heads as `user_config`.
+Hidden states and drafts do not pass through Ray (`peagle.drafter.server`). Ray Serve starts, watches, restarts and
+replaces the replicas, hands their addresses to the targets, and brings new heads as `user_config`.
 """
 
 import asyncio
@@ -14,7 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 import torch
@@ -45,17 +44,11 @@ MAX_NUM_ROWS = 2048
 WEIGHT_INDEX = "model.safetensors.index.json"
 
 
-@dataclasses.dataclass(frozen=True)
-class LoadedHead:
-    """`runtime` drafts; `served` is what targets get to know of it."""
-
+class LoadedHead(NamedTuple):
     name: str
-    runtime: ParallelPass
-    served: ServedHead
-
-    @property
-    def digest(self) -> str:
-        return self.served.digest
+    digest: str
+    runtime: ParallelPass  # drafts
+    served: ServedHead  # what targets get to know of it
 
 
 # ---- checkpoints on this node: converted, joined or downloaded when they are not there yet
@@ -67,11 +60,8 @@ def target_source(source: str) -> str:
 
 
 def head_directory(head: str, target: str) -> Path:
-    """The directory of a head made ready for the target, `target_source` of which is given.
-
-    Raises:
-        ValueError: a damaged file, or a head for another target.
-    """
+    """The directory of a head made ready for the target, `target_source` of which is given. Raises ValueError for a
+    damaged file, or a head for another target."""
     return prepare_head(local_directory(head) or head, target_directory(target))
 
 
@@ -85,11 +75,8 @@ def local_directory(head: str) -> Path | None:
 
 
 def target_directory(target: str) -> Path:
-    """Where a target's config.json is, and the weight files that hold its embeddings and output matrix.
-
-    Only these are downloaded: a drafter's node needs no more of the target, and repositories hold the weights of some
-    targets several times, in other formats.
-    """
+    """Where a target's config.json is, and the weight files that hold its embeddings and output matrix. Only these are
+    downloaded."""
     if Path(target).is_dir() or "/" not in target:
         return Path(target)
     folder = download(target, only=["config.json", WEIGHT_INDEX])
@@ -148,11 +135,8 @@ class HeadLoader:
         return head_directory(name, self._target)
 
     def load(self, name: str) -> LoadedHead:
-        """A head with its share of the cache: the slots share `cache_gib` evenly.
-
-        Raises:
-            ValueError: a damaged head, one of another target, one of fewer depths than K_max, or a cache too small for
-                one request of the longest context.
+        """A head with its share of the cache: the slots share `cache_gib` evenly. Raises ValueError for a damaged head,
+        another target's, one of fewer depths than K_max, or a cache too small for one request of the longest context.
         """
         directory = self.directory(name)
         config = read_head_config(directory)
@@ -170,7 +154,8 @@ class HeadLoader:
             max_context=self._max_model_len or config.max_position_embeddings,
         )
         target_dir = target_directory(self._target)
-        return LoadedHead(name, *load_served_head(directory, target_dir, limits, self.device, self._dtype))
+        runtime, served = load_served_head(directory, target_dir, limits, self.device, self._dtype)
+        return LoadedHead(name, served.digest, runtime, served)
 
 
 class HeadSlots:
@@ -342,11 +327,9 @@ class DrafterReplica:
             raise RuntimeError(f"the drafter does not draft; its last error: {self._server.last_error or 'none'}")
 
     async def reconfigure(self, user_config: Any) -> None:
-        """Put the heads that `user_config` names in the place of those that differ.
-
-        A replica that starts returns with the new heads. One that serves returns at once and swaps while targets draft:
-        Serve counts a replica out until then. Never raises for a head that does not fit: Serve would end the replica.
-        The heads that draft stay, and the reason stands in the log, in /drafting and in /metrics.
+        """Put the heads that `user_config` names in the place of those that differ. A replica that serves returns at
+        once, since Serve counts it out until then. Never raises for a head that does not fit, since Serve would end the
+        replica: the heads that draft stay, and the reason stands in the log, in /drafting and in /metrics.
         """
         work = self._heads.configure(user_config or {})
         if self._is_configured:

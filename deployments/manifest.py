@@ -64,7 +64,7 @@ class Machine:
     head_memory: str
     worker_memory: str
     shared_memory: str
-    """/dev/shm: Ray's object store, the engine's own segments and the rings of remote drafters."""
+    """/dev/shm: Ray's object store and the engine's own segments."""
 
 
 # One replica on CPUs was seen to need about 6.5 GB with the embedded target (engine 4.1 GB; replica, router and proxy

@@ -71,7 +71,6 @@ FAMILIES = {
     "drafter_dropped": Family("counter", "replica", "Connections closed because of what they sent.", REMOTE),
     "drafter_cold_starts": Family("counter", "replica", "Requests begun without their earlier rows.", REMOTE),
     "drafter_prefix_hit_tokens": Family("counter", "replica", "Prompt tokens whose rows were in the cache.", REMOTE),
-    "drafter_evicted_requests": Family("counter", "replica", "Requests evicted from the cache.", REMOTE),
     "drafter_evicted_blocks": Family("counter", "replica", "Blocks evicted from the cache.", REMOTE),
     "drafter_refused": Family(
         "counter", "replica", "Request steps without drafts: cache full, or context too long.", REMOTE

@@ -1,8 +1,5 @@
-"""What the replicas of a deployment say of themselves, and a target's links to the drafter replicas.
-
-Enters: a deployment's handle. Leaves: how many replicas are up and what they report, about once a second; for a
-target, the drafters' addresses and heads handed on to its engine, whose workers connect by themselves
-(`peagle.drafter.client`).
+"""What the replicas of a deployment say of themselves, and a target's links to the drafter replicas: its engine is told
+their addresses and heads, and its workers connect by themselves (`peagle.drafter.client`).
 """
 
 import asyncio
@@ -135,9 +132,7 @@ class DrafterLinks:
     """Keeps one engine connected to the drafters that are there, or were a moment ago: Serve leaves a replica out while
     it hands it a `user_config`, and a target that dropped it then would leave its new requests without drafts.
 
-    Args:
-        rpc: vLLM's `collective_rpc`, a method of every worker by name.
-        is_busy: whether the engine has requests.
+    rpc: vLLM's `collective_rpc`, a method of every worker by name. is_busy: whether the engine has requests.
     """
 
     def __init__(
@@ -245,5 +240,5 @@ def link_reports(answers: Iterable[Any]) -> tuple[dict[str, Any], ...]:
         }
         for answer in answers
         if answer
-        for link in answer["pool"]["links"]
+        for link in answer["links"]
     )

@@ -1,17 +1,13 @@
-"""Attention of a pass's rows over a paged KV cache, and writing rows into it.
+"""Attention of a pass's rows over a paged KV cache.
 
-A request's rows stand at positions start, start + 1, ...; each sees the keys of its request from `cache_start` (0, or
-where a cold start began) up to its own position, with a sliding window the nearest of them. The cache of a layer is
-[num_blocks, block_size, G, D]; column j of `block_table_BN` is the block of positions [j * block_size,
-(j + 1) * block_size), and every block from `cache_start` on must be there. Keys beyond the table do not exist.
+A request's rows stand at positions start, start + 1, ...; each sees the keys of its request up to its own position,
+with a sliding window the nearest of them. The cache of a layer is [num_blocks, block_size, G, D]; column j of
+`block_table_BN` is the block of positions [j * block_size, (j + 1) * block_size).
 
 The kernel works on tiles of rows times the query heads that share a key head, so that keys are read once for a request
 that decodes. Where tiles and key heads do not fill the GPU, the context is split: parts are weighted together by a
 second kernel, as in Flash-Decoding (https://pytorch.org/blog/flash-decoding/). How many parts a request really uses
-follows from its context, on the device; with one, nothing is left for the second kernel.
-
-How a launch is cut (`LaunchPlan`) follows from sizes that the host knows. Every distinct plan is a kernel to compile,
-so plans are few, and `distinct_batches` tells what has to run once before a drafter serves.
+follows from its context, on the device.
 
 N rows, A query heads, G key and value heads, D head size, B requests.
 """
@@ -28,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from peagle.drafter.rows import MIN_BLOCK_REQUESTS, uses_kernel
+from peagle.drafter.rows import uses_kernel
 
 MIN_KEYS_PER_SPLIT = 256  # fewer keys cost more in partial results than the split saves
 MAX_SPLITS = 32
@@ -58,10 +54,9 @@ def plan_for(
     max_context: int,
     num_sms: int,
 ) -> LaunchPlan:
-    """Sizes for a batch of about equal requests.
+    """Sizes for a batch of about equal requests; every distinct plan is a kernel to compile, so plans are few.
 
-    element_bytes: of queries and keys. max_context: positions that the block table has room for. num_sms:
-    multiprocessors of the GPU.
+    element_bytes: of queries and keys. max_context: positions of the block table. num_sms: multiprocessors of the GPU.
     """
     ratio = num_heads // num_groups
     rows_each = triton.cdiv(num_rows, max(num_requests, 1))
@@ -84,27 +79,6 @@ def plan_for(
     )
 
 
-def block_requests(num_requests: int) -> int:
-    """Lanes that look for a row's request, of which there is one more than requests."""
-    return max(MIN_BLOCK_REQUESTS, triton.next_power_of_2(num_requests + 1))
-
-
-def distinct_batches(
-    max_num_rows: int, max_num_requests: int, num_heads: int, num_groups: int, head_size: int, **sizes: int
-) -> list[tuple[int, int]]:
-    """Rows and requests of one batch for every kernel that batches within the limits may need.
-
-    sizes: element_bytes, max_context and num_sms of `plan_for`.
-    """
-    batches: dict[tuple[LaunchPlan, int], tuple[int, int]] = {}
-    for num_requests in range(1, max_num_requests + 1):
-        for rows_each in range(1, triton.cdiv(max_num_rows, num_requests) + 1):
-            num_rows = min(rows_each * num_requests, max_num_rows)
-            plan = plan_for(num_rows, num_requests, num_heads, num_groups, head_size, **sizes)
-            batches.setdefault((plan, block_requests(num_requests)), (num_rows, num_requests))
-    return list(batches.values())
-
-
 def paged_attention(
     q_NAD: Tensor,
     k_cache: Tensor,
@@ -113,56 +87,40 @@ def paged_attention(
     first_row_B1: Tensor,
     start_B: Tensor,
     context_B: Tensor,
-    cache_start_B: Tensor,
     *,
     scale: float,
     sliding_window: int | None = None,
     plan: LaunchPlan | None = None,
 ) -> Tensor:
-    """Attention of N rows, of which `first_row_B1` says whose they are; keys and values are in the cache already.
+    """Attention of N rows, [N, A, D] of q's type; zeros in rows beyond first_row_B1[-1].
 
-    Args:
-        q_NAD: rotated queries, any strides but 1 in the last dimension.
-        k_cache, v_cache: [num_blocks, block_size, G, D], of the same strides.
-        block_table_BN: int, blocks of each request.
-        first_row_B1, context_B: int, as in `peagle.drafter.rows.Rows`.
-        start_B: int, position of a request's first row.
-        cache_start_B: int, first position that it has in the cache; at most start.
-        scale: factor of the scores, 1 / sqrt(D).
-        sliding_window: keys that a row sees at most, its own included.
-        plan: sizes of the launch, for tests and measurements; of no effect on the twin.
-
-    Returns [N, A, D] of q's type; zeros in rows beyond first_row_B1[-1].
+    q_NAD: rotated queries. k_cache, v_cache: [num_blocks, block_size, G, D], of the same strides, with the rows' own
+    keys and values. block_table_BN: int. first_row_B1, context_B: int, as in `peagle.drafter.rows.Rows`. start_B:
+    int, position of a request's first row. scale: factor of the scores. sliding_window: keys that a row sees at most,
+    its own included. plan: sizes of the launch, for tests.
     """
     (num_rows, num_heads, head_size), (num_requests, num_columns) = q_NAD.shape, block_table_BN.shape
     block_size, num_groups = k_cache.shape[1], k_cache.shape[2]
     assert k_cache.stride() == v_cache.stride()
     if not uses_kernel(q_NAD):  # torch's own attention, request by request; reads lengths on the host
-        starts, ends, lows = start_B.tolist(), context_B.tolist(), cache_start_B.tolist()
+        starts, ends = start_B.tolist(), context_B.tolist()
         out = torch.zeros_like(q_NAD, memory_format=torch.contiguous_format)
         for request, (begin, end) in enumerate(itertools.pairwise(first_row_B1.tolist())):
             if begin == end:
                 continue
-            low, start = lows[request], starts[request]
-            if sliding_window is not None:
-                low = max(low, start - sliding_window + 1)
-            first, end_column = low // block_size, math.ceil(ends[request] / block_size)
-            blocks, first_key = block_table_BN[request, first:end_column].long().clamp(min=0), first * block_size
-            keys, values = (cache[blocks].flatten(0, 1).transpose(0, 1)[None] for cache in (k_cache, v_cache))
-            num_keys = min(ends[request], num_columns * block_size) - first_key
-            keys, values = keys[:, :, :num_keys], values[:, :, :num_keys]
-            if low > first_key:  # never written: a NaN there would pass through a weight of zero
-                keys[:, :, : low - first_key] = 0
-                values[:, :, : low - first_key] = 0
-            key_U = torch.arange(first_key, first_key + num_keys, device=q_NAD.device)
-            row_T1 = torch.arange(start, start + end - begin, device=q_NAD.device)[:, None]
-            visible_TU = (key_U <= row_T1) & (key_U >= low)
+            blocks = block_table_BN[request, : math.ceil(ends[request] / block_size)].long()
+            keys, values = (
+                cache[blocks].flatten(0, 1)[: ends[request]].transpose(0, 1) for cache in (k_cache, v_cache)
+            )
+            key_U = torch.arange(ends[request], device=q_NAD.device)
+            row_T1 = starts[request] + torch.arange(end - begin, device=q_NAD.device)[:, None]
+            visible_TU = key_U <= row_T1
             if sliding_window is not None:
                 visible_TU &= key_U > row_T1 - sliding_window
-            q_1ATD = q_NAD[begin:end].transpose(0, 1)[None]
             attended_1ATD = F.scaled_dot_product_attention(
-                q_1ATD, keys, values, attn_mask=visible_TU, scale=scale, enable_gqa=True
-            )
+                q_NAD[begin:end].transpose(0, 1)[None], keys[None], values[None],
+                attn_mask=visible_TU, scale=scale, enable_gqa=True,
+            )  # fmt: skip
             out[begin:end] = attended_1ATD[0].transpose(0, 1)
         return out
     out = torch.empty(num_rows, num_heads, head_size, dtype=q_NAD.dtype, device=q_NAD.device)
@@ -181,26 +139,27 @@ def paged_attention(
         partial = torch.empty(splits, num_rows, num_heads, head_size, dtype=torch.float32, device=out.device)
         lse = torch.empty(splits, num_rows, num_heads, dtype=torch.float32, device=out.device)
     common = dict(
-        BLOCK_SIZE=block_size, BLOCK_Q=plan.block_m // ratio, HEAD=head_size, BLOCK_D=block_d,
-        BLOCK_N=plan.block_n, BLOCK_B=block_requests(num_requests), NUM_SPLITS=splits,
+        BLOCK_Q=plan.block_m // ratio, HEAD=head_size, BLOCK_D=block_d, BLOCK_N=plan.block_n, NUM_SPLITS=splits,
+        # Lanes that look for a row's request, of which there is one more than requests.
+        BLOCK_B=max(64, triton.next_power_of_2(num_requests + 1)),
         MIN_TILES=MIN_KEYS_PER_SPLIT // plan.block_n, HAS_WINDOW=sliding_window is not None,
     )  # fmt: skip
     # A request begins a tile of its own; so does the padding, which is written as zeros.
     num_tiles = num_rows // common["BLOCK_Q"] + num_requests + 1
     attention_kernel[(num_tiles, num_groups, splits)](
-        q_NAD, k_cache, v_cache, block_table_BN, first_row_B1, start_B, context_B, cache_start_B, out, partial, lse,
-        num_requests, num_rows, num_columns, sliding_window or 0, scale * _LOG2_E,
+        q_NAD, k_cache, v_cache, block_table_BN, first_row_B1, start_B, context_B, out, partial, lse,
+        num_requests, num_rows, sliding_window or 0, scale * _LOG2_E,
         q_NAD.stride(0), q_NAD.stride(1), out.stride(0), out.stride(1),
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table_BN.stride(0),
-        RATIO=ratio, BLOCK_M=plan.block_m, **common,
+        RATIO=ratio, BLOCK_M=plan.block_m, BLOCK_SIZE=block_size, **common,
         num_warps=plan.num_warps, num_stages=plan.num_stages,
     )  # fmt: skip
     if splits > 1:
         block_s = triton.next_power_of_2(splits)
         block_a = max(1, min(triton.next_power_of_2(num_heads), _COMBINED_ELEMENTS // (block_s * block_d)))
         combine_kernel[(num_rows, triton.cdiv(num_heads, block_a))](
-            partial, lse, out, first_row_B1, start_B, context_B, cache_start_B,
-            num_requests, num_rows, num_columns, sliding_window or 0, num_heads, out.stride(0), out.stride(1),
+            partial, lse, out, first_row_B1, start_B, context_B,
+            num_requests, num_rows, sliding_window or 0, num_heads, out.stride(0), out.stride(1),
             BLOCK_S=block_s, BLOCK_A=block_a, **common, num_warps=4,
         )  # fmt: skip
     return out
@@ -213,8 +172,8 @@ def paged_attention(
 
 @triton.jit
 def _key_span(
-    row, rows_end, first, start, context, cache_start, num_columns, window,
-    BLOCK_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    row, rows_end, first, start, context, window,
+    BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr,
     MIN_TILES: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Keys of the tile whose first row is `row`: (first seen, end, keys of a split, splits used).
@@ -222,11 +181,10 @@ def _key_span(
     Both kernels call this, so they agree on who wrote what. The first key that is read is the first seen, rounded down
     to whole tiles.
     """
-    low = cache_start
+    low = start * 0
     if HAS_WINDOW:
         low = tl.maximum(low, start + row - first - window + 1)
-    end = start + tl.minimum(row + BLOCK_Q, rows_end) - first
-    end = tl.minimum(tl.minimum(end, context), num_columns * BLOCK_SIZE)
+    end = tl.minimum(start + tl.minimum(row + BLOCK_Q, rows_end) - first, context)
     num_tiles = tl.cdiv(tl.maximum(end - low // BLOCK_N * BLOCK_N, 0), BLOCK_N)
     tiles_each = tl.maximum(tl.cdiv(num_tiles, NUM_SPLITS), MIN_TILES)
     return low, end, tiles_each * BLOCK_N, tl.maximum(tl.cdiv(num_tiles, tiles_each), 1)
@@ -234,8 +192,8 @@ def _key_span(
 
 @triton.jit(do_not_specialize=["num_requests", "num_rows"])  # each special value is a kernel to compile
 def attention_kernel(
-    q_NAD, k_cache, v_cache, block_table, first_row, start_B, context_B, cache_start_B, out, partial, lse,
-    num_requests, num_rows, num_columns, window, scale,
+    q_NAD, k_cache, v_cache, block_table, first_row, start_B, context_B, out, partial, lse,
+    num_requests, num_rows, window, scale,
     q_stride_n, q_stride_a, out_stride_n, out_stride_a, block_stride, slot_stride, group_stride, table_stride,
     RATIO: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, HEAD: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -263,9 +221,8 @@ def attention_kernel(
         return
     start = tl.load(start_B + request).to(tl.int32)
     low, high, keys_each, used = _key_span(
-        tile_row, rows_end, first, start, tl.load(context_B + request).to(tl.int32),
-        tl.load(cache_start_B + request).to(tl.int32), num_columns, window,
-        BLOCK_SIZE, BLOCK_Q, BLOCK_N, NUM_SPLITS, MIN_TILES, HAS_WINDOW,
+        tile_row, rows_end, first, start, tl.load(context_B + request).to(tl.int32), window,
+        BLOCK_Q, BLOCK_N, NUM_SPLITS, MIN_TILES, HAS_WINDOW,
     )  # fmt: skip
     if split >= used:
         return
@@ -281,7 +238,7 @@ def attention_kernel(
         key = tile_key + tl.arange(0, BLOCK_N)
         exists = (key >= low) & (key < high)
         block = tl.load(table + key // BLOCK_SIZE, mask=exists, other=0)
-        at = tl.maximum(block, 0).to(tl.int64) * block_stride + (key % BLOCK_SIZE).to(tl.int64) * slot_stride
+        at = block.to(tl.int64) * block_stride + (key % BLOCK_SIZE).to(tl.int64) * slot_stride
         at = (at + group * group_stride)[:, None] + column[None, :]
         read = exists[:, None] & (column < HEAD)[None, :]
         k = tl.load(k_cache + at, mask=read, other=0.0)
@@ -310,10 +267,10 @@ def attention_kernel(
 
 @triton.jit(do_not_specialize=["num_requests", "num_rows"])
 def combine_kernel(
-    partial, lse, out, first_row, start_B, context_B, cache_start_B,
-    num_requests, num_rows, num_columns, window, num_heads, out_stride_n, out_stride_a,
+    partial, lse, out, first_row, start_B, context_B,
+    num_requests, num_rows, window, num_heads, out_stride_n, out_stride_a,
     BLOCK_S: tl.constexpr, BLOCK_A: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, HEAD: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr, HEAD: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, NUM_SPLITS: tl.constexpr, MIN_TILES: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
@@ -327,9 +284,8 @@ def combine_kernel(
     first = tl.load(first_row + request).to(tl.int32)
     _, _, _, used = _key_span(
         first + (row - first) // BLOCK_Q * BLOCK_Q, tl.load(first_row + request + 1).to(tl.int32), first,
-        tl.load(start_B + request).to(tl.int32), tl.load(context_B + request).to(tl.int32),
-        tl.load(cache_start_B + request).to(tl.int32), num_columns, window,
-        BLOCK_SIZE, BLOCK_Q, BLOCK_N, NUM_SPLITS, MIN_TILES, HAS_WINDOW,
+        tl.load(start_B + request).to(tl.int32), tl.load(context_B + request).to(tl.int32), window,
+        BLOCK_Q, BLOCK_N, NUM_SPLITS, MIN_TILES, HAS_WINDOW,
     )  # fmt: skip
     if used == 1:
         return
@@ -346,47 +302,3 @@ def combine_kernel(
     value = tl.sum(mean * weight[:, :, None], axis=0) / tl.where(whole == 0.0, 1.0, whole)[:, None]
     out_at = out + row.to(tl.int64) * out_stride_n + head[:, None] * out_stride_a + column[None, :]
     tl.store(out_at, value.to(out.dtype.element_ty), mask=(head < num_heads)[:, None] & (column < HEAD)[None, :])
-
-
-def write_kv(k_NGD: Tensor, v_NGD: Tensor, k_cache: Tensor, v_cache: Tensor, slots_N: Tensor) -> None:
-    """Writes rows into the cache of one layer: row i at slot slots_N[i], nowhere where that is negative.
-
-    k_NGD, v_NGD: rotated keys, and values; any strides but 1 in the last dimension. k_cache, v_cache: [num_blocks,
-    block_size, G, D], of the same strides; slot s is place s % block_size of block s // block_size. Values take the
-    cache's type.
-    """
-    num_rows, num_groups, head_size = k_NGD.shape
-    assert k_cache.stride() == v_cache.stride()
-    if not uses_kernel(k_NGD):  # picks the rows that have a slot, whose number the host must know
-        kept = slots_N >= 0
-        slot = slots_N[kept].long()
-        block, place = slot // k_cache.shape[1], slot % k_cache.shape[1]
-        k_cache[block, place] = k_NGD[kept].to(k_cache.dtype)
-        v_cache[block, place] = v_NGD[kept].to(v_cache.dtype)
-    elif num_rows:
-        write_kv_kernel[(num_rows,)](
-            k_NGD, v_NGD, k_cache, v_cache, slots_N, k_cache.shape[1], num_groups,
-            k_NGD.stride(0), k_NGD.stride(1), v_NGD.stride(0), v_NGD.stride(1),
-            k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
-            HEAD=head_size, BLOCK_D=triton.next_power_of_2(head_size), BLOCK_G=triton.next_power_of_2(num_groups),
-            num_warps=4,
-        )  # fmt: skip
-
-
-@triton.jit
-def write_kv_kernel(
-    k_NGD, v_NGD, k_cache, v_cache, slots, block_size, num_groups,
-    k_stride_n, k_stride_g, v_stride_n, v_stride_g, block_stride, slot_stride, group_stride,
-    HEAD: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + row).to(tl.int64)
-    if slot < 0:
-        return
-    group, column = tl.arange(0, BLOCK_G)[:, None], tl.arange(0, BLOCK_D)[None, :]
-    kept = (group < num_groups) & (column < HEAD)
-    at = slot // block_size * block_stride + slot % block_size * slot_stride + group * group_stride + column
-    k = tl.load(k_NGD + row * k_stride_n + group * k_stride_g + column, mask=kept)
-    v = tl.load(v_NGD + row * v_stride_n + group * v_stride_g + column, mask=kept)
-    tl.store(k_cache + at, k.to(k_cache.dtype.element_ty), mask=kept)
-    tl.store(v_cache + at, v.to(v_cache.dtype.element_ty), mask=kept)

@@ -1,10 +1,7 @@
-"""A target's link to one drafter: steps out, drafts back, within a deadline.
-
-Every failure costs drafts, never a request.
+"""A target's link to one drafter: steps out, drafts back, within a deadline. A failure costs drafts, never a request.
 
 The engine's thread sends and waits. A thread of the link connects and watches the drafter. Where the ring is not
-shared, it also carries steps and drafts over TCP: the engine's thread sees no difference. `peagle.drafter.pool` keeps
-the links of a target.
+shared, it also carries steps and drafts over TCP: the engine's thread sees no difference.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -25,7 +22,6 @@ import zmq
 from torch import Tensor
 from zmq.utils.monitor import recv_monitor_message
 
-from peagle.drafter.drafts import token_ids
 from peagle.drafter.projection import InputProjection
 from peagle.drafter.protocol import (
     FROM_DRAFTER,
@@ -38,11 +34,11 @@ from peagle.drafter.protocol import (
     Answer,
     Bye,
     DrafterMessage,
+    HeadIndex,
     Hello,
     Int32Array,
-    Refused,
+    Step,
     StepDescriptor,
-    Swapped,
     Waker,
     Welcome,
     WireError,
@@ -51,13 +47,10 @@ from peagle.drafter.protocol import (
     set_up_socket,
 )
 from peagle.drafter.shared_memory import NUM_SLOTS, REACHED, TIMED_OUT, Ring
-from peagle.drafter.step import Step
 
 HELLO_TIMEOUT_S = 10.0
-MAX_SILENCE_S = 10.0  # of a drafter with a step in hand, before the connection counts as lost
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 _CHECK_S, _POLL_S = 0.5, 50e-6
-_NUM_QUICK_READS, _HOST_POLL_S = 50, 0.3e-3  # seldom where the host waits: the drafter may need its cores
 _NO_TOKENS = np.zeros(0, np.int32)
 _LOST = zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
 _MECHANISM_MISMATCH = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
@@ -65,13 +58,18 @@ _FOREIGN = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PRO
 logger = logging.getLogger(__name__)
 
 
+class DrafterEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A drafter to connect to. address: "host:port". heads: index -> digest. key: with which it lets targets in."""
+
+    address: Annotated[str, msgspec.Meta(pattern=r"^\S+:\d+$")]
+    heads: dict[HeadIndex, str]
+    key: str = ""
+
+
 @dataclasses.dataclass
 class Deadlines:
-    """How long an answer may take, from how long answers took: exponential averages of seconds and of rows.
-
-    A step with more rows than the average may take as much longer, so that a chunk of a long prompt does not look like
-    a drafter that hangs.
-    """
+    """How long an answer may take, from how long answers took: exponential averages of seconds and of rows. A step with
+    more rows may take longer, so that a chunk of a long prompt does not look like a drafter that hangs."""
 
     min_s: float
     max_s: float
@@ -99,11 +97,7 @@ class Deadlines:
 
 @dataclasses.dataclass
 class LinkStats:
-    """Counts since the link was made.
-
-    Of the answers that came in time, sum_service_s: from when the drafter saw the step (over TCP: from
-    when it was sent) to its answer; sum_wait_s: what the target waited, its GPU's stream or its host.
-    """
+    """Counts since the link was made."""
 
     num_steps: int = 0  # sent
     num_answered: int = 0  # in time
@@ -112,39 +106,30 @@ class LinkStats:
     num_connections: int = 0
     num_bytes: int = 0  # sent and received over TCP
     num_cut_prompts: int = 0  # new requests whose tokens did not fit
-    sum_service_s: float = 0.0
-    sum_wait_s: float = 0.0
+    sum_service_s: float = 0.0  # of answers in time: from when the drafter saw the step, or it was sent, to its answer
+    sum_wait_s: float = 0.0  # of these: what the target waited, its GPU's stream or its host
 
 
 # The connection
 
 
-class HeadSwapped(Exception):
-    """The drafter put another head in the place of one of ours. Arguments: the digests of the two."""
-
-
 class Connection:
     """A socket that connects to one drafter once. Used by the link's thread only."""
 
-    def __init__(self, context: zmq.Context[Any], address: str, key: str, waker: Waker) -> None:
-        """key: of the drafter, "" for none. waker: ends a `receive` that waits.
-
-        Raises ZMQError for an address that cannot be resolved.
-        """
-        self.peer, self._waker = f"drafter {address}", waker
+    def __init__(self, context: zmq.Context[Any], drafter: DrafterEntry, waker: Waker) -> None:
+        """waker: ends a `receive` that waits. Raises ZMQError for an address that cannot be resolved."""
+        self.peer, self._waker = f"drafter {drafter.address}", waker
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.reconnect_ivl = -1  # a connection that is lost takes its agreement with it
         set_up_socket(self._socket, MAX_REPLY_BYTES)
-        if key:
-            self._socket.plain_username, self._socket.plain_password = USER, key.encode()
+        if drafter.key:
+            self._socket.plain_username, self._socket.plain_password = USER, drafter.key.encode()
         self._monitor = self._socket.get_monitor_socket(_LOST | _FOREIGN | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
         self._poller = zmq.Poller()
         for source in (self._socket, self._monitor, waker.fileno()):
             self._poller.register(source, zmq.POLLIN)
-        self._has_answered = False
-        self.last_message_s = time.monotonic()
-        self._socket.connect(f"tcp://{address}")
+        self._socket.connect(f"tcp://{drafter.address}")
 
     def send(self, frames: list[Any]) -> int:
         """Enqueue a message; returns its bytes. Raises ZMQError where the drafter reads nothing."""
@@ -161,35 +146,17 @@ class Connection:
             self._waker.clear()
         if self._socket in ready:  # before the monitor: a drafter's last message is read
             try:
-                received = read_message(self._socket.recv_multipart(copy=False), FROM_DRAFTER)
+                return read_message(self._socket.recv_multipart(copy=False), FROM_DRAFTER)
             except WireError as error:
                 raise WireError(f"{self.peer}: {error}") from error
-            self._has_answered, self.last_message_s = True, time.monotonic()
-            return received
         if self._monitor in ready:
             event = recv_monitor_message(self._monitor)
             if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH or event["value"] == _MECHANISM_MISMATCH:
                 raise WireError(f"{self.peer} refused: its key is missing or another one")
             if event["event"] & _FOREIGN:
                 raise WireError(f"{self.peer} does not speak this protocol")
-            raise WireError(
-                f"{self.peer} " + ("closed the connection" if self._has_answered else "refused: nobody listens")
-            )
+            raise WireError(f"{self.peer} closed the connection, hangs, or nobody listens there")
         return None
-
-    def receive_within(self, timeout_s: float) -> tuple[DrafterMessage, Sequence[zmq.Frame]]:
-        """The next message. Raises WireError when it is not there in time, and as `receive`."""
-        end_s = time.monotonic() + timeout_s
-        while (left_s := end_s - time.monotonic()) > 0:
-            if (received := self.receive(left_s)) is not None:
-                return received
-        raise WireError(f"{self.peer} sent no message within {timeout_s:g} s")
-
-    def check_silence(self) -> None:
-        """While a step is unanswered. Raises WireError for a drafter that gives no sign of life."""
-        silence_s = time.monotonic() - self.last_message_s
-        if silence_s > MAX_SILENCE_S:
-            raise WireError(f"{self.peer} gave no sign of life for {silence_s:.0f} s")
 
     def close(self) -> None:
         self._socket.disable_monitor()
@@ -201,28 +168,25 @@ class Connection:
 class Session:
     """An agreed connection. From `sent` on, fields belong to the thread that sends; `lock` to whoever uses `ring`.
 
-    heads: index -> digest. projections: of these, by digest, on the host where they came with the welcome. is_shared:
-    one host, so that the drafter reads the ring. is_unwanted: other heads are wanted, so the connection is to end.
-    sent: number of the step sent last. is_awaited: whether its answer was waited for. has_request: by request slot,
-    whether the drafter has the request. has_drafts: by request slot, whether the last answer held drafts, if any were
-    asked for. descriptors: of the last steps, by slot of the ring. waited: steps whose drafts a GPU waits for.
-    enqueued: after the GPU's last work on the ring.
+    projections: of the heads, by index, on the host. is_shared: the drafter reads the ring. sent: number of the step
+    sent last. is_awaited: whether its answer was waited for. has_request, has_drafts: by request slot, whether the
+    drafter has the request, and whether the last answer held drafts that were asked for. descriptors: of the last
+    steps, by slot of the ring. waited: steps waited for and not counted yet. enqueued: after the GPU's last work on
+    the ring.
     """
 
     ring: Ring
     is_shared: bool
-    heads: Mapping[int, str]
-    projections: Mapping[str, InputProjection]
+    projections: Mapping[int, InputProjection]
     device: torch.device
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     is_closed: bool = False
-    is_unwanted: bool = False
     sent: int = 0
     is_late: bool = False
     is_awaited: bool = True
     has_request: npt.NDArray[np.bool_] = dataclasses.field(init=False)
     has_drafts: npt.NDArray[np.bool_] = dataclasses.field(init=False)
-    descriptors: list[StepDescriptor | None] = dataclasses.field(default_factory=lambda: [None] * NUM_SLOTS)
+    descriptors: dict[int, StepDescriptor] = dataclasses.field(default_factory=dict)
     waited: collections.deque[int] = dataclasses.field(default_factory=collections.deque)
     enqueued: torch.cuda.Event | None = None
 
@@ -235,14 +199,11 @@ class Session:
 
     def descriptor(self, number: int) -> StepDescriptor:
         """The descriptor of one of the steps sent last."""
-        found = self.descriptors[number % NUM_SLOTS]
-        assert found is not None
-        return found
+        return self.descriptors[number % NUM_SLOTS]
 
     def num_rows(self, number: int) -> int:
         """Rows and drafts of one of the steps sent last."""
-        descriptor = self.descriptor(number)
-        return descriptor.num_rows + int(descriptor.num_drafts_B.sum())
+        return self.descriptor(number).num_rows + int(self.descriptor(number).num_drafts_B.sum())
 
     def close(self) -> None:
         """Release whoever waits and let the memory go. Nothing may be sent afterwards."""
@@ -255,46 +216,36 @@ class Session:
             self.ring.unpin(self.device)
 
 
-def agree(connection: Connection, hello: Hello, known: Mapping[str, InputProjection], device: torch.device) -> Session:
-    """Introduce this target to a drafter. known: input projections that the target has already, by digest.
-
-    Raises WireError with the words of a drafter that refuses, WireError or ValueError for a peer that is no drafter,
-    RuntimeError where CUDA refuses the ring.
-    """
-    connection.send(message_frames(msgspec.structs.replace(hello, known_projections=tuple(known))))
-    welcome, raw = connection.receive_within(HELLO_TIMEOUT_S)
-    if isinstance(welcome, Refused):
+def agree(connection: Connection, hello: Hello, device: torch.device) -> Session:
+    """Introduce this target to a drafter. Raises WireError with the words of a drafter that refuses, WireError or
+    ValueError for a peer that is no drafter, RuntimeError where CUDA refuses the ring."""
+    connection.send(message_frames(hello))
+    end_s, received = time.monotonic() + HELLO_TIMEOUT_S, None
+    while received is None:
+        if (left_s := end_s - time.monotonic()) <= 0:
+            raise WireError(f"{connection.peer} sent no message within {HELLO_TIMEOUT_S:g} s")
+        received = connection.receive(left_s)
+    welcome, raw = received
+    if isinstance(welcome, Bye):
         raise WireError(f"{connection.peer} refused: {welcome.reason}")
-    if not isinstance(welcome, Welcome) or len(raw) != len(welcome.projections):
+    if not isinstance(welcome, Welcome) or len(raw) != len(hello.heads):
         raise WireError(f"{connection.peer} answered the hello with {type(welcome).__name__} and {len(raw)} frames")
-    projections = dict(known)
-    for digest, frame in zip(welcome.projections, raw, strict=True):
-        projections[digest] = InputProjection.from_bytes(frame.bytes)
-        if projections[digest].hidden_size != hello.shape.hidden_size:
-            raise WireError(f"the input projection of head {digest} leaves {projections[digest].hidden_size} columns")
-    if missing := set(hello.heads.values()) - set(projections):
-        raise WireError(f"{connection.peer} sent no input projection of {', '.join(sorted(missing))}")
+    projections = {i: InputProjection.from_bytes(frame.bytes) for i, frame in zip(hello.heads, raw, strict=True)}
     name = welcome.shared_memory
-    if not name:
-        logger.info("steps go to %s over TCP: %s", connection.peer, welcome.tcp_reason)
-    return Session(
-        ring=Ring.attach(name, hello.shape) if name else Ring.create_private(hello.shape),
-        is_shared=bool(name),
-        heads=dict(hello.heads),
-        # The known ones too: the target may forget them before it has a use for these.
-        projections={digest: projections[digest] for digest in hello.heads.values()},
-        device=device,
-    )
+    ring = Ring.attach(name, hello.shape) if name else Ring.create(hello.shape)
+    return Session(ring, bool(name), projections, device)
 
 
 def step_frames(step: Step) -> list[Any]:
-    """A checked step over TCP: its integers, and the valid ones of its hidden rows, in pieces of `MAX_FRAME_BYTES`."""
-    rows, bytes_RX = step.valid_rows(), step.hidden_RH.view(torch.uint8).numpy()
-    is_whole = np.array_equal(rows, np.arange(len(bytes_RX)))
-    payload = (bytes_RX if is_whole else bytes_RX[rows]).reshape(-1).data
-    integers = np.concatenate([step.start_B, step.num_valid_B, step.next_tokens_R])
+    """A step over TCP, without the rows that mean nothing: its integers, and its hidden rows in pieces of
+    `MAX_FRAME_BYTES`."""
+    rows, num_valid_B = step.valid_rows(), step.num_valid_B
+    offset_B = (np.cumsum(num_valid_B) - num_valid_B).astype(np.int32)
+    descriptor = msgspec.structs.replace(step.descriptor, row_offset_B=offset_B, num_rows=len(rows))
+    payload = step.hidden_RH.view(torch.uint8).numpy()[rows].reshape(-1).data
+    integers = np.concatenate([step.start_B, num_valid_B, step.next_tokens_R[rows]])
     pieces = [payload[first : first + MAX_FRAME_BYTES] for first in range(0, len(payload), MAX_FRAME_BYTES)]
-    return message_frames(step.descriptor, integers.data, *pieces)
+    return message_frames(descriptor, integers.data, *pieces)
 
 
 # The link
@@ -309,26 +260,19 @@ class Link:
     closed
     """
 
-    def __init__(
-        self,
-        address: str,
-        key: str,
-        hello: Hello,
-        deadlines: Deadlines,
-        device: torch.device,
-        projections: dict[str, InputProjection],
-    ) -> None:
-        """key, hello: with what to connect. projections: by digest, filled here, the same for all links of a pool."""
-        self.address, self._key, self.stats = address, key, LinkStats()
+    def __init__(self, drafter: DrafterEntry, hello: Hello, deadlines: Deadlines, device: torch.device) -> None:
+        """hello: with what to connect, but for the heads."""
+        self.drafter, self.stats = drafter, LinkStats()
         self.problem = ""  # the last thing that went wrong, in words
-        self._hello, self._deadlines, self._device, self._projections = hello, deadlines, device, projections
+        self._hello = msgspec.structs.replace(hello, heads=drafter.heads)
+        self._deadlines, self._device = deadlines, device
         self._session: Session | None = None  # of the link's thread, read by the engine's
         self._current: Session | None = None  # of the engine's step
+        self.projections: Mapping[int, InputProjection] = {}
+        """Head index -> its input projection, on the device, for which this step can be sent."""
         self._finished: set[int] = set()
-        self._sent_s = 0.0
-        self._stopped, self._hello_lock = threading.Event(), threading.Lock()
-        self._waker = Waker()
-        self._thread = threading.Thread(target=self._run, name=f"drafter link {address}", daemon=True)
+        self._stopped, self._waker = threading.Event(), Waker()
+        self._thread = threading.Thread(target=self._run, name=f"drafter link {drafter.address}", daemon=True)
         self._thread.start()
 
     @property
@@ -339,30 +283,13 @@ class Link:
             return "connecting"
         return "late" if session.is_late else "up"
 
-    @property
-    def heads(self) -> Mapping[int, str]:
-        """index -> digest, as wanted."""
-        return self._hello.heads
-
-    @property
-    def served_heads(self) -> Mapping[int, str]:
-        """Heads for which this step can be sent: index -> digest."""
-        return {} if self._current is None else self._current.heads
-
-    @property
-    def projections(self) -> Mapping[int, InputProjection]:
-        """Head index -> its input projection, on the device: put there at first use, by this thread."""
-        if (session := self._current) is None:
-            return {}
-        for digest in session.projections.keys() - self._projections.keys():
-            self._projections[digest] = session.projections[digest].to(self._device)
-        return {index: self._projections[digest] for index, digest in session.heads.items()}
-
     def begin_step(self) -> bool:
         """Use the connection as it is now; whether steps can be sent."""
         if (session := self._session) is not self._current:
             self._current = session
             self._finished.clear()
+            found = {} if session is None else session.projections
+            self.projections = {index: projection.to(self._device) for index, projection in found.items()}
         if session is None:
             return False
         self._record_outcomes(session)
@@ -388,14 +315,13 @@ class Link:
     ) -> bool:
         """A step, as `StepDescriptor` and `Step` describe it: int32 tensors on the device, and rows projected by
         `projections`. On a GPU everything is enqueued on the current stream. False where the drafter does not get the
-        step (no drafts, then).
-
-        The descriptor has no number and no finished slots yet. Its prompts are those of requests that are new to the
-        target, those of other drafters may be among them.
+        step. The descriptor has no number and no finished slots yet, and prompts of what is new to the target.
         """
         session = self._current
         if session is not None and not session.is_awaited and not session.is_late:
-            self._await_last(session)  # so a drafter is at most one step behind
+            # So a drafter is at most one step behind: nobody wanted the drafts of that one.
+            size = session.descriptor(session.sent).num_requests, session.ring.shape.max_draft_tokens
+            self.wait(torch.empty(size, dtype=torch.int64, device=self._device), torch.empty(size, device=self._device))
         if session is None or session.is_late or session.is_closed:
             self.stats.num_skipped += 1
             return False
@@ -415,7 +341,7 @@ class Link:
         session.has_request[descriptor.slots_B] = True
         session.has_drafts[list(prompts)] = True
         self._finished.clear()
-        session.sent, session.is_awaited, self._sent_s = number, False, time.monotonic()
+        session.sent, session.is_awaited = number, False
         self.stats.num_steps += 1
         if not session.is_shared:
             self._waker.wake()
@@ -424,13 +350,9 @@ class Link:
     def _prompts(self, session: Session, descriptor: StepDescriptor) -> dict[int, Int32Array]:
         """Tokens of the step's requests that are new to the target or to the drafter, as far as they are known and
         fit."""
-        new_slots = descriptor.slots_B[~session.has_request[descriptor.slots_B]].tolist()
-        if not descriptor.prompts and not new_slots:
-            return {}
-        slots, prompts, room = set(descriptor.slots_B.tolist()), dict[int, Int32Array](), MAX_PROMPT_TOKENS
-        for slot in {**descriptor.prompts, **dict.fromkeys(new_slots)}:
-            if slot not in slots:
-                continue
+        prompts, room = dict[int, Int32Array](), MAX_PROMPT_TOKENS
+        new = set(descriptor.slots_B[~session.has_request[descriptor.slots_B]].tolist())
+        for slot in sorted(new | descriptor.prompts.keys()):
             token_ids = descriptor.prompts.get(slot, _NO_TOKENS)
             if len(token_ids) > room:
                 token_ids = _NO_TOKENS
@@ -438,45 +360,14 @@ class Link:
             prompts[slot], room = token_ids, room - len(token_ids)
         return prompts
 
-    def _await_last(self, session: Session) -> None:
-        """Wait for the answer to a step for which no drafts were wanted."""
-        if self._device.type == "cuda":
-            shape = session.ring.shape
-            size = (session.descriptor(session.sent).num_requests, shape.max_draft_tokens)
-            self.enqueue_wait(
-                torch.empty(size, dtype=torch.int64, device=self._device), torch.empty(size, device=self._device)
-            )
-        else:
-            self.wait()
-
-    def wait(self) -> Int32Array | None:
-        """Token ids of the drafts of the step sent last, [M, K], `NO_DRAFT` where there are none; None when they do not
-        come in time."""
-        session = self._current
-        if session is None or session.is_late or session.sent == 0:
-            return None
-        ring, number, begin_s = session.ring, session.sent, time.monotonic()
-        end_s, num_reads, session.is_awaited = self._sent_s + self._deadline_s(session), 0, True
-        while not ring.is_done(number):
-            if ring.is_aborted():
-                return None
-            if time.monotonic() > end_s:
-                self._give_up(session)
-                return None
-            if (num_reads := num_reads + 1) > _NUM_QUICK_READS:
-                time.sleep(_HOST_POLL_S)
-        return token_ids(self._record_answer(session, number, time.monotonic() - begin_s))
-
-    def enqueue_wait(self, out_MK: Tensor, chance_MK: Tensor) -> None:
-        """Let the current stream wait for the drafts of the step sent last and put them into out_MK, int64 [M, K], and
-        their chances into chance_MK, float32.
-
-        0 all over when they do not come in time, or when the link went down since.
-        """
+    def wait(self, out_MK: Tensor, chance_MK: Tensor) -> None:
+        """Wait for the drafts of the step sent last and put them into out_MK, int64 [M, K], and their chances into
+        chance_MK, float32: 0 all over when they do not come in time, or when the link went down since. With tensors on
+        a GPU its current stream waits, not the host."""
         if (session := self._current) is not None and session.sent:
             with session.lock:
                 if not session.is_closed:
-                    session.ring.enqueue_wait(session.sent, self._deadline_s(session), out_MK, chance_MK)
+                    session.ring.wait(session.sent, self._deadline_s(session), out_MK, chance_MK)
                     if session.enqueued is not None:
                         session.enqueued.record()
                     session.waited.append(session.sent)
@@ -488,7 +379,8 @@ class Link:
     def has_drafts(self, slots_B: Int32Array) -> npt.NDArray[np.bool_]:
         """Whether drafts are to be expected for these requests: the link is up, and the last answer held some for them
         if it was asked for any."""
-        session = self._session
+        if (session := self._session) is not None:
+            self._record_outcomes(session)
         if session is None or session.is_late:
             return np.zeros(len(slots_B), bool)
         return session.has_drafts[slots_B]
@@ -499,16 +391,6 @@ class Link:
             ended = [slot for slot in slots if session.has_request[slot]]
             session.has_request[ended] = False
             self._finished.update(ended)
-
-    def want_heads(self, heads: Mapping[int, str], key: str = "") -> None:
-        """Ask for other heads, or with another key: the connection is made anew, unless it has these."""
-        with self._hello_lock:
-            if (heads, key) == (self._hello.heads, self._key):
-                return
-            self._hello, self._key = msgspec.structs.replace(self._hello, heads=dict(heads)), key
-        if (session := self._session) is not None:
-            session.is_unwanted = True
-            self._waker.wake()
 
     def close(self, timeout_s: float = 0.0) -> None:
         """End the connection and the thread, and wait for it this long. Again is no error."""
@@ -521,8 +403,8 @@ class Link:
         """Plain values for a metrics page."""
         session = self._session
         return {
-            "address": self.address,
-            "heads": {str(i): digest for i, digest in self.heads.items()},  # read before the state: see `_swap_head`
+            "address": self.drafter.address,
+            "heads": {str(i): digest for i, digest in self.drafter.heads.items()},
             "state": self.state,
             "path": None if session is None else "shared memory" if session.is_shared else "tcp",
             "problem": self.problem,
@@ -531,27 +413,28 @@ class Link:
         }
 
     def _record_outcomes(self, session: Session) -> None:
-        """Count what the GPU's waits came to meanwhile."""
+        """Count what waits came to meanwhile."""
         while session.waited and (outcome := int(session.ring.slot(session.waited[0]).outcome[0])):
             number = session.waited.popleft()
             if outcome == REACHED:
                 self._record_answer(session, number, 1e-9 * int(session.ring.slot(number).outcome[1]))
             elif outcome == TIMED_OUT:
                 self._give_up(session)
+            else:  # the connection ends
+                session.is_late = True
 
     def _deadline_s(self, session: Session) -> float:
         return self._deadlines.deadline_s(session.num_rows(session.sent))
 
-    def _record_answer(self, session: Session, number: int, wait_s: float) -> Int32Array:
-        """Count an answer that came in time, and return its drafts, as they travel."""
-        descriptor, stats, service_s = session.descriptor(number), self.stats, session.ring.service_s(number)
+    def _record_answer(self, session: Session, number: int, wait_s: float) -> None:
+        service_s, descriptor, stats = session.ring.service_s(number), session.descriptor(number), self.stats
         stats.num_answered += 1
         stats.sum_service_s += service_s
         stats.sum_wait_s += wait_s
         self._deadlines.record_answer(service_s, session.num_rows(number))
-        drafts_MK, is_asked_M = session.ring.read_drafts(number, descriptor.num_requests), descriptor.num_drafts_B > 0
-        session.has_drafts[descriptor.slots_B[is_asked_M]] = drafts_MK[is_asked_M, 0] != NO_DRAFT
-        return drafts_MK
+        has_drafts_B = session.ring.slot(number).drafts_BK[: descriptor.num_requests, 0] != NO_DRAFT
+        is_asked_B = descriptor.num_drafts_B > 0
+        session.has_drafts[descriptor.slots_B[is_asked_B]] = has_drafts_B[is_asked_B]
 
     def _give_up(self, session: Session) -> None:
         """A deadline passed: steps that are waited for already are let go too."""
@@ -559,7 +442,7 @@ class Link:
             session.is_late = True
             session.ring.set_abort(True)
             self.stats.num_timeouts += 1
-            self.problem = f"{self.address} missed a deadline"
+            self.problem = f"{self.drafter.address} missed a deadline"
 
     # The link's thread
 
@@ -568,30 +451,25 @@ class Link:
         backoff_s, can_share = MIN_BACKOFF_S, True
         while not self._stopped.is_set():
             connection: Connection | None = None
+            session: Session | None = None
             try:
-                connection = Connection(context, self.address, self._key, self._waker)
+                connection = Connection(context, self.drafter, self._waker)
                 hello = self._hello if can_share else msgspec.structs.replace(self._hello, host="")
                 can_share = True  # tried again by the next connection
-                session = agree(connection, hello, dict(self._projections), self._device)
-                try:
-                    if not self._open_session(session):
-                        continue
-                    backoff_s = MIN_BACKOFF_S
-                    self._serve(session, connection)
-                    continue
-                finally:
-                    session.close()
-            except HeadSwapped as swap:
-                self._swap_head(*swap.args)
-                continue
+                session = agree(connection, hello, self._device)
+                self.stats.num_connections += 1  # before the link shows as up
+                self._session, backoff_s = session, MIN_BACKOFF_S
+                self._serve(session, connection)
             except OSError as error:  # the drafter's shared memory cannot be had here: the next hello asks for none
                 self.problem, can_share = str(error), False
             except (WireError, zmq.ZMQError, ValueError) as error:
                 self.problem = str(error) or type(error).__name__
             except Exception as error:  # a thread that died would leave the link down for good
-                logger.exception("drafter link %s", self.address)
+                logger.exception("drafter link %s", self.drafter.address)
                 self.problem = repr(error)
             finally:
+                if session is not None:
+                    session.close()
                 if connection is not None:
                     connection.close()
                 self._session = None  # after `problem`: whoever sees the link down can read why
@@ -599,66 +477,31 @@ class Link:
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
         context.term()
 
-    def _open_session(self, session: Session) -> bool:
-        """False where other heads are wanted meanwhile."""
-        with self._hello_lock:  # who wants others from here on finds the session, and ends it
-            if session.heads != self._hello.heads:
-                return False
-            self.stats.num_connections += 1  # before the link shows as up
-            self._session = session
-        return True
-
-    def _swap_head(self, old: str, new: str) -> None:
-        # Before the new heads show: with them, a link that is up has a session that knows them.
-        self.problem, self._session = f"head {old} was swapped for {new}", None
-        with self._hello_lock:
-            heads = {i: new if digest == old else digest for i, digest in self._hello.heads.items()}
-            self._hello = msgspec.structs.replace(self._hello, heads=heads)
-
     def _serve(self, session: Session, connection: Connection) -> None:
         """Watch the connection, and carry steps where the ring is not shared, until somebody wants it to end.
 
-        Raises HeadSwapped, or WireError or ZMQError when the connection is lost: what happened.
+        Raises WireError or ZMQError when the connection is lost: what happened.
         """
         ring, carried, sent_ns = session.ring, 0, 0
-        while not (self._stopped.is_set() or session.is_unwanted):
+        while not self._stopped.is_set():
             if not session.is_shared and carried < session.sent and ring.is_done(carried):
                 carried, sent_ns = carried + 1, time.monotonic_ns()
-                self._carry_step(ring, carried, connection)
-            if (received := connection.receive(_CHECK_S)) is not None:
-                message, raw = received
-                if isinstance(message, Answer) and not session.is_shared:
-                    drafts_BK = read_drafts(message, raw, carried, session)
-                    self.stats.num_bytes += drafts_BK.nbytes
-                    ring.write_drafts(carried, drafts_BK, time.monotonic_ns() - sent_ns)
-                else:
-                    self._obey(connection, message)
-            if session.sent > 0 and not ring.is_done(session.sent):
-                connection.check_silence()
-
-    def _carry_step(self, ring: Ring, number: int, connection: Connection) -> None:
-        """Send a step over TCP once it is ready."""
-        while not ring.is_ready(number):  # a GPU may still be at it
-            if self._stopped.wait(_POLL_S):
-                return
-        self.stats.num_bytes += connection.send(step_frames(ring.read_step(number)))
-        connection.last_message_s = time.monotonic()  # silence counts from here on
-
-    def _obey(self, connection: Connection, message: DrafterMessage) -> None:
-        if isinstance(message, Swapped):
-            raise HeadSwapped(message.old, message.new)
-        if isinstance(message, Bye):
-            raise WireError(f"{connection.peer} says good-bye: {message.reason}")
-        if not isinstance(message, Alive):
-            raise WireError(f"{connection.peer} sent {type(message).__name__} out of turn")
-
-
-def read_drafts(message: Answer, raw: Sequence[zmq.Frame], number: int, session: Session) -> Int32Array:
-    """[B, K] of the answer to a step, as they travel. Raises WireError for one to another step or of another size."""
-    shape, sizes = (
-        (session.descriptor(number).num_requests, session.ring.shape.max_draft_tokens),
-        [len(f.buffer) for f in raw],
-    )
-    if message.number != number or sizes != [4 * shape[0] * shape[1]]:
-        raise WireError(f"an answer to step {message.number} with {sizes} bytes, to step {number} wanted")
-    return np.frombuffer(raw[0].buffer, np.int32).reshape(shape)
+                while not (ring.is_ready(carried) or self._stopped.wait(_POLL_S)):  # a GPU may still be at it
+                    pass
+                self.stats.num_bytes += connection.send(step_frames(ring.read_step(carried)))
+            if (received := connection.receive(_CHECK_S)) is None:
+                continue
+            message, raw = received
+            if isinstance(message, Answer) and not session.is_shared:
+                shape = session.descriptor(carried).num_requests, ring.shape.max_draft_tokens
+                if message.number != carried or [len(frame.buffer) for frame in raw] != [4 * shape[0] * shape[1]]:
+                    raise WireError(
+                        f"{connection.peer} answered step {message.number}, not {carried} with {shape} drafts"
+                    )
+                self.stats.num_bytes += len(raw[0].buffer)
+                drafts_BK = np.frombuffer(raw[0].buffer, np.int32).reshape(shape)
+                ring.write_drafts(carried, drafts_BK, time.monotonic_ns() - sent_ns)
+            elif isinstance(message, Bye):
+                raise WireError(f"{connection.peer} says good-bye: {message.reason}")
+            elif not isinstance(message, Alive):
+                raise WireError(f"{connection.peer} sent {type(message).__name__} out of turn")

@@ -1,12 +1,9 @@
 """Drafts for the requests of several targets and heads: one step of each target in, draft ids out.
 
 The requests' cache blocks are looked up or given (`peagle.drafter.kvcache`), and each head runs one pass over all its
-requests of the call, more where they do not fit in one. The engine knows nothing of connections: a `session` is a
-number, and whoever opened it drops it. Steps have been checked where they came in.
-
-A request is a slot of a session. Without a prompt in its first step it still drafts, but its blocks answer for no
-prefix. The cache follows what a target sends: a start before the cached rows truncates, a start after them begins cold,
-a step that is repeated gives the same drafts again.
+requests of the call, more where they do not fit in one. A `session` is the number of a connection, and a request is a
+slot of it. Steps have been checked where they came in. The cache follows what a target sends: a start before the cached
+rows truncates, a start after them begins cold.
 
 G requests of one head, F requests of a call, R rows of all its payloads, K drafts at most.
 """
@@ -21,21 +18,18 @@ import numpy.typing as npt
 
 from peagle.drafter.kvcache import NO_ROW, BlockPool, Counters, Int64Array, RequestTable
 from peagle.drafter.parallel_pass import ParallelPass, PassBatch, PendingDrafts, row_addresses
-from peagle.drafter.protocol import NO_DRAFT, Int32Array
-from peagle.drafter.step import Step, valid_rows
+from peagle.drafter.protocol import NO_DRAFT, Int32Array, Step, valid_rows
 
-MIN_IDLE_CALLS = 32
-
-REQUEST = np.dtype([(name, np.int64) for name in ("place", "cache_row", "start", "num_valid", "row", "depth")])
+REQUEST = np.dtype([(name, np.int64) for name in ("place", "cache_row", "start", "num_valid", "row", "num_drafts")])
 """A request of a call. place: among all of the call. cache_row: its row in the request table. row: its first one of the
 rows of all steps together. The others as in `Step` and its descriptor."""
 Requests = npt.NDArray[np.void]
 
 
-def end_positions(requests: Requests) -> Int64Array:
-    """Position after each request's last row in the pass, those of the mask token included."""
-    ends_G: Int64Array = requests["start"] + requests["num_valid"] + np.maximum(requests["depth"] - 1, 0)
-    return ends_G
+def num_mask_rows(requests: Requests) -> Int64Array:
+    """Rows of the mask token that each request has in its pass."""
+    rows_G: Int64Array = np.maximum(requests["num_drafts"] - 1, 0)
+    return rows_G
 
 
 def split(requests: Requests, max_num_rows: int, max_num_requests: int) -> list[Requests]:
@@ -44,50 +38,36 @@ def split(requests: Requests, max_num_rows: int, max_num_requests: int) -> list[
     Otherwise those that want drafts come before those that only enter the cache, and a request with more rows than a
     pass takes is cut into pieces, of which the last one drafts.
     """
-    num_rows_G = end_positions(requests) - requests["start"]
-    if len(requests) <= max_num_requests and int(num_rows_G.sum()) <= max_num_rows:
+    masks_G = num_mask_rows(requests)
+    if len(requests) <= max_num_requests and int((requests["num_valid"] + masks_G).sum()) <= max_num_rows:
         return [requests]
-    pieces = _cut(requests[np.argsort(requests["depth"] == 0, kind="stable")], max_num_rows)
-    ends_G = np.cumsum(end_positions(pieces) - pieces["start"])
-    passes, first, before = [], 0, 0
-    while first < len(pieces):
-        end = int(np.searchsorted(ends_G, before + max_num_rows, side="right"))
-        end = min(end, first + max_num_requests)
-        passes.append(pieces[first:end])
-        first, before = end, int(ends_G[end - 1])
-    return passes
-
-
-def _cut(requests: Requests, max_num_rows: int) -> Requests:
-    """Requests with more rows than a pass takes in pieces, in order; the others as they are."""
-    # Every piece leaves room for the mask rows, so that the last one, whatever its size, has it.
-    room_G = max_num_rows - np.maximum(requests["depth"] - 1, 0)
-    num_pieces_G = np.maximum(-(-requests["num_valid"] // room_G), 1)
-    request_P = np.repeat(np.arange(len(requests)), num_pieces_G)
-    piece_P = np.arange(len(request_P)) - (np.cumsum(num_pieces_G) - num_pieces_G)[request_P]
-    pieces, room_P = requests[request_P], room_G[request_P]
-    is_last_P, skipped_P = piece_P == num_pieces_G[request_P] - 1, piece_P * room_P
-    pieces["start"] += skipped_P
-    pieces["row"] += skipped_P
-    pieces["num_valid"] = np.minimum(pieces["num_valid"] - skipped_P, room_P)
-    pieces["depth"] *= is_last_P
-    return pieces
+    passes: list[list[Any]] = []
+    room = 0
+    for i in np.argsort(requests["num_drafts"] == 0, kind="stable").tolist():
+        most, left = max_num_rows - int(masks_G[i]), int(requests["num_valid"][i])
+        for first in range(0, left, most):
+            piece = requests[i].copy()
+            piece["start"] += first
+            piece["row"] += first
+            piece["num_valid"] = min(most, left - first)
+            piece["num_drafts"] *= first + most >= left
+            num_rows = int(piece["num_valid"]) + int(num_mask_rows(piece))
+            if num_rows > room or len(passes[-1]) == max_num_requests:
+                passes.append([])
+                room = max_num_rows
+            passes[-1].append(piece)
+            room -= num_rows
+    return [np.array(part, REQUEST) for part in passes]
 
 
 class DraftEngine:
     """Not safe for threads: one thread calls it."""
 
-    def __init__(
-        self, heads: Mapping[int, ParallelPass], *, max_num_requests: int = 1024, min_idle_calls: int = MIN_IDLE_CALLS
-    ) -> None:
-        """heads: by the index that steps name them with.
-
-        max_num_requests: requests with rows in the cache, for each head.
-        min_idle_calls: a request is evicted for others only after so many calls of `step` without it: with a full cache
-            new requests are refused rather than those in use evicted back and forth.
-        """
+    def __init__(self, heads: Mapping[int, ParallelPass], *, max_num_requests: int = 1024) -> None:
+        """heads: by the index that steps name them with. max_num_requests: requests with rows in the cache, for each
+        head."""
         self.counters = Counters()
-        self._max_num_requests, self._min_idle_calls = max_num_requests, min_idle_calls
+        self._max_num_requests = max_num_requests
         self._heads: dict[int, ParallelPass] = {}
         self.tables: dict[int, RequestTable] = {}  # by head
         for index, head in heads.items():
@@ -96,18 +76,12 @@ class DraftEngine:
     def swap(self, index: int, head: ParallelPass) -> None:
         """Put a head in the place of another, or in a new place. All rows of the old one are void and dropped."""
         limits = head.limits
-        if limits.max_num_rows < limits.max_draft_tokens:
-            raise ValueError(
-                f"head {index}: max_num_rows = {limits.max_num_rows} holds no request that wants "
-                f"max_draft_tokens = {limits.max_draft_tokens} drafts: raise it"
-            )
         self.tables[index] = RequestTable(
             BlockPool(limits.num_blocks, limits.block_size),
             head.digest,
             self.counters,
             max_num_requests=min(self._max_num_requests, limits.num_blocks),
             max_num_positions=limits.max_blocks * limits.block_size,
-            min_idle_calls=self._min_idle_calls,
         )
         self._heads[index] = head
         self.max_draft_tokens = max(head.limits.max_draft_tokens for head in self._heads.values())
@@ -124,35 +98,35 @@ class DraftEngine:
             table.drop_session(session)
 
     def step(self, steps: Sequence[Step]) -> list[Int32Array]:
-        """Drafts of each step's requests, [B, K] each, as they travel, `NO_DRAFT` from a request's depth on.
+        """Drafts of each step's requests, [B, K] each, as they travel, `NO_DRAFT` from a request's number of drafts on.
 
         A request that is refused for lack of cache has none. Each session has one step at most.
         """
         for step in steps:  # those too that ended without a word: another request begins in their slot
             self.release(step.session, [*step.descriptor.finished_slots, *step.descriptor.prompts])
-        requests, num_rows = [], 0
-        for step in steps:
-            descriptor, mine = step.descriptor, np.zeros(step.descriptor.num_requests, REQUEST)
-            mine["start"], mine["num_valid"], mine["depth"] = step.start_B, step.num_valid_B, descriptor.num_drafts_B
-            mine["row"] = descriptor.row_offset_B + num_rows
-            num_rows += descriptor.num_rows
-            requests.append(mine)
-        ends = np.cumsum([len(mine) for mine in requests])
-        requests_F = _joined(requests)
+        descriptors = [step.descriptor for step in steps]
+        ends = np.cumsum([descriptor.num_requests for descriptor in descriptors])
+        first_rows = np.cumsum([0, *(descriptor.num_rows for descriptor in descriptors)])
+        requests_F = np.zeros(ends[-1], REQUEST)
         requests_F["place"] = np.arange(len(requests_F))
-        tokens_R = _joined([step.next_tokens_R for step in steps])
-        addresses_R = _joined([row_addresses(step.hidden_RH) for step in steps])
-        heads_F, launched = _joined([step.descriptor.heads_B for step in steps]), list[tuple[Requests, PendingDrafts]]()
+        requests_F["start"] = np.concatenate([step.start_B for step in steps])
+        requests_F["num_valid"] = np.concatenate([step.num_valid_B for step in steps])
+        requests_F["num_drafts"] = np.concatenate([one.num_drafts_B for one in descriptors])
+        requests_F["row"] = np.concatenate(
+            [one.row_offset_B + first for one, first in zip(descriptors, first_rows, strict=False)]
+        )
+        tokens_R = np.concatenate([step.next_tokens_R for step in steps])
+        addresses_R = np.concatenate([row_addresses(step.hidden_RH) for step in steps])
+        heads_F, launched = np.concatenate([one.heads_B for one in descriptors]), list[tuple[Requests, PendingDrafts]]()
         for index in np.unique(heads_F).tolist():
-            self.tables[index].call += 1
             for mine, step in zip(np.split(requests_F, ends[:-1]), steps, strict=True):
                 self._find_cache_rows(index, step, mine)
             launched += self._launch(index, requests_F[heads_F == index], tokens_R, addresses_R)
         drafts_FK = np.full((len(requests_F), self.max_draft_tokens), NO_DRAFT, np.int32)
         for part, pending in launched:
-            wanting = part["depth"] > 0  # a piece that does not draft must not undo one that does
-            drafts_GK = pending()
-            drafts_FK[part["place"][wanting], : drafts_GK.shape[1]] = drafts_GK[wanting]
+            wanting = part["num_drafts"] > 0  # a piece that does not draft must not undo one that does
+            drafts_GD = pending()
+            drafts_FK[part["place"][wanting], : drafts_GD.shape[1]] = drafts_GD[wanting]
         self.counters.drafts += int((drafts_FK != NO_DRAFT).sum())
         return np.split(drafts_FK, ends[:-1])
 
@@ -172,25 +146,26 @@ class DraftEngine:
     ) -> list[tuple[Requests, PendingDrafts]]:
         """Start the passes of one head and take their rows into its cache."""
         table, head = self.tables[index], self._heads[index]
-        if not (opened_G := requests["cache_row"] != NO_ROW).all():
-            self.counters.refused += int((~opened_G).sum())
-            requests = requests[opened_G]
-        granted_G = table.place(requests["cache_row"], requests["start"], requests["num_valid"], requests["depth"])
+        opened_G = requests["cache_row"] != NO_ROW
+        self.counters.refused += int((~opened_G).sum())
+        requests = requests[opened_G]
+        granted_G = table.place(*(requests[name] for name in ("cache_row", "start", "num_valid", "num_drafts")))
         requests = requests[granted_G & (requests["num_valid"] > 0)]
-        if not len(requests):
-            return []
         launched = []
-        for part in split(requests, head.limits.max_num_rows, head.limits.max_num_requests):
-            rows_R = valid_rows(part["row"], part["num_valid"])
+        for part in split(requests, head.limits.max_num_rows, head.limits.max_num_requests) if len(requests) else ():
+            rows_R, start_B = (
+                valid_rows(part["row"], part["num_valid"]),
+                part["start"] - table.origin_C[part["cache_row"]],
+            )
+            end_B = start_B + part["num_valid"] + num_mask_rows(part)
             batch = PassBatch(
-                start_B=part["start"].astype(np.int32),
+                start_B=start_B.astype(np.int32),
                 num_valid_B=part["num_valid"].astype(np.int32),
                 row_offset_B=(np.cumsum(part["num_valid"]) - part["num_valid"]).astype(np.int32),
-                num_drafts_B=part["depth"].astype(np.int32),
-                cache_start_B=table.cache_start_C[part["cache_row"]].astype(np.int32),
+                num_drafts_B=part["num_drafts"].astype(np.int32),
                 next_tokens_R=tokens_R[rows_R].astype(np.int64),
                 addresses_R=addresses_R[rows_R],
-                block_table_BN=table.block_table(part["cache_row"], end_positions(part)),
+                block_table_BN=table.block_table(part["cache_row"], end_B),
             )
             self.counters.passes += 1
             self.counters.rows += batch.num_rows
@@ -199,7 +174,3 @@ class DraftEngine:
         # Passes run in the order of their launch, so whoever finds these rows from now on reads them written.
         table.commit(requests["cache_row"], requests["start"], requests["num_valid"], tokens_R[rows_R])
         return launched
-
-
-def _joined(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

@@ -1,9 +1,9 @@
 """The drafter's one forward pass over a batch of requests and a paged cache of keys and values.
 
-Enters: `PassBatch`. Leaves: drafts [B, K] as they travel (`peagle.drafter.drafts`), -1 from a request's depth on; the
-rows given are in the cache. For each request the tokens are those of `peagle.draft.DraftSession.propose`: rows of the
-mask token leave no trace, because the next rows begin before them. On a CPU the pass runs at once; on a GPU as a CUDA
-graph of the batch's padded size (`peagle.drafter.graphs`).
+Enters: `PassBatch`. Leaves: drafts [B, D] as they travel (`peagle.drafter.rows`), D of the request that wants the
+most, -1 from a request's number of drafts on; the rows given are in the cache. For each request the tokens are those of
+`peagle.draft.DraftSession.propose`: rows of the mask token leave no trace, because the next rows begin before them. On
+a CPU the pass runs at once; on a GPU as a CUDA graph of the batch's padded size (`peagle.drafter.graphs`).
 
 B requests, N rows of the pass, M sampled rows, R rows that are given, H hidden size, A query heads and G key heads of
 D, I width of the MLP.
@@ -13,34 +13,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+from torch import Tensor, nn
 
 from peagle.config import DrafterConfig, HeadError
-from peagle.drafter.attention import distinct_batches, paged_attention, write_kv
-from peagle.drafter.drafts import MAX_VOCABULARY, best_drafts
+from peagle.drafter.attention import paged_attention
 from peagle.drafter.protocol import NO_DRAFT, Int32Array
-from peagle.drafter.rows import (
-    add_norm,
-    build_rows,
-    first_rows,
-    place_hidden,
-    rotate_heads,
-    silu_mul,
-    uses_kernel,
-)
-from peagle.model import Attention, Drafter, Layer, rotary_tables
+from peagle.drafter.rows import MAX_VOCABULARY, best_tokens, build_rows, pack, place_hidden
+from peagle.model import Drafter
 
 if TYPE_CHECKING:
-    from peagle.drafter.graphs import GraphSizes
+    from peagle.drafter.graphs import GraphKey
 
-#: Waits for the drafts of a pass, as they travel: [B, K], -1 where none is wanted; an array of the caller's own.
+#: Waits for the drafts of a pass, as they travel: [B, D], -1 where none is wanted; an array of the caller's own.
 PendingDrafts = Callable[[], Int32Array]
 Values = TypeVar("Values", npt.NDArray[Any], Tensor)
 
@@ -66,25 +56,22 @@ class PassBatch(Generic[Values]):
     """B requests of one pass: integers as arrays of the host, or as tensors of the pass's device. Tensors may hold more
     rows than the batch has, and requests without rows may pad it.
 
-    start_B: position of a request's first row. What the cache holds from there on is overwritten.
+    start_B: position of a request's first row, counted from its first row in the cache, which is overwritten from there
+        on.
     num_valid_B: n, rows given: positions start .. start + n - 1. With 0, the request gets no drafts.
     row_offset_B: where they begin among the batch's R rows.
-    num_drafts_B: drafts wanted, 0 .. max_draft_tokens; 0: the rows only enter the cache.
-    cache_start_B: first position that is in the cache at all: 0, or later after a cold start; at most start.
+    num_drafts_B: drafts wanted; 0: the rows only enter the cache.
     next_tokens_R: int64, the token after each row.
     addresses_R: int64, where each row's projected hidden state lies (`place_hidden`): on a GPU in its own memory, or in
         pinned memory of the host, which must stay as it is until the drafts are there.
-    block_table_BN: cache block of the positions [j * block_size, (j + 1) * block_size) in column j. A request needs
-        blocks for the positions cache_start .. start + n + depth - 2: rows of the mask token take room as well.
-
-    The others are int32.
+    block_table_BN: cache block of the positions [j * block_size, (j + 1) * block_size) in column j, for all before
+        start + n + num_drafts - 1: rows of the mask token take room as well.
     """
 
     start_B: Values
     num_valid_B: Values
     row_offset_B: Values
     num_drafts_B: Values
-    cache_start_B: Values
     next_tokens_R: Values
     addresses_R: Values
     block_table_BN: Values
@@ -93,20 +80,20 @@ class PassBatch(Generic[Values]):
     def num_requests(self) -> int:
         return len(self.start_B)
 
-    @functools.cached_property
-    def drafts_B(self) -> Int32Array:
-        """Drafts that each request gets: `num_drafts_B`, but 0 without rows. This and the next two: on the host."""
-        return np.where(np.asarray(self.num_valid_B) > 0, self.num_drafts_B, 0)
+    def first_requests(self, number: int) -> PassBatch[Values]:
+        """These requests, with the same rows."""
+        per_request = ("start_B", "num_valid_B", "row_offset_B", "num_drafts_B", "block_table_BN")
+        return dataclasses.replace(self, **{name: getattr(self, name)[:number] for name in per_request})
 
-    @functools.cached_property
+    @property
     def num_rows(self) -> int:
         """Rows of the pass: n of each request, and one of the mask token for each draft after the first."""
-        return int(np.sum(np.asarray(self.num_valid_B) + np.maximum(self.drafts_B - 1, 0)))
+        return int((self.num_valid_B + (self.num_drafts_B - 1).clip(min=0)).sum())
 
-    @functools.cached_property
-    def depth(self) -> int:
+    @property
+    def max_drafts(self) -> int:
         """Drafts of the request that gets the most."""
-        return int(self.drafts_B.max())
+        return int(self.num_drafts_B.max())
 
 
 def row_addresses(hidden_RH: Tensor) -> npt.NDArray[np.int64]:
@@ -114,232 +101,112 @@ def row_addresses(hidden_RH: Tensor) -> npt.NDArray[np.int64]:
     return hidden_RH.data_ptr() + np.arange(len(hidden_RH), dtype=np.int64) * (hidden_RH.stride(0) * hidden_RH.itemsize)
 
 
-def widened(drafts_BK: Int32Array, max_draft_tokens: int) -> Int32Array:
-    """[B, depth] -> [B, max_draft_tokens], with -1 in the new columns; always a new array."""
-    wide_BK = np.full((len(drafts_BK), max_draft_tokens), NO_DRAFT, np.int32)
-    wide_BK[:, : drafts_BK.shape[1]] = drafts_BK
-    return wide_BK
-
-
-# The drafter's layers, with matrices joined where one product serves
-
-
-#: x [rows, in] -> x W^T + b [rows, out].
-Linear = Callable[[Tensor], Tensor]
-
-
-def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """The product with these weights, [out, in] and [out].
-
-    In float32 on a CPU by oneDNN, from a copy in its own layout: MKL, which torch takes, needs several times as long
-    for a few rows on an AMD CPU (benchmarks/parallel_pass.py of commit da11d84).
-    """
-    if weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-        return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-    return lambda x: F.linear(x, weight, bias)
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerWeights:
-    """One layer; `qkv` and `gate_up` are products with its own matrices one below the other."""
-
-    input_norm_H: Tensor
-    qkv: Linear
-    qk_norms: tuple[Tensor, Tensor] | None
-    out: Linear
-    mlp_norm_H: Tensor
-    gate_up: Linear
-    down: Linear
-
-    @classmethod
-    def from_layer(cls, layer: Layer, device: torch.device, dtype: torch.dtype) -> LayerWeights:
-        def placed(tensor: Tensor) -> Tensor:
-            return tensor.detach().to(device=device, dtype=dtype)
-
-        attention: Attention = layer.self_attn
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        has_bias, out_bias = attention.q_proj.bias is not None, attention.o_proj.bias
-        return cls(
-            input_norm_H=placed(layer.input_layernorm.weight),
-            qkv=linear(
-                _joined([projection.weight for projection in projections], device, dtype),
-                _joined([projection.bias for projection in projections], device, dtype) if has_bias else None,
-            ),
-            qk_norms=(placed(attention.q_norm.weight), placed(attention.k_norm.weight)) if attention.qk_norm else None,
-            out=linear(placed(attention.o_proj.weight), None if out_bias is None else placed(out_bias)),
-            mlp_norm_H=placed(layer.post_attention_layernorm.weight),
-            gate_up=linear(_joined([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight], device, dtype)),
-            down=linear(placed(layer.mlp.down_proj.weight)),
-        )
-
-
-def _joined(parts: list[Tensor], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The parts one below the other; parts of the same type and device become views of it."""
-    whole = torch.cat([part.detach().to(device=device, dtype=dtype) for part in parts])
-    if all(part.device == whole.device and part.dtype == dtype for part in parts):
-        first = 0
-        for part in parts:
-            part.data = whole[first : first + len(part)]
-            first += len(part)
-    return whole
-
-
 class ParallelPass:
-    """One head's weights, its cache of keys and values, and the pass over them. Used by one thread at a time.
-
-    The pass is the same function as `Drafter.forward` with a cache: of the last layer, what nobody samples is computed
-    no further than its keys and values.
-    """
+    """One head's network, its cache of keys and values, and the pass over them. Used by one thread at a time."""
 
     def __init__(
-        self,
-        drafter: Drafter,
-        *,
-        limits: PassLimits,
-        digest: str,
-        device: torch.device | str,
-        dtype: torch.dtype,
-        graph_sizes: GraphSizes | None = None,
-        with_chances: bool | None = None,
+        self, drafter: Drafter, *, limits: PassLimits, digest: str, graph_keys: Sequence[GraphKey] | None = None
     ) -> None:
-        """drafter: a P-EAGLE head with its tables, as `load_runtime_head` gives it; where it has the pass's device and
-        type already, its matrices become views of the joined ones.
-
-        digest: `peagle.heads.head_digest`, which keeps apart the cached prefixes of different heads. graph_sizes:
-        batches that run as a CUDA graph; without effect on a CPU. with_chances: of the drafts; by default where kernels
-        find them on the way, and else 0: targets on a CPU do not look at them.
+        """drafter: a P-EAGLE head with its tables; the pass is on its device and in its type. digest:
+        `peagle.heads.head_digest`, which keeps apart the cached prefixes of different heads. graph_keys: batches that
+        run as a CUDA graph; without effect on a CPU.
 
         Raises HeadError for an EAGLE-3 head, and for a target of more than 2**20 tokens.
         """
         config = self._config = drafter.config
         check_parallel(config, "the drafter")
-        assert drafter.embed_tokens is not None
-        assert drafter.lm_head is not None
-        assert config.ptd_token_id is not None
-        self.limits, self.digest, self.device, self.dtype = limits, digest, torch.device(device), dtype
-        num_blocks, block_size = limits.num_blocks, limits.block_size
-        num_positions = limits.max_blocks * block_size
-
-        def placed(tensor: Tensor) -> Tensor:
-            return tensor.detach().to(device=self.device, dtype=dtype)
-
-        layers = [layer for layer in drafter.layers if isinstance(layer, Layer)]
-        self._mask_token_id = config.ptd_token_id
-        self._layers = [LayerWeights.from_layer(layer, self.device, dtype) for layer in layers]
-        self._hidden_norm_H, self._norm_H = placed(layers[0].hidden_norm.weight), placed(drafter.norm.weight)
-        self._embed_VH, self._lm_head = placed(drafter.embed_tokens.weight), linear(placed(drafter.lm_head.weight))
-        # An embedding of the head's own has the mask token's in its row.
-        self._mask_embedding_H = placed(drafter.mask_token())
+        self.limits, self.digest, self._drafter = limits, digest, drafter
+        self.device, self.dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
+        use_onednn(drafter)
         self._target_ids_V = drafter.target_ids.to(device=self.device, dtype=torch.int32)
-        positions_1P = torch.arange(num_positions, device=self.device)[None]
-        tables = rotary_tables(positions_1P, config.head_dim, config.rope_theta, config.rope_scaling)
-        # Both halves of a head turn alike.
-        self._cos_PF, self._sin_PF = (table[0, 0, :, : config.head_dim // 2].contiguous() for table in tables)
-        self._with_chances = uses_kernel(self._cos_PF) if with_chances is None else with_chances
         with torch.no_grad():
-            self._mask_hidden_H = placed(drafter.reduce(drafter.mask_hidden.view(1, -1))[0])
-        shape = (config.num_hidden_layers, 2, num_blocks, block_size, config.num_key_value_heads, config.head_dim)
-        # Zeros, not whatever the memory held: a NaN under a mask is a NaN in the sum.
-        self._cache_tensor = torch.zeros(shape, dtype=dtype, device=self.device)
-        self._cache = [(layer[0], layer[1]) for layer in self._cache_tensor]
+            self._mask_hidden_H = drafter.reduce(drafter.mask_hidden.view(1, -1))[0]
+        num_blocks, heads = limits.num_blocks + 1, (config.num_key_value_heads, config.head_dim)
+        # The last block takes the padding. Zeros, not what the memory held: a NaN under a mask is a NaN in the sum.
+        self._cache = torch.zeros(
+            config.num_hidden_layers, 2, num_blocks, limits.block_size, *heads, dtype=self.dtype, device=self.device
+        )
         self._runner = None
         if self.device.type == "cuda":
             from peagle.drafter.graphs import GraphRunner  # which imports the batch from here
 
-            batches = distinct_batches(
-                limits.max_num_rows,
-                limits.max_num_requests,
-                config.num_attention_heads,
-                config.num_key_value_heads,
-                config.head_dim,
-                element_bytes=dtype.itemsize,
-                max_context=num_positions,
-                num_sms=torch.cuda.get_device_properties(self.device).multi_processor_count,
-            )
-            self._runner = GraphRunner(self.compute, self.limits, graph_sizes, self.device, batches)
-
-    def run(self, batch: PassBatch[Any]) -> Int32Array:
-        """Drafts [B, K] as they travel, in host memory; waits for them."""
-        return self.launch(batch)()
+            self._runner = GraphRunner(self.compute, self.limits, graph_keys, self.device)
 
     @torch.no_grad()
     def launch(self, batch: PassBatch[Any]) -> PendingDrafts:
-        """Starts a pass; what the batch points to must stay as it is until the drafts are there.
-
-        The batch must fit the limits, and its blocks and rows must be there: on a GPU wrong ones are wild writes and
-        reads. Passes run one after another, so the next may be launched before the drafts of this one are there.
-        """
+        """Starts a pass; what the batch points to must stay as it is until the drafts are there. On a GPU a block or an
+        address that is wrong is a wild write or read. Passes run in the order of their launch."""
         if self._runner is not None:
             return self._runner.launch(batch)
         values = (getattr(batch, field.name) for field in dataclasses.fields(batch))
         inputs = PassBatch(*(torch.from_numpy(np.ascontiguousarray(value)) for value in values))
-        drafts_BK = self.compute(inputs, batch.num_rows, batch.depth)
-        found_BK = widened(drafts_BK.numpy(), self.limits.max_draft_tokens)
-        return lambda: found_BK
+        return self.compute(inputs, batch.num_rows, batch.max_drafts).numpy
 
-    @property
-    def num_graphs(self) -> int:
-        return 0 if self._runner is None else self._runner.num_graphs
-
+    @torch.no_grad()
     def warm_up(self) -> int:
-        """Captures the CUDA graphs of full batches, so that serving does not begin with them; returns how many there
-        are. Only while no request has rows in the cache of a batch that runs. On a CPU nothing happens."""
+        """Compiles kernels and captures CUDA graphs, without which a pass is slow; returns how many graphs there are.
+        Only while no request has rows in the cache. On a CPU nothing happens."""
         return 0 if self._runner is None else self._runner.warm_up()
 
     @torch.no_grad()
-    def compute(self, inputs: PassBatch[Tensor], num_rows: int, depth: int) -> Tensor:
-        """Drafts [B, depth] as they travel, -1 where none is wanted; waits for nothing.
+    def compute(self, inputs: PassBatch[Tensor], num_rows: int, max_drafts: int) -> Tensor:
+        """Drafts [B, max_drafts] as they travel, -1 where none is wanted; waits for nothing.
 
         num_rows may be more than the batch has.
         """
-        config, eps = self._config, self._config.rms_norm_eps
+        config, drafter = self._config, self._drafter
+        assert config.ptd_token_id is not None
         rows = build_rows(
             inputs.start_B, inputs.num_valid_B, inputs.row_offset_B, inputs.num_drafts_B, inputs.next_tokens_R,
-            inputs.block_table_BN, block_size=self.limits.block_size, mask_token_id=self._mask_token_id,
-            max_draft_tokens=depth, num_rows=num_rows,
+            inputs.block_table_BN, block_size=self.limits.block_size, mask_token_id=config.ptd_token_id,
+            max_drafts=max_drafts, num_rows=num_rows,
         )  # fmt: skip
         hidden_NH = torch.empty(num_rows, config.hidden_size, dtype=self.dtype, device=self.device)
         place_hidden(inputs.addresses_R, rows.sources_N, self._mask_hidden_H, hidden_NH)
-        sampled_M = rows.sample_rows_BK.flatten()
-        x, stream_NH = first_rows(
-            rows.token_ids_N, hidden_NH, self._embed_VH, self._mask_token_id, self._mask_embedding_H,
-            self._layers[0].input_norm_H, self._hidden_norm_H, eps, config.norm_before_residual,
-        )  # fmt: skip
-        num_queries, num_groups = config.num_attention_heads, config.num_key_value_heads
-        for index, (layer, (keys, values)) in enumerate(zip(self._layers, self._cache, strict=True)):
-            is_last = index == len(self._layers) - 1
-            heads_NHD = layer.qkv(x).unflatten(1, (-1, config.head_dim))
-            q_NAD, k_NGD = rotate_heads(
-                heads_NHD, num_queries, num_groups, rows.positions_N, self._cos_PF, self._sin_PF, layer.qk_norms, eps
-            )
-            write_kv(k_NGD, heads_NHD[:, num_queries + num_groups :], keys, values, rows.slots_N)
-            if is_last and not sampled_M.numel():
-                return rows.sample_rows_BK.to(torch.int32)
-            out_NX = paged_attention(
-                q_NAD, keys, values, inputs.block_table_BN, rows.first_row_B1, inputs.start_B, rows.context_B,
-                inputs.cache_start_B, scale=config.head_dim**-0.5, sliding_window=config.sliding_window,
-            ).flatten(1)  # fmt: skip
-            if is_last:
-                # Rows that are padded samples read the last row, whose draft is dropped below.
-                out_NX, stream_NH = out_NX[sampled_M], stream_NH[sampled_M]
-            stream_NH, x = add_norm(stream_NH, layer.out(out_NX), layer.mlp_norm_H, eps)
-            mlp_NH = layer.down(silu_mul(layer.gate_up(x)))
-            stream_NH, x = add_norm(
-                stream_NH, mlp_NH, self._norm_H if is_last else self._layers[index + 1].input_norm_H, eps
-            )
-        logits_MV = self._lm_head(x)
-        if not self._with_chances:
-            drafts_M = torch.where(sampled_M < 0, NO_DRAFT, self._target_ids_V[logits_MV.max(dim=-1).indices])
-            return drafts_M.view(rows.sample_rows_BK.shape)
-        drafts_BK = torch.empty_like(rows.sample_rows_BK, dtype=torch.int32)
-        best_drafts(logits_MV, self._target_ids_V, sampled_M, drafts_BK.view(-1))
-        return drafts_BK
+
+        def attend(layer: int, q_1AND: Tensor, k_1GND: Tensor, v_1GND: Tensor) -> Tensor:
+            keys, values = self._cache[layer]
+            keys.flatten(0, 1)[rows.slots_N] = k_1GND[0].transpose(0, 1)
+            values.flatten(0, 1)[rows.slots_N] = v_1GND[0].transpose(0, 1)
+            out_NAD = paged_attention(
+                q_1AND[0].transpose(0, 1), keys, values, inputs.block_table_BN, rows.first_row_B1, inputs.start_B,
+                rows.context_B, scale=config.head_dim**-0.5, sliding_window=config.sliding_window,
+            )  # fmt: skip
+            return out_NAD.transpose(0, 1)[None]
+
+        embeds_1NH = drafter.embed(rows.token_ids_N[None])
+        normed_1NH, _ = drafter(embeds_1NH, hidden_NH[None], rows.positions_N[None], attend)
+        if not max_drafts:
+            return rows.sample_rows_BD.int()
+        sampled_M = rows.sample_rows_BD.flatten()
+        # Rows that are padded samples read the last row, whose draft is dropped below.
+        logits_MV = drafter.logits(normed_1NH[0, sampled_M])
+        ids_M, chance_M = torch.empty_like(sampled_M), torch.empty_like(sampled_M, dtype=torch.float32)
+        best_tokens(logits_MV, ids_M, chance_M)
+        drafts_M = torch.where(sampled_M < 0, NO_DRAFT, pack(self._target_ids_V[ids_M], chance_M))
+        return drafts_M.view(rows.sample_rows_BD.shape)
+
+
+def use_onednn(drafter: Drafter) -> None:
+    """Let a float32 drafter on a CPU multiply by oneDNN, with matrices in its own layout: MKL, which torch takes, needs
+    several times as long for a few rows on an AMD CPU (benchmarks/parallel_pass.py of commit da11d84)."""
+    is_float = drafter.fc.weight.device.type == "cpu" and drafter.fc.weight.dtype == torch.float32
+    if not is_float or not torch.backends.mkldnn.is_available():
+        return
+    for module in drafter.modules():
+        if isinstance(module, nn.Linear) and module.weight.dtype == torch.float32:
+            packed = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach())
+            options: tuple[Any, ...] = (packed, None if module.bias is None else module.bias.detach(), "none", [], "")
+            module.forward = functools.partial(_multiply, options)  # type: ignore[method-assign]
+
+
+def _multiply(options: tuple[Any, ...], x: Tensor) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, *options)
+    return product
 
 
 def check_parallel(config: DrafterConfig, source: str) -> None:
-    """Raise HeadError for a head that a remote drafter does not run: one that drafts one token after another, where the
-    drafter has one pass a step, or one of a target whose tokens do not fit into a draft as it travels."""
+    """Raise HeadError for a head that a remote drafter does not run."""
     if config.ptd_token_id is None:
         raise HeadError(
             f"{source} has no mask token (ptd_token_id), so it is an EAGLE-3 head: a remote drafter runs P-EAGLE heads "
@@ -350,8 +217,3 @@ def check_parallel(config: DrafterConfig, source: str) -> None:
             f"{source} drafts for a target of {config.vocab_size} tokens, a remote drafter's drafts name at most "
             f"{MAX_VOCABULARY}; run this head in the target's own engine"
         )
-
-
-def cache_bytes_per_block(config: DrafterConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes that one cache block of `block_size` positions takes in all layers of a drafter: keys and values."""
-    return 2 * config.num_hidden_layers * block_size * config.num_key_value_heads * config.head_dim * dtype.itemsize

@@ -4,44 +4,31 @@ An engine's step is
 
     for link, members_M in pool.assign(slots_B, heads_B, new_slots):
         link.send(descriptor, starts, valid rows, next tokens, rows)  # projected by `link.projections`
-        link.wait()  or  link.enqueue_wait(out_MK, chance_MK)  # on the host, or in the order of a GPU's stream
+        link.wait(out_MK, chance_MK)  # on a GPU in the order of its stream
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
+import random
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from peagle.drafter.client import Deadlines, Link
-from peagle.drafter.projection import InputProjection
-from peagle.drafter.protocol import HeadIndex, Hello, Int32Array, TargetShape
+from peagle.drafter.client import Deadlines, DrafterEntry, Link
+from peagle.drafter.protocol import Hello, Int32Array, TargetShape
 from peagle.drafter.shared_memory import host_identity
 
 _CLOSE_S = 2.0
 
 
-class DrafterEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A drafter to connect to. address: "host:port". heads: index -> digest. key: with which it lets targets in."""
-
-    address: Annotated[str, msgspec.Meta(pattern=r"^\S+:\d+$")]
-    heads: dict[HeadIndex, str]
-    key: str = ""
-
-
 class LinkPool:
-    """For the engine's thread only.
-
-    A request stays with the drafter of its first step, which holds its cache; that one is chosen by rendezvous hash
-    over those that serve. Requests of a lost drafter go to another and begin cold there; those of a drafter that is
-    drained stay until they end.
-    """
+    """For the engine's thread only. A request stays with the drafter of its first step, which has its cache: that with
+    the fewest requests. Those of a lost drafter go to another and begin cold there, those of a drained one stay."""
 
     def __init__(
         self,
@@ -58,80 +45,54 @@ class LinkPool:
         self.device = torch.device(device)
         self._deadlines = Deadlines(min_deadline_s, max_deadline_s)
         self._hello = Hello(name, shape, tuple(aux_layer_ids), {}, host_identity() if use_shared_memory else "")
-        self._projections: dict[str, InputProjection] = {}
         self.links: dict[int, Link] = {}  # by a number that is never used again
         self._draining: set[int] = set()
         self._num_made = 0
         self._link_of = np.full(shape.max_num_requests, -1, np.int64)  # by slot
-        self._key_of: dict[int, str] = {}
-        # The groups of the last step and what they follow from; None: `_link_of` or the links may have changed since.
-        self._last: tuple[object, list[tuple[Link, npt.NDArray[np.int64]]]] | None = None
 
     def set_drafters(self, drafters: Iterable[Mapping[str, Any]]) -> None:
-        """The drafters to use from now on; does not wait for them. Those that are not named any more are drained.
-
-        drafters: the fields of `DrafterEntry` each. On a GPU their rings are registered with CUDA as they connect, so
-        CUDA graphs are captured before.
-
-        Raises msgspec.ValidationError naming a wrong field; nothing has changed then.
+        """The drafters to use from now on, the fields of a `DrafterEntry` each; does not wait for them. Those that are
+        not named any more are drained. One with other heads or another key than before is connected to anew: its
+        requests begin cold. On a GPU their rings are registered with CUDA as they connect, so CUDA graphs are captured
+        before. Raises msgspec.ValidationError naming a wrong field; nothing has changed then.
         """
-        entries = msgspec.convert(list(drafters), list[DrafterEntry], strict=False)
-        self._last = None
-        wanted = {entry.address: entry for entry in entries}
-        number_of = {link.address: number for number, link in self.links.items()}
-        for address, entry in wanted.items():
-            if (number := number_of.get(address)) is not None:
-                self.links[number].want_heads(entry.heads, entry.key)
-                self._draining.discard(number)
-                continue
-            hello = msgspec.structs.replace(self._hello, heads=entry.heads)
-            deadlines = dataclasses.replace(self._deadlines)
-            self.links[self._num_made] = Link(address, entry.key, hello, deadlines, self.device, self._projections)
-            self._num_made += 1
-        self._draining |= {number for address, number in number_of.items() if address not in wanted}
+        wanted = {entry.address: entry for entry in msgspec.convert(list(drafters), list[DrafterEntry], strict=False)}
+        self._draining = {n for n, link in self.links.items() if link.drafter.address not in wanted}
+        for number in [n for n, link in self.links.items() if link.drafter not in wanted.values()]:
+            if number not in self._draining:
+                self.links.pop(number).close()
+        connected = [link.drafter for link in self.links.values()]
+        for entry in wanted.values():
+            if entry not in connected:
+                self.links[self._num_made] = Link(entry, self._hello, dataclasses.replace(self._deadlines), self.device)
+                self._num_made += 1
         self._close_drained()
 
     def assign(
-        self, slots_B: Int32Array, heads_B: Int32Array, new_slots: Mapping[int, str] | None = None
+        self, slots_B: Int32Array, heads_B: Int32Array, new_slots: Iterable[int] = ()
     ) -> list[tuple[Link, npt.NDArray[np.int64]]]:
-        """Begin a step: for each link that takes part, the positions 0 .. B - 1 of its requests, in their order.
-
-        new_slots: ids of requests that are new to the target. Requests are in no group while their drafter is late or
-        none serves their head.
-        """
-        if new_slots:
-            self.finish_requests(slot for slot in new_slots if self._link_of[slot] >= 0)
-            self._key_of.update(new_slots)
-            self._last = None
+        """Begin a step: for each link that takes part, the positions 0 .. B - 1 of its requests, in their order; none
+        of requests whose drafter is late or whose head nobody serves. new_slots: of requests new to the target."""
+        self.finish_requests(slot for slot in new_slots if self._link_of[slot] >= 0)
         usable = {number: link for number, link in self.links.items() if link.begin_step()}
-        states = {number: (link.state, link.served_heads) for number, link in self.links.items()}
-        reasons = (slots_B.tobytes(), heads_B.tobytes(), list(usable), states)
-        if self._last is not None and self._last[0] == reasons:
-            return self._last[1]
-        links_B = self._link_of[slots_B]
-        connected = [number for number, (state, _) in states.items() if state != "connecting"]
-        self._drop_unused_projections()
-        for i in np.flatnonzero(~_is_one_of(links_B, connected)).tolist():
-            slot, head = int(slots_B[i]), int(heads_B[i])
-            links_B[i] = self._link_of[slot] = self._choose_link(self._key_of.get(slot, f"{slot}"), head, usable)
-        groups = []
+        connected = [number for number, link in self.links.items() if link.state != "connecting"]
+        for i in np.flatnonzero(~np.isin(self._link_of[slots_B], connected)).tolist():
+            self._link_of[slots_B[i]] = self._choose_link(int(heads_B[i]), usable)
+        groups, links_B = [], self._link_of[slots_B]
         for number, link in usable.items():
-            is_served_B = _is_one_of(heads_B, link.served_heads)
+            is_served_B = np.isin(heads_B, [*link.projections])
             if len(members_M := np.flatnonzero((links_B == number) & is_served_B)):
                 groups.append((link, members_M))
             # The link's heads changed: next time the request goes to another one.
             self._link_of[slots_B[(links_B == number) & ~is_served_B]] = -1
-        self._last = (reasons, groups) if (self._link_of[slots_B] == links_B).all() else None
         return groups
 
     def finish_requests(self, slots: Iterable[int]) -> None:
         """These requests ended or were aborted."""
         for slot in slots:
-            self._last = None
             if (link := self.links.get(int(self._link_of[slot]))) is not None:
                 link.finish_requests([slot])
             self._link_of[slot] = -1
-            self._key_of.pop(slot, None)
         self._close_drained()
 
     @property
@@ -154,32 +115,12 @@ class LinkPool:
             link.close(_CLOSE_S)
         self.links.clear()
 
-    def _choose_link(self, key: str, head: int, usable: Mapping[int, Link]) -> int:
-        """Number of the link with the highest hash, of those that serve the head and stay; -1 without one."""
-        serving = [n for n, link in usable.items() if n not in self._draining and head in link.served_heads]
-        return max(serving, key=lambda number: rank(key, self.links[number].address), default=-1)
-
-    def _drop_unused_projections(self) -> None:
-        """Drop the projections of heads that were swapped for others, or that nobody serves any more."""
-        links = self.links.values()
-        used = {digest for link in links for heads in (link.heads, link.served_heads) for digest in heads.values()}
-        for digest in self._projections.keys() - used:
-            del self._projections[digest]
+    def _choose_link(self, head: int, usable: Mapping[int, Link]) -> int:
+        """Number of the link with the fewest requests, of those that serve the head and stay; -1 without one."""
+        serving = [n for n, link in usable.items() if n not in self._draining and head in link.projections]
+        return min(serving, key=lambda n: (np.count_nonzero(self._link_of == n), random.random()), default=-1)
 
     def _close_drained(self) -> None:
         for number in [number for number in self._draining if not np.any(self._link_of == number)]:
             self._draining.discard(number)
             self.links.pop(number).close()
-
-
-def _is_one_of(values_B: npt.NDArray[Any], numbers: Iterable[int]) -> npt.NDArray[np.bool_]:
-    """As `np.isin`, which takes ten times as long for a few numbers."""
-    found_B = np.zeros(len(values_B), bool)
-    for number in numbers:
-        found_B |= values_B == number
-    return found_B
-
-
-def rank(key: str, address: str) -> bytes:
-    """Rank of a drafter for a request, which goes to the highest."""
-    return hashlib.blake2b(f"{key}\n{address}".encode(), digest_size=8).digest()

@@ -11,11 +11,6 @@ from torch.nn import functional as F
 from peagle.model import rms_norm
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `rms_norm`; on a GPU in two kernels."""
-    return weight * F.rms_norm(x, x.shape[-1:], eps=eps) if x.is_cuda else rms_norm(x, weight, eps)
-
-
 class InputProjection:
     """`fc` and its norms: what turns a target's auxiliary hidden states into the rows that travel.
 
@@ -25,17 +20,7 @@ class InputProjection:
     def __init__(
         self, fc_HX: Tensor, *, input_norm_X: Tensor | None = None, fc_norm_CS: Tensor | None = None, eps: float = 1e-5
     ) -> None:
-        """fc_HX: weight of `fc`; input_norm_X: of the norm of all layers together; fc_norm_CS: of each layer's own.
-
-        Raises ValueError for shapes that do not fit together.
-        """
-        if fc_HX.dim() != 2:
-            raise ValueError(f"fc_HX has shape {list(fc_HX.shape)}, not [H, C * S]")
-        width = fc_HX.shape[1]
-        if input_norm_X is not None and tuple(input_norm_X.shape) != (width,):
-            raise ValueError(f"input_norm_X has shape {list(input_norm_X.shape)}, not [{width}] as fc_HX asks")
-        if fc_norm_CS is not None and (fc_norm_CS.dim() != 2 or fc_norm_CS.numel() != width):
-            raise ValueError(f"fc_norm_CS has shape {list(fc_norm_CS.shape)}, not [C, S] with C * S = {width}")
+        """fc_HX: weight of `fc`; input_norm_X: of the norm of all layers together; fc_norm_CS: of each layer's own."""
         self.fc_HX, self.input_norm_X, self.fc_norm_CS, self.eps = fc_HX, input_norm_X, fc_norm_CS, eps
 
     @property
@@ -43,19 +28,15 @@ class InputProjection:
         """H."""
         return self.fc_HX.shape[0]
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the weights and of the rows that leave."""
-        return self.fc_HX.dtype
-
     @torch.no_grad()
     def project(self, aux_RX: Tensor) -> Tensor:
-        """aux_RX [R, C * S], the target's auxiliary hidden states in the order of its layers -> [R, H] in `dtype`."""
-        x = aux_RX.to(self.dtype)
+        """aux_RX [R, C * S], the target's auxiliary hidden states in the order of its layers -> [R, H] in the type
+        of the weights."""
+        x = aux_RX.to(self.fc_HX.dtype)
         if self.input_norm_X is not None:
-            x = _norm(x, self.input_norm_X, self.eps)
+            x = rms_norm(x, self.input_norm_X, self.eps)
         if self.fc_norm_CS is not None:
-            x = _norm(x.unflatten(-1, tuple(self.fc_norm_CS.shape)), self.fc_norm_CS, self.eps).flatten(-2)
+            x = rms_norm(x.unflatten(-1, tuple(self.fc_norm_CS.shape)), self.fc_norm_CS, self.eps).flatten(-2)
         return F.linear(x, self.fc_HX)
 
     def to(self, device: torch.device) -> InputProjection:

@@ -2,12 +2,11 @@
 
     target                                            drafter
     Hello: shape, layers, heads by digest         ->
-                                                  <-  Refused: why, in words
-                                                  <-  Welcome: shared memory or none; a frame for each input projection
+                                                  <-  Welcome: shared memory or none; an input projection for each head
     StepDescriptor: one target step               ->  (only without shared memory; frames: its tensors)
-                                                  <-  Answer: to a step (frame: drafts, `peagle.drafter.drafts`)
-                                                  <-  Alive, twice a second
-                                                  <-  Swapped or Bye: the connection is over
+                                                  <-  Answer: to a step (frame: drafts, `peagle.drafter.rows`)
+                                                  <-  Alive, twice a second: shows the drafter which targets are gone
+                                                  <-  Bye: the connection is over, or refused; why, in words
 
 A message is a zmq multipart message over TCP: `PROTOCOL`, the msgpack of one of the structs, and raw frames. On one
 host steps and drafts pass through a ring in shared memory (`peagle.drafter.shared_memory`), and only the rest goes over
@@ -29,8 +28,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import zmq
+from torch import Tensor
 
-PROTOCOL = b"peagle/6"  # the first frame of every message; another release may have another
+PROTOCOL = b"peagle/7"  # the first frame of every message; another release may have another
 MAX_NUM_HEADS = 63  # that a target may name
 MAX_PROMPT_TOKENS = 262_144  # of all new requests of one step; beyond, prompts travel empty
 MAX_PAYLOAD_BYTES = 1 << 30  # of one step's hidden rows
@@ -38,6 +38,7 @@ MAX_FRAME_BYTES = 1 << 24  # that a target may send; a larger one ends its conne
 MAX_REPLY_BYTES = 1 << 30  # of one frame of a drafter: the input projection of the widest targets has some 400 MB
 USER = b"target"  # beside the key
 NO_DRAFT = -1  # fills the drafts of a request from its number of drafts on
+HEARTBEAT_MS, MAX_SILENCE_MS = 3000, 10_000  # of zmq, after which a connection counts as lost
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -56,12 +57,8 @@ DtypeName = Literal["bfloat16", "float16", "float32", "float64"]
 class TargetShape:
     """Sizes of one target engine, fixed for the life of a connection; msgspec checks those of a hello.
 
-    hidden_size: width of a projected hidden row (the drafter's H).
-    dtype: of those rows, torch's name of it.
-    max_draft_tokens: K, the most drafts a request may ask for.
-    max_num_requests: B of the largest step; requests are numbered 0 .. max_num_requests - 1.
-    max_num_rows: R of the largest step.
-    vocab_size: of the target; tokens of drafts are below it.
+    hidden_size, dtype: H, and torch's name of the type of projected hidden rows. max_draft_tokens: K, the most drafts a
+    request may ask for. max_num_requests, max_num_rows: B and R of the largest step. vocab_size: of the target.
     """
 
     hidden_size: _Size
@@ -70,13 +67,6 @@ class TargetShape:
     max_num_requests: _Size
     max_num_rows: _Size
     vocab_size: _Size
-
-    def __post_init__(self) -> None:
-        if self.max_num_rows < self.max_num_requests:
-            raise ValueError(
-                f"max_num_rows = {self.max_num_rows} is below max_num_requests = {self.max_num_requests}: every "
-                "request of a step has a row"
-            )
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -96,14 +86,13 @@ HeadIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_NUM_HEADS)]
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
     """A target introduces itself. heads: index -> digest; the indices are the target's own. host: of `host_identity`,
-    "" for no shared memory. known_projections: digests of heads whose input projection the target has already."""
+    "" for no shared memory."""
 
     name: str
     shape: TargetShape
     aux_layer_ids: tuple[int, ...]
     heads: dict[HeadIndex, str]
     host: str
-    known_projections: tuple[str, ...] = ()
 
 
 class StepDescriptor(msgspec.Struct, frozen=True, tag=True):
@@ -111,15 +100,11 @@ class StepDescriptor(msgspec.Struct, frozen=True, tag=True):
 
     number: counts up from 1 within a connection.
     slots_B: the target's number of each request, 0 .. max_num_requests - 1; no slot twice in a step.
-    heads_B: index of the head that drafts for the request.
-    num_drafts_B: drafts wanted, 0 .. max_draft_tokens.
-    row_offset_B: first row of the request in the payload.
-    num_rows: R.
-    prompts: slot -> token ids of positions 0 .. start of a request that this drafter has not seen, so that it can look
-        for cached rows of the same tokens. An entry says "a new request has this slot". It is empty where the tokens
-        are not known: of a request that another drafter served before.
-    finished_slots: requests that ended before this step; their cache may be dropped. They are released first: a slot
-        may be finished and, for a new request, used in the same step.
+    heads_B: index of the head that drafts for the request. num_drafts_B: drafts wanted, 0 .. max_draft_tokens.
+    row_offset_B: first row of the request in the payload. num_rows: R.
+    prompts: slot -> token ids of positions 0 .. start of a request that is new to this drafter, so that it can look for
+        cached rows of the same tokens; empty where they are not known.
+    finished_slots: requests that ended before this step; a slot may be finished and used by a new one in the same step.
     """
 
     slots_B: Int32Array
@@ -137,45 +122,30 @@ class StepDescriptor(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """shared_memory: its name, or "" and `tcp_reason`. projections: digests, a frame each."""
+    """shared_memory: its name, "" for none. A frame for the input projection of each head, in the hello's order."""
 
     shared_memory: str
-    tcp_reason: str
-    projections: tuple[str, ...]
-
-
-class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Why this drafter does not draft for whoever sent a hello."""
-
-    reason: str
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """The answer to a step. Frame: int32 [B, K], drafts as they travel (`peagle.drafter.drafts`), `NO_DRAFT` from each
+    """The answer to a step. Frame: int32 [B, K], drafts as they travel (`peagle.drafter.rows`), `NO_DRAFT` from each
     request's number of drafts on."""
 
     number: int
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):
-    """The drafter's serving thread runs."""
-
-
-class Swapped(msgspec.Struct, frozen=True, tag=True):
-    """Another head took the place of one of the target's: digests. The target connects again."""
-
-    old: str
-    new: str
+    """For the drafter: what is sent to a target that is gone fails."""
 
 
 class Bye(msgspec.Struct, frozen=True, tag=True):
-    """The drafter ends the connection."""
+    """The drafter ends the connection, or does not draft for whoever sent a hello."""
 
     reason: str
 
 
 TargetMessage = Hello | StepDescriptor
-DrafterMessage = Welcome | Refused | Answer | Alive | Swapped | Bye
+DrafterMessage = Welcome | Answer | Alive | Bye
 
 
 def _read_ints(_: Any, data: Any) -> Int32Array:
@@ -210,16 +180,85 @@ def read_message(frames: Sequence[zmq.Frame], decoder: msgspec.msgpack.Decoder[A
     return decode(frames[1].buffer, decoder), frames[2:]
 
 
+# A step as the drafter reads it: checked, whichever way it came
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Request b has `num_valid_B[b]` rows at the positions from `start_B[b]` on; they lie in the payload from row
+    `row_offset_B[b]` of the descriptor on. Other rows of the payload (rejected drafts, padding) mean nothing.
+
+    num_valid_B: may be 0: nothing new, nothing to draft from. next_tokens_R: the token *after* each row's position.
+    hidden_RH: projected hidden states, on the host, pinned where a GPU drafts; valid until the step is answered.
+    session: the connection; slots of different sessions are different requests.
+    """
+
+    descriptor: StepDescriptor
+    start_B: Int32Array
+    num_valid_B: Int32Array
+    next_tokens_R: Int32Array
+    hidden_RH: Tensor
+    session: int = 0
+
+    def valid_rows(self) -> npt.NDArray[np.int64]:
+        """Payload rows that belong to a request, request by request."""
+        return valid_rows(self.descriptor.row_offset_B, self.num_valid_B)
+
+
+def valid_rows(row_offset_B: npt.NDArray[np.integer], num_valid_B: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+    """Rows row_offset_B[b] .. row_offset_B[b] + num_valid_B[b] - 1 of each request, one request after another."""
+    before_B = np.cumsum(num_valid_B) - num_valid_B
+    shift_R = np.repeat(row_offset_B - before_B, num_valid_B)
+    return np.arange(len(shift_R)) + shift_R
+
+
+def check_sizes(descriptor: StepDescriptor, shape: TargetShape) -> None:
+    """Raise ValueError unless the step has as many requests and rows as it says, and no more than `shape` allows."""
+    if not 0 <= descriptor.num_rows <= shape.max_num_rows:
+        raise ValueError(f"num_rows = {descriptor.num_rows} is outside 0 .. {shape.max_num_rows}")
+    for name in ("slots_B", "heads_B", "num_drafts_B", "row_offset_B"):
+        if (found := len(getattr(descriptor, name))) != descriptor.num_requests:
+            raise ValueError(f"{name} has {found} values for {descriptor.num_requests} requests")
+    if descriptor.num_requests > shape.max_num_requests:
+        raise ValueError(f"{descriptor.num_requests} requests are more than {shape.max_num_requests}")
+
+
+def check_step(step: Step, shape: TargetShape) -> None:
+    """Raise ValueError, naming the field, unless all values of a step whose sizes fit are those of `shape`: a wrong row
+    or token would be a wild read on the drafter's GPU."""
+    descriptor, num_rows = step.descriptor, step.descriptor.num_rows
+    _check_range("slots_B", descriptor.slots_B, shape.max_num_requests - 1)
+    _check_range("heads_B", descriptor.heads_B, MAX_NUM_HEADS - 1)
+    _check_range("num_drafts_B", descriptor.num_drafts_B, shape.max_draft_tokens)
+    _check_range("row_offset_B", descriptor.row_offset_B, num_rows)
+    _check_range("finished_slots", np.array(descriptor.finished_slots, np.int32), shape.max_num_requests - 1)
+    _check_range("start_B", step.start_B, 2**31 - 1 - shape.max_num_rows - shape.max_draft_tokens)
+    _check_range("num_valid_B", step.num_valid_B, num_rows)
+    if len(descriptor.slots_B) and np.bincount(descriptor.slots_B).max() > 1:
+        raise ValueError(f"slots_B {descriptor.slots_B.tolist()} names a slot twice")
+    if (descriptor.row_offset_B + step.num_valid_B > num_rows).any():
+        raise ValueError(f"row_offset_B + num_valid_B reaches beyond the {num_rows} rows of the step")
+    _check_range("next_tokens_R", step.next_tokens_R[step.valid_rows()], shape.vocab_size - 1)
+    for slot, token_ids in descriptor.prompts.items():
+        _check_range(f"prompts[{slot}]", token_ids, shape.vocab_size - 1)
+        starts = step.start_B[descriptor.slots_B == slot]
+        if not len(starts):
+            raise ValueError(f"prompts has slot {slot}, which has no rows in this step")
+        if len(token_ids) not in (0, starts[0] + 1):
+            raise ValueError(f"prompts[{slot}] has {len(token_ids)} tokens, not 0 or {starts[0] + 1}, start + 1")
+
+
+def _check_range(name: str, values: Int32Array, high: int) -> None:
+    if values.size and int(values.view(np.uint32).max()) > high:  # a negative one, read without its sign, is above
+        raise ValueError(f"{name} holds {values.min()} .. {values.max()}, outside 0 .. {high}")
+
+
 # Heads as they are offered, and who fits whom
 
 
 @dataclasses.dataclass(frozen=True)
 class ServedHead:
-    """A head as a drafter offers it.
-
-    digest: of `peagle.heads.head_digest`. projection: its `InputProjection` as bytes. max_draft_tokens: the most drafts
-    it is run for.
-    """
+    """A head as a drafter offers it. projection: its `InputProjection` as bytes. max_draft_tokens: at most."""
 
     digest: str
     projection: bytes
@@ -229,8 +268,10 @@ class ServedHead:
     aux_layer_ids: tuple[int, ...]
     max_draft_tokens: int
 
-
-_SHARED_FIELDS = ("hidden_size", "dtype", "vocab_size", "aux_layer_ids")
+    def fields_of_targets(self) -> dict[str, Any]:
+        """By name what must be the same at the targets."""
+        names = ("hidden_size", "dtype", "vocab_size", "aux_layer_ids")
+        return {name: getattr(self, name) for name in names}
 
 
 def find_mismatch(hello: Hello, heads: Mapping[int, ServedHead]) -> str | None:
@@ -240,14 +281,14 @@ def find_mismatch(hello: Hello, heads: Mapping[int, ServedHead]) -> str | None:
     shape, by_digest = hello.shape, {head.digest: head for head in heads.values()}
     if (num_bytes := shape.payload_bytes) > MAX_PAYLOAD_BYTES:
         return f"a step of max_num_rows = {shape.max_num_rows} has {num_bytes} bytes, at most {MAX_PAYLOAD_BYTES}"
+    theirs = {**dataclasses.asdict(shape), "aux_layer_ids": hello.aux_layer_ids}
     for index, digest in hello.heads.items():
         head = by_digest.get(digest)
         if head is None:
             return f"head {index} of the target is {digest}, this drafter has {', '.join(sorted(by_digest))}"
-        for name in _SHARED_FIELDS:
-            theirs = hello.aux_layer_ids if name == "aux_layer_ids" else getattr(shape, name)
-            if (ours := getattr(head, name)) != theirs:
-                return f"head {digest}: {name} is {ours} at the drafter and {theirs} at the target"
+        for name, ours in head.fields_of_targets().items():
+            if ours != theirs[name]:
+                return f"head {digest}: {name} is {ours} at the drafter and {theirs[name]} at the target"
         if shape.max_draft_tokens > head.max_draft_tokens:
             return (
                 f"head {digest}: the target asks for up to {shape.max_draft_tokens} drafts, this drafter gives "
@@ -257,19 +298,16 @@ def find_mismatch(hello: Hello, heads: Mapping[int, ServedHead]) -> str | None:
 
 
 def check_swap(heads: Mapping[int, ServedHead], index: int, served: ServedHead) -> ServedHead | None:
-    """The head that `served` may replace; None in a new place.
-
-    Raises ValueError for a head that is served under another number already, or one that targets of the others cannot
-    feed.
-    """
+    """The head that `served` may replace; None in a new place. Raises ValueError for a head that is served under
+    another number already, or one that targets of the others cannot feed."""
     if served.digest in {other.digest for i, other in heads.items() if i != index}:
         raise ValueError(f"head {served.digest} is served under another number already")
     other = heads.get(index) or next(iter(heads.values()))
-    for name in _SHARED_FIELDS:
-        if getattr(served, name) != getattr(other, name):
+    for name, value in other.fields_of_targets().items():
+        if (new := getattr(served, name)) != value:
             raise ValueError(
-                f"head {served.digest} does not fit the targets: its {name} is {getattr(served, name)}, that of head "
-                f"{other.digest} {getattr(other, name)}"
+                f"head {served.digest} does not fit the targets: its {name} is {new}, that of head "
+                f"{other.digest} {value}"
             )
     return heads.get(index)
 
@@ -298,16 +336,9 @@ class Waker:
 
 
 def set_up_socket(socket: zmq.Socket[bytes], max_frame_bytes: int) -> None:
-    """What both sides want of their socket: bounded frames and queues, and a peer whose host went away noticed within
-    half a minute."""
+    """What both sides want of their socket: bounded frames and queues, and a peer that hangs or is gone noticed."""
     socket.maxmsgsize = max_frame_bytes
     socket.rcvhwm = 64
     socket.handshake_ivl = 5000
+    socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT_MS, MAX_SILENCE_MS
     socket.setsockopt(zmq.IPV6, 1)
-    for option, value in (
-        (zmq.TCP_KEEPALIVE, 1),
-        (zmq.TCP_KEEPALIVE_IDLE, 10),
-        (zmq.TCP_KEEPALIVE_INTVL, 5),
-        (zmq.TCP_KEEPALIVE_CNT, 3),
-    ):
-        socket.setsockopt(option, value)

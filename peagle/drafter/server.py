@@ -1,13 +1,12 @@
 """A drafter's server: targets connect, one thread takes every step that is ready, drafts for all of them, answers.
 
 The serving thread owns the engine, the socket and all that is known of targets; it waits for nobody. A target whose
-hello fits gets a ring, which another thread makes and registers with CUDA meanwhile; another one is told why not. An
-error of a target ends its connection, an error of the engine those of the steps in hand; the server goes on.
+hello fits gets a ring; another one is told why not. An error of a target ends its connection, an error of the engine
+those of the steps in hand; the server goes on.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import logging
 import os
@@ -15,7 +14,8 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -25,10 +25,11 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from peagle.drafter.engine import DraftEngine
-from peagle.drafter.parallel_pass import ParallelPass, widened
+from peagle.drafter.parallel_pass import ParallelPass
 from peagle.drafter.protocol import (
     FROM_TARGET,
     MAX_FRAME_BYTES,
+    MAX_NUM_HEADS,
     USER,
     Alive,
     Answer,
@@ -36,11 +37,9 @@ from peagle.drafter.protocol import (
     DrafterMessage,
     Hello,
     Int32Array,
-    Refused,
     ServedHead,
+    Step,
     StepDescriptor,
-    Swapped,
-    Waker,
     Welcome,
     WireError,
     check_swap,
@@ -49,18 +48,16 @@ from peagle.drafter.protocol import (
     read_message,
     set_up_socket,
 )
-from peagle.drafter.shared_memory import Ring, host_identity, sweep
-from peagle.drafter.step import Step
+from peagle.drafter.shared_memory import Ring, host_identity
 
 logger = logging.getLogger(__name__)
 
 _LINGER_MS = 200  # for the last words of a server that stops
-_ALIVE_S = 0.5  # between signs of life, with which targets that went away are noticed too
+_ALIVE_S = 0.5  # between messages with which targets that went away are noticed
 _CHECK_S = 0.01  # between looks at the socket while all targets share their rings
-# Between looks at rings. On a GPU without sleeping for _SPIN_S after the last step, which is longer than a target's
-# step takes, letting other threads run, and often for _IDLE_AFTER_S. On a CPU seldom: each look takes time from the
-# target's threads.
-_SPIN_S, _SLEEP_S, _IDLE_AFTER_S, _IDLE_SLEEP_S = 50e-3, 50e-6, 1.0, 1e-3
+# Between looks at rings: on a GPU without sleeping for _SPIN_S after the last step, letting other threads run. On a CPU
+# seldom: each look takes time from the target's threads.
+_SPIN_S, _SLEEP_S = 1.0, 1e-3
 _BLOCK_S = 0.2  # without shared rings: the socket wakes the thread
 _SWITCH_INTERVAL_S = 1e-4
 _MAX_FAILURES = 3  # passes in a row, after which the drafter counts as broken
@@ -80,20 +77,16 @@ class ServerStats:
 
 @dataclasses.dataclass(eq=False)
 class Peer:
-    """A target that was welcomed. Used by the serving thread only.
+    """A target that was welcomed. Used by the serving thread only."""
 
-    identity: of its connection. is_shared: the target writes the ring itself; otherwise its steps come over TCP.
-    engine_heads: the target's head index -> the engine's. num_steps: answered. seen_ns: when its step was seen.
-    """
-
-    identity: bytes
+    identity: bytes  # of its connection
     session: int
     hello: Hello
     ring: Ring
-    is_shared: bool
-    engine_heads: Mapping[int, int]
-    num_steps: int = 0
-    seen_ns: int = 0
+    is_shared: bool  # the target writes the ring itself; otherwise its steps come over TCP
+    engine_heads: Int32Array  # the target's head index -> the engine's, -1 for none
+    num_steps: int = 0  # answered
+    seen_ns: int = 0  # when its step was seen
 
     def read_step(self) -> Step | None:
         """The next step, with the engine's heads, if it is there. Raises ValueError or WireError for one that does not
@@ -102,14 +95,12 @@ class Peer:
             return None
         self.seen_ns = time.monotonic_ns()
         step = self.ring.read_step(self.num_steps + 1, self.session)
-        heads_B = step.descriptor.heads_B
-        named = np.unique(heads_B).tolist()
-        if unknown := set(named) - self.engine_heads.keys():
-            raise ValueError(f"heads_B names head {min(unknown)}, agreed were {sorted(self.engine_heads)}")
-        if all(self.engine_heads[head] == head for head in named):
-            return step
-        renamed_B = np.array([self.engine_heads[head] for head in heads_B.tolist()], np.int32)
-        return dataclasses.replace(step, descriptor=msgspec.structs.replace(step.descriptor, heads_B=renamed_B))
+        heads_B = self.engine_heads[step.descriptor.heads_B]
+        if (heads_B < 0).any():
+            raise ValueError(
+                f"heads_B {step.descriptor.heads_B.tolist()} names heads beside {sorted(self.hello.heads)}"
+            )
+        return dataclasses.replace(step, descriptor=msgspec.structs.replace(step.descriptor, heads_B=heads_B))
 
     def receive_step(self, descriptor: StepDescriptor, raw: Sequence[zmq.Frame]) -> None:
         """Write a step that came over TCP into the ring. Raises WireError or ValueError for one that does not fit."""
@@ -132,9 +123,7 @@ class DrafterServer:
         key: str = "",
     ) -> None:
         """heads: by the engine's numbers. port: 0 for a free one. device: of the engine. key: up to 255 bytes, which
-        targets must name before anything of theirs is read; "" lets in whoever reaches the port. The key goes over the
-        wire as it is.
-
+        targets must name, in clear text, before anything of theirs is read; "" lets in whoever reaches the port.
         Raises ValueError without a head or with one twice, OSError when the port is taken.
         """
         digests = [head.digest for head in heads.values()]
@@ -162,10 +151,8 @@ class DrafterServer:
         self.address = f"{host}:{str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT)).rpartition(':')[2]}"
         self.stats, self.last_error = ServerStats(), ""
         self._peers: dict[bytes, Peer] = {}
-        self._greeted: dict[bytes, tuple[Hello, concurrent.futures.Future[tuple[Ring, str]]]] = {}
-        self._maker = concurrent.futures.ThreadPoolExecutor(1, "drafter rings")
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._waker, self._stopped = Waker(), threading.Event()
+        self._swaps: queue.SimpleQueue[tuple[int, ParallelPass, ServedHead, Future[None]]] = queue.SimpleQueue()
+        self._stopped = threading.Event()
         self._failures_in_a_row, self._beat_s = 0, time.monotonic()
         self._last_step_s = self._beat_s
         self._serving = threading.Thread(target=self._serve, name="drafter serve", daemon=True)
@@ -174,13 +161,11 @@ class DrafterServer:
         """Begin to serve. Threads of this process take turns every 0.1 ms from here on, not every 5, so that a busy one
         does not hold up drafts."""
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
-        sweep()
         self._serving.start()
 
     def stop(self) -> None:
         """Say good-bye to all targets and end. Again is no error."""
         self._stopped.set()
-        self._waker.wake()
         if self._serving.ident is None:
             self._end(linger=0)
         else:
@@ -189,30 +174,13 @@ class DrafterServer:
     def swap(self, index: int, head: ParallelPass, served: ServedHead, timeout_s: float = 60.0) -> None:
         """Put another head (its pass, and how it is offered) into the place `index`, which may be a new one.
 
-        Happens between two passes; when this returns, the head drafts. Targets that use the old one are told and
-        connect again.
-
-        Raises ValueError as `check_swap`, and keeps the old head; TimeoutError when the serving thread does not come to
-        it.
+        When this returns, the head drafts. Targets that use the old one are told; they connect again once they know the
+        new one. Raises ValueError as `check_swap`, and keeps the old head; TimeoutError when the serving thread has not
+        come to it yet.
         """
-        old = check_swap(self._heads, index, served)
-        done: concurrent.futures.Future[None] = concurrent.futures.Future()
-
-        def job() -> None:
-            if done.set_running_or_notify_cancel():
-                try:
-                    self._swap(index, head, old, served)
-                    done.set_result(None)
-                except Exception as error:  # noqa: BLE001 - raised again in the thread that asked
-                    done.set_exception(error)
-
-        self._jobs.put(job)
-        self._waker.wake()
-        try:
-            done.result(timeout_s)
-        except TimeoutError:
-            done.cancel()
-            raise
+        done: Future[None] = Future()
+        self._swaps.put((index, head, served, done))
+        done.result(timeout_s)
 
     def is_healthy(self, max_silence_s: float = 30.0) -> bool:
         """Whether the serving thread runs and its passes do not all fail."""
@@ -253,8 +221,7 @@ class DrafterServer:
                 self._last_step_s = time.monotonic()
             else:
                 self._pause(now_s - self._last_step_s, True in paths)
-        self._maker.shutdown()
-        self._handle_events()  # who has just been welcomed hears it too
+        self._handle_events()  # who has just said hello hears it too
         for peer in list(self._peers.values()):
             self._drop(peer, Bye("the drafter ends"))
         self._end()
@@ -266,27 +233,17 @@ class DrafterServer:
 
     def _pause(self, idle_s: float, shares_rings: bool) -> None:
         if shares_rings:
-            if self._device.type != "cuda" or idle_s > _IDLE_AFTER_S:
-                time.sleep(_IDLE_SLEEP_S)
-            elif idle_s < _SPIN_S:
+            if self._device.type == "cuda" and idle_s < _SPIN_S:
                 os.sched_yield()  # time.sleep(0) takes the kernel's timer slack, 50 us and more
             else:
                 time.sleep(_SLEEP_S)
             return
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._waker.fileno(), zmq.POLLIN)
-        poller.poll(int(_BLOCK_S * 1e3))
+        self._socket.poll(int(_BLOCK_S * 1e3))
 
     def _handle_events(self) -> None:
-        """Jobs of other threads, rings that were made, messages."""
-        self._waker.clear()
-        while not self._jobs.empty():
-            self._jobs.get()()
-        for identity, (hello, future) in list(self._greeted.items()):
-            if future.done():
-                del self._greeted[identity]
-                self._welcome(identity, hello, future)
+        """Swaps that other threads asked for, and messages."""
+        while not self._swaps.empty():
+            self._swap(*self._swaps.get())
         for _ in range(_MAX_MESSAGES):
             if not int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
                 break
@@ -301,58 +258,37 @@ class DrafterServer:
                 if not isinstance(message, StepDescriptor):
                     raise WireError(f"{type(message).__name__} came out of turn")
                 peer.receive_step(message, raw)
-            elif not isinstance(message, Hello) or identity in self._greeted:
+            elif not isinstance(message, Hello):
                 raise WireError(f"{type(message).__name__} came where a hello was due")
             elif (reason := find_mismatch(message, self._heads)) is not None:
                 self._refuse(identity, reason)
             else:
-                self._greeted[identity] = message, self._maker.submit(self._make_ring, message)
+                self._welcome(identity, message)
         except Exception as error:  # noqa: BLE001 - whatever a target sends, others are served
             if peer is not None:
                 self._reject(peer, error)
             else:
                 self._refuse(identity, str(error))
 
-    def _make_ring(self, hello: Hello) -> tuple[Ring, str]:
-        """A ring, and why it is not shared, "" where it is. For the thread beside: memory is reserved and registered
-        page by page."""
-        try:
-            reason = "" if hello.host and hello.host == host_identity() else "it runs on another host"
-            ring = Ring.create_private(hello.shape) if reason else Ring.create(hello.shape)
-        except OSError as error:
-            ring, reason = Ring.create_private(hello.shape), f"no room for its ring in /dev/shm: {error}"
+    def _welcome(self, identity: bytes, hello: Hello) -> None:
+        """Raises RuntimeError where CUDA does not take the ring."""
+        ring = Ring.create(hello.shape)
         if self._device.type == "cuda":
-            try:
-                ring.pin(self._device, will_wait=False)
-            except BaseException:
-                ring.memory.unlink()
-                raise
-        self._waker.wake()
-        return ring, reason
-
-    def _welcome(self, identity: bytes, hello: Hello, made: concurrent.futures.Future[tuple[Ring, str]]) -> None:
-        try:
-            ring, tcp_reason = made.result()
-        except Exception as error:  # noqa: BLE001 - CUDA does not take it
-            self._refuse(identity, str(error))
-            return
+            ring.pin(self._device, will_wait=False)
         index_of = {head.digest: index for index, head in self._heads.items()}
+        engine_heads = np.full(MAX_NUM_HEADS, -1, np.int32)
+        for index, digest in hello.heads.items():
+            engine_heads[index] = index_of[digest]
+        is_shared = hello.host != "" and hello.host == host_identity()
         self.stats.num_connections += 1
-        peer = Peer(identity, self.stats.num_connections, hello, ring, not tcp_reason, {})
-        if not set(hello.heads.values()) <= set(index_of):
-            self._release(peer)
-            self._refuse(identity, "its head was swapped while it connected")
-            return
-        peer.engine_heads = {index: index_of[digest] for index, digest in hello.heads.items()}
-        self._peers[identity] = peer
-        wanted = set(hello.heads.values()) - set(hello.known_projections)
-        projections = {head.digest: head.projection for head in self._heads.values() if head.digest in wanted}
-        self._send(peer, Welcome(ring.memory.name, tcp_reason, tuple(projections)), *projections.values())
+        peer = self._peers[identity] = Peer(identity, self.stats.num_connections, hello, ring, is_shared, engine_heads)
+        projections = [self._heads[index_of[digest]].projection for digest in hello.heads.values()]
+        self._send(peer, Welcome(ring.name if is_shared else ""), *projections)
 
     def _refuse(self, identity: bytes, reason: str) -> None:
         self.stats.num_refused += 1
         logger.warning("refused a target: %s", reason)
-        self._try_send(identity, Refused(reason))
+        self._try_send(identity, Bye(reason))
 
     def _try_send(self, identity: bytes, message: DrafterMessage, *raw: Any) -> bool:
         """False where the target is gone, or reads nothing."""
@@ -401,9 +337,8 @@ class DrafterServer:
             self._answer(peer, step, drafts_BK)
 
     def _answer(self, peer: Peer, step: Step, drafts_BK: Int32Array) -> None:
-        """Give the drafts of a step, of any number of columns."""
-        if drafts_BK.shape[1] != (max_draft_tokens := peer.hello.shape.max_draft_tokens):
-            drafts_BK = widened(drafts_BK[:, :max_draft_tokens], max_draft_tokens)
+        """Give the drafts of a step; another head of the engine may have more columns than the target's."""
+        drafts_BK = drafts_BK[:, : peer.hello.shape.max_draft_tokens]
         peer.num_steps += 1
         if peer.is_shared:
             peer.ring.write_drafts(step.descriptor.number, drafts_BK, time.monotonic_ns() - peer.seen_ns)
@@ -415,23 +350,23 @@ class DrafterServer:
         logger.warning("dropped %s: %s", peer.hello.name, error)
         self._drop(peer, Bye(str(error)))
 
-    def _drop(self, peer: Peer, last_words: Bye | Swapped) -> None:
+    def _drop(self, peer: Peer, last_words: Bye) -> None:
         """Say why, as far as the target listens, and let everything of it go."""
         self.engine.drop_session(peer.session)
         del self._peers[peer.identity]
         self._try_send(peer.identity, last_words)
-        self._release(peer)
-
-    def _release(self, peer: Peer) -> None:
-        """Let the ring go."""
-        peer.ring.memory.unlink()
         if self._device.type == "cuda":
             peer.ring.unpin(self._device)
 
-    def _swap(self, index: int, head: ParallelPass, old: ServedHead | None, served: ServedHead) -> None:
-        self.engine.swap(index, head)
-        self._heads = {**self._heads, index: served}  # other threads read it
-        if old is None:
+    def _swap(self, index: int, head: ParallelPass, served: ServedHead, done: Future[None]) -> None:
+        try:
+            old = check_swap(self._heads, index, served)
+            self.engine.swap(index, head)
+        except Exception as error:  # noqa: BLE001 - raised again in the thread that asked
+            done.set_exception(error)
             return
-        for peer in [peer for peer in self._peers.values() if old.digest in peer.hello.heads.values()]:
-            self._drop(peer, Swapped(old.digest, served.digest))
+        self._heads = {**self._heads, index: served}  # other threads read it
+        if old is not None:
+            for peer in [peer for peer in self._peers.values() if old.digest in peer.hello.heads.values()]:
+                self._drop(peer, Bye(f"head {old.digest} was swapped for {served.digest}"))
+        done.set_result(None)

@@ -1,8 +1,4 @@
-"""Heads made ready to be served by a drafter.
-
-Enters: a head directory and its target's checkpoint. Leaves: a pass with the cache that fits its memory, warmed up, and
-how the head is offered to targets.
-"""
+"""Heads made ready to be served by a drafter."""
 
 from __future__ import annotations
 
@@ -13,8 +9,7 @@ import torch
 
 from peagle.checkpoint import build_drafter, check_head_fits, load_head
 from peagle.config import UNNAMED_LAYERS, default_aux_layer_ids, read_target_config
-from peagle.drafter.graphs import warn_of_compilations
-from peagle.drafter.parallel_pass import ParallelPass, PassLimits, cache_bytes_per_block, check_parallel
+from peagle.drafter.parallel_pass import ParallelPass, PassLimits, check_parallel
 from peagle.drafter.projection import InputProjection
 from peagle.drafter.protocol import ServedHead
 from peagle.heads import head_digest, target_table
@@ -26,19 +21,14 @@ _EMBEDDING, _OUTPUT = "embed_tokens.weight", "lm_head.weight"
 
 @dataclasses.dataclass(frozen=True)
 class DrafterLimits:
-    """Sizes of a drafter, each for one head.
+    """Sizes of a drafter, each for one head."""
 
-    max_num_requests: with rows in the cache. max_num_rows: of one pass, mask rows included. max_draft_tokens: K_max;
-    None for what the head was trained for. cache_gib: memory of the keys and values. block_size: positions of a cache
-    block. max_context: positions that a request may reach; None for what the head's config.json says.
-    """
-
-    max_num_requests: int = 256
-    max_num_rows: int = 8192
-    max_draft_tokens: int | None = None
-    cache_gib: float = 1.0
-    block_size: int = 16
-    max_context: int | None = None
+    max_num_requests: int = 256  # with rows in the cache
+    max_num_rows: int = 8192  # of one pass, mask rows included
+    max_draft_tokens: int | None = None  # K_max; None for what the head was trained for
+    cache_gib: float = 1.0  # memory of the keys and values
+    block_size: int = 16  # positions of a cache block
+    max_context: int | None = None  # positions that a request may reach; None for what the head's config.json says
 
 
 def load_runtime_head(
@@ -46,9 +36,8 @@ def load_runtime_head(
 ) -> Drafter:
     """A head with the tables that it shares with the target, read from the target's checkpoint; frozen.
 
-    Raises:
-        HeadError: a damaged head, an EAGLE-3 head, or a head for another target.
-        ValueError: a target without a usable config.json or without the tables that the head needs.
+    Raises HeadError for a damaged head, an EAGLE-3 head, or another target's; ValueError for a target without a usable
+    config.json or without the tables that the head needs.
     """
     config, tensors = load_head(head_dir)
     check_parallel(config, f"head {head_dir}")
@@ -78,17 +67,14 @@ def load_served_head(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> tuple[ParallelPass, ServedHead]:
-    """A head for the engine and for the server, warmed up.
-
-    Raises:
-        HeadError: a head that cannot be served or is another target's.
-        ValueError: memory that holds not even one request of the longest context.
-    """
+    """A head for the engine and for the server, warmed up. Raises HeadError for a head that cannot be served or is
+    another target's, ValueError where memory holds not even one request of the longest context."""
     drafter = load_runtime_head(head_dir, target_dir, device, dtype)
     config = drafter.config
     max_draft_tokens = limits.max_draft_tokens or config.num_depths
     max_context = limits.max_context or config.max_position_embeddings
-    block_bytes = cache_bytes_per_block(config, limits.block_size, dtype)
+    heads_size = config.num_key_value_heads * config.head_dim
+    block_bytes = 2 * config.num_hidden_layers * limits.block_size * heads_size * dtype.itemsize  # keys and values
     num_blocks = int(limits.cache_gib * _GIB) // block_bytes
     if (needed := -(-(max_context + max_draft_tokens) // limits.block_size)) > num_blocks:
         raise ValueError(
@@ -107,12 +93,8 @@ def load_served_head(
             max_draft_tokens=max_draft_tokens,
         ),
         digest=head_digest(Path(head_dir)),
-        device=device,
-        dtype=dtype,
     )
     parallel_pass.warm_up()
-    if parallel_pass.device.type == "cuda":
-        warn_of_compilations()
     layer_ids = config.aux_layer_ids
     if layer_ids == UNNAMED_LAYERS:
         layer_ids = default_aux_layer_ids(read_target_config(target_dir)["num_hidden_layers"])

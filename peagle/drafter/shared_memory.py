@@ -5,32 +5,28 @@ It has three slots; step s uses slot s % 3. A slot holds a request and its reply
     descriptor    by the target's host              `StepDescriptor`, the same bytes as over TCP
     tensors       by the target's GPU, or its host  starts, valid rows, next tokens; payload (projected hidden rows)
     ready         the same, last                    the step's number: the request is whole
-    drafts        by the drafter                    drafts (`peagle.drafter.drafts`), time of service
+    drafts        by the drafter                    drafts (`peagle.drafter.rows`), time of service
     done          the same, last                    the step's number: the reply is whole
 
 Three, because with asynchronous scheduling the target's host writes step s + 2 while the drafter still reads step s. A
-sender that finds step s - 3 unanswered does not send (`is_free`).
-
-On one host the ring lies in memory that both processes share. Between hosts each side has one of its own, and messages
-carry what is new from one to the other; whoever sends, waits, reads or answers sees no difference.
+sender that finds step s - 3 unanswered does not send (`is_free`). On one host the ring lies in memory that both
+processes share. Between hosts each side has one of its own, and messages carry what is new to the other.
 
 The word `abort`, beside the slots, is non-zero while the target must not wait; its host sets it. The flags rely on the
 order of plain stores and loads that x86-64 keeps.
 
-On a GPU everything is enqueued on the current stream, in few launches: kernels write and read the ring where it lies,
-in host memory. The host goes on, the stream waits, and the host learns later from `outcome` what a wait came to. A wait
-must not be enqueued where the writer of the word itself waits for this stream: only the deadline would end it.
+On a GPU everything is enqueued on the current stream: kernels write and read the ring where it lies, in host memory.
+The host goes on, the stream waits, and the host learns later from `outcome` what a wait came to.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import fcntl
-import math
 import mmap
 import os
 import platform
-import secrets
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,123 +40,38 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-from peagle.drafter.drafts import unpack, unpack_in_kernel
 from peagle.drafter.protocol import (
     FROM_TARGET,
     MAX_PROMPT_TOKENS,
     Int32Array,
+    Step,
     StepDescriptor,
     TargetShape,
     WireError,
+    check_sizes,
+    check_step,
     decode,
     encode,
 )
-from peagle.drafter.rows import INTERPRETED, uses_kernel
-from peagle.drafter.step import Step, check_descriptor, check_range, check_tensors, valid_rows
+from peagle.drafter.rows import INTERPRETED, unpack, unpack_in_kernel, uses_kernel
 
 Int64Array = npt.NDArray[np.int64]
 
-# Shared memory
-
-
-SHARED_DIR = Path("/dev/shm")
-_PREFIX = "peagle-ring-"
-_MIN_AGE_S = 30.0  # a younger file may be one whose maker has not locked it yet
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+NUM_SLOTS = 3
+_LINE_BYTES = 64
+_REQUEST_BYTES = 64  # of a descriptor, for each request, and more than its numbers take
 
 
 def host_identity() -> str:
-    """Equal for two processes exactly when files that one makes in /dev/shm are the other's too; "" where none are.
-
-    The kernel's boot and the device number of the mount: containers of one host share the first, not the second.
-    """
+    """Equal for two processes exactly when one may open the other's files through /proc: of one kernel, process
+    namespace and user. "" where rings cannot be shared."""
     if platform.machine() != "x86_64":
         return ""
     try:
-        return f"{_BOOT_ID.read_text(encoding='ascii').strip()}:{SHARED_DIR.stat().st_dev}"
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}:{Path('/proc/self/ns/pid').stat().st_ino}:{os.getuid()}"
     except OSError:
         return ""
-
-
-class SharedMemory:
-    """A mapping that two processes share, and that no kill -9 leaves behind.
-
-    Its file loses its name as soon as both sides have it: from then on the kernel frees it with its last process. Until
-    then its maker holds a lock on it; a lock that can be taken belongs to a dead maker (`sweep`).
-    """
-
-    def __init__(self, mapping: mmap.mmap, name: str = "", lock_fd: int | None = None) -> None:
-        """name: the file's, "" where it has none."""
-        self.mapping, self.name, self._lock_fd = mapping, name, lock_fd
-
-    @classmethod
-    def create(cls, num_bytes: int) -> SharedMemory:
-        """New memory, all zero and reserved. Raises OSError where /dev/shm has no room for it."""
-        name = f"{_PREFIX}{os.getpid()}-{secrets.token_hex(12)}"  # the process's id shows whose it is
-        fd = os.open(SHARED_DIR / name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            # Without room the first touch of a page would kill the process, here it raises.
-            os.posix_fallocate(fd, 0, num_bytes)
-            return cls(mmap.mmap(fd, num_bytes), name, fd)
-        except BaseException:
-            (SHARED_DIR / name).unlink(missing_ok=True)
-            os.close(fd)
-            raise
-
-    @classmethod
-    def attach(cls, name: str, num_bytes: int) -> SharedMemory:
-        """The memory that another process made under `name`, which it loses here.
-
-        Raises OSError where there is none, ValueError for a name that `create` does not give or another size.
-        """
-        if not name.startswith(_PREFIX) or "/" in name:
-            raise ValueError(f"shared memory {name!r:.80} is not named {_PREFIX}...")
-        fd = os.open(SHARED_DIR / name, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            if (found := os.fstat(fd).st_size) != num_bytes:
-                raise ValueError(
-                    f"shared memory {name} has {found} bytes, not {num_bytes}: the two sides differ in its layout"
-                )
-            memory = cls(mmap.mmap(fd, num_bytes), name)
-        finally:
-            os.close(fd)
-        memory.unlink()
-        return memory
-
-    def unlink(self) -> None:
-        """Take the name away, if it is still there. The memory stays with those who have it."""
-        if self.name:
-            (SHARED_DIR / self.name).unlink(missing_ok=True)
-            self.name = ""
-        if self._lock_fd is not None:
-            os.close(self._lock_fd)
-            self._lock_fd = None
-
-
-def sweep() -> None:
-    """Remove files whose maker died before the other side had them."""
-    for path in SHARED_DIR.glob(f"{_PREFIX}*"):
-        try:
-            if time.time() - path.stat().st_mtime < _MIN_AGE_S:
-                continue
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:  # gone by now, or another user's
-            continue
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
-        except BlockingIOError:
-            pass
-        finally:
-            os.close(fd)
-
-
-# The ring
-
-NUM_SLOTS = 3
-_LINE_BYTES, _PAGE_BYTES = 64, 4096
-_REQUEST_BYTES = 64  # of a descriptor, for each request, and more than its numbers take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,70 +89,69 @@ class Slot:
     outcome: Int64Array  # [2]: REACHED, ABORTED or TIMED_OUT, 0 before; nanoseconds waited
 
 
-class _Layout:
-    """Cuts views out of a buffer one after another; with no buffer it only counts the bytes."""
-
-    def __init__(self, buffer: mmap.mmap | None) -> None:
-        self._buffer, self.num_bytes = buffer, 0
-
-    def view(self, dtype: torch.dtype, *sizes: int, align_bytes: int = _LINE_BYTES) -> Tensor:
-        offset = -(-self.num_bytes // align_bytes) * align_bytes
-        count = math.prod(sizes)
-        self.num_bytes = offset + count * dtype.itemsize
-        if self._buffer is None:
-            return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self._buffer, dtype=dtype, count=count, offset=offset).view(sizes)
-
-    def array(self, dtype: torch.dtype, *sizes: int) -> Any:
-        return self.view(dtype, *sizes).numpy()
-
-    def ring(self, shape: TargetShape) -> tuple[Int64Array, tuple[Slot, ...]]:
-        """The abort word, and the slots."""
-        return self.array(torch.int64, 1), tuple(self._slot(shape) for _ in range(NUM_SLOTS))
-
-    def _slot(self, shape: TargetShape) -> Slot:
-        num_requests, num_rows = shape.max_num_requests, shape.max_num_rows
-        return Slot(
-            descriptor=self.array(torch.uint8, 4 * MAX_PROMPT_TOKENS + _REQUEST_BYTES * num_requests + _PAGE_BYTES),
-            descriptor_size=self.array(torch.int64, 1),
-            integers=self.array(torch.int32, 2 * num_requests + num_rows),
-            payload_RH=self.view(shape.torch_dtype, num_rows, shape.hidden_size, align_bytes=_PAGE_BYTES),
-            ready=self.array(torch.int64, 1),
-            drafts_BK=self.array(torch.int32, num_requests, shape.max_draft_tokens),
-            service_ns=self.array(torch.int64, 1),
-            done=self.array(torch.int64, 1),
-            outcome=self.array(torch.int64, 2),
-        )
+def slot_layout(shape: TargetShape) -> np.dtype[Any]:
+    """The fields of a `Slot` in memory, each on cache lines of its own; `payload_RH` as bytes."""
+    num_requests, num_rows = shape.max_num_requests, shape.max_num_rows
+    formats = {
+        "descriptor": (np.uint8, 4 * MAX_PROMPT_TOKENS + _REQUEST_BYTES * (num_requests + 64)),
+        "descriptor_size": (np.int64, (1,)),
+        "integers": (np.int32, 2 * num_requests + num_rows),
+        "payload_RH": (np.uint8, shape.payload_bytes),
+        "ready": (np.int64, (1,)),
+        "drafts_BK": (np.int32, (num_requests, shape.max_draft_tokens)),
+        "service_ns": (np.int64, (1,)),
+        "done": (np.int64, (1,)),
+        "outcome": (np.int64, (2,)),
+    }
+    fields: list[np.dtype[Any]] = [np.dtype(field) for field in formats.values()]
+    ends = np.cumsum([-(-field.itemsize // _LINE_BYTES) * _LINE_BYTES for field in fields]).tolist()
+    return np.dtype({"names": [*formats], "formats": fields, "offsets": [0, *ends[:-1]], "itemsize": ends[-1]})
 
 
 def ring_bytes(shape: TargetShape) -> int:
-    """Size of a ring, in whole pages: three payloads and little else."""
-    layout = _Layout(None)
-    layout.ring(shape)
-    return -(-layout.num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+    """Size of a ring: three payloads and little else."""
+    return _LINE_BYTES + NUM_SLOTS * slot_layout(shape).itemsize
 
 
 class Ring:
-    """One side's view of a ring. Steps are numbered from 1 on, without gaps."""
+    """One side's view of a ring. Steps are numbered from 1 on, without gaps.
 
-    def __init__(self, memory: SharedMemory, shape: TargetShape) -> None:
-        self.memory, self.shape = memory, shape
-        self._abort, self._slots = _Layout(memory.mapping).ring(shape)
+    Its memory has no file: another process opens it as the maker's, under `name`, while that one lives. So the kernel
+    frees it with the last process that has it, whatever ends them.
+    """
+
+    def __init__(self, fd: int, shape: TargetShape) -> None:
+        """fd: of the memory; the ring closes it."""
+        self.shape, self._fd = shape, fd
+        self.name = f"{os.getpid()}/{fd}"
+        self.memory = mmap.mmap(fd, ring_bytes(shape))
+        self._abort: Int64Array = np.frombuffer(self.memory, np.int64, 1)
+        self._slots = []
+        for record in np.frombuffer(self.memory, slot_layout(shape), NUM_SLOTS, _LINE_BYTES):
+            views = {name: record[name] for name in slot_layout(shape).names or ()}
+            payload = torch.from_numpy(views.pop("payload_RH")).view(shape.torch_dtype)
+            self._slots.append(Slot(**views, payload_RH=payload.view(shape.max_num_rows, shape.hidden_size)))
 
     @classmethod
     def create(cls, shape: TargetShape) -> Ring:
-        """In shared memory. Raises OSError where there is no room."""
-        return cls(SharedMemory.create(ring_bytes(shape)), shape)
+        fd = os.memfd_create("peagle-ring", os.MFD_CLOEXEC)
+        os.ftruncate(fd, ring_bytes(shape))
+        return cls(fd, shape)
 
     @classmethod
     def attach(cls, name: str, shape: TargetShape) -> Ring:
-        """Another process's; its name is gone afterwards. Raises OSError or ValueError where it cannot be had."""
-        return cls(SharedMemory.attach(name, ring_bytes(shape)), shape)
+        """Another process's. Raises OSError where it cannot be had, ValueError for a name or size of something else."""
+        if not (found := re.fullmatch(r"(\d+)/(\d+)", name)):
+            raise ValueError(f"shared memory {name!r:.80} is not named PROCESS/DESCRIPTOR")
+        fd = os.open(f"/proc/{found[1]}/fd/{found[2]}", os.O_RDWR | os.O_CLOEXEC)
+        if (size := os.fstat(fd).st_size) != ring_bytes(shape):
+            os.close(fd)
+            raise ValueError(f"shared memory {name} has {size} bytes, not {ring_bytes(shape)}: the two sides differ")
+        return cls(fd, shape)
 
-    @classmethod
-    def create_private(cls, shape: TargetShape) -> Ring:
-        """Between threads of this process."""
-        return cls(SharedMemory(mmap.mmap(-1, ring_bytes(shape))), shape)
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):  # a ring that could not be made
+            os.close(self._fd)
 
     def slot(self, number: int) -> Slot:
         return self._slots[number % NUM_SLOTS]
@@ -267,11 +177,9 @@ class Ring:
         slot.payload_RH[: len(hidden_RH)].copy_(hidden_RH, non_blocking=True)
         publish_step(slot, number, torch.cat([start_B, num_valid_B, next_tokens_R]))
 
-    def enqueue_wait(self, number: int, timeout_s: float, out_BK: Tensor, chance_BK: Tensor) -> None:
-        """Let the current stream wait for the drafts of a step, at most this long, and put them into out_BK, int64, and
-        their chances into chance_BK, float32, on the device: 0 where there are none, all over without an answer in
-        time. A reply that comes later is not seen.
-        """
+    def wait(self, number: int, timeout_s: float, out_BK: Tensor, chance_BK: Tensor) -> None:
+        """Wait for the drafts of a step, at most this long, and put them into out_BK, int64, and their chances into
+        chance_BK, float32: 0 where there are none, or when they come later. With tensors on a GPU its stream waits."""
         wait_for_drafts(self.slot(number), self._abort, number, int(timeout_s * 1e9), out_BK, chance_BK)
 
     def is_done(self, number: int) -> bool:
@@ -280,13 +188,6 @@ class Ring:
     def set_abort(self, aborted: bool) -> None:
         """Let go, or not, of whoever waits for drafts: also a GPU that waits already."""
         self._abort[0] = aborted
-
-    def is_aborted(self) -> bool:
-        return bool(self._abort[0])
-
-    def read_drafts(self, number: int, num_requests: int) -> Int32Array:
-        """[B, K] as they travel, once `is_done`; a copy."""
-        return self.slot(number).drafts_BK[:num_requests].copy()
 
     def service_s(self, number: int) -> float:
         """Seconds from when the drafter saw the step to its answer, once `is_done`."""
@@ -300,23 +201,17 @@ class Ring:
     def read_step(self, number: int, session: int = 0) -> Step:
         """A step that is ready. `hidden_RH` is a view, the rest copies. Raises ValueError or WireError for what does
         not fit."""
-        slot, shape = self.slot(number), self.shape
-        data = slot.descriptor[: max(0, int(slot.descriptor_size[0]))].tobytes()
-        descriptor = decode(data, FROM_TARGET)
+        slot = self.slot(number)
+        descriptor = decode(slot.descriptor[: max(0, int(slot.descriptor_size[0]))].tobytes(), FROM_TARGET)
         if not isinstance(descriptor, StepDescriptor) or descriptor.number != number:
             raise WireError(f"step {number} is described by {descriptor!r:.80}")
-        check_descriptor(descriptor, shape)
+        check_sizes(descriptor, self.shape)
         num_requests, num_rows = descriptor.num_requests, descriptor.num_rows
-        integers = slot.integers[: 2 * num_requests + num_rows].copy()
-        step = Step(
-            descriptor,
-            start_B=integers[:num_requests],
-            num_valid_B=integers[num_requests : 2 * num_requests],
-            next_tokens_R=integers[2 * num_requests :],
-            hidden_RH=slot.payload_RH[:num_rows],
-            session=session,
+        start_B, num_valid_B, next_tokens_R = np.split(
+            slot.integers[: 2 * num_requests + num_rows].copy(), [num_requests, 2 * num_requests]
         )
-        check_tensors(step, shape)
+        step = Step(descriptor, start_B, num_valid_B, next_tokens_R, slot.payload_RH[:num_rows], session)
+        check_step(step, self.shape)
         return step
 
     def write_drafts(self, number: int, drafts_BK: Int32Array, service_ns: int) -> None:
@@ -329,19 +224,16 @@ class Ring:
     def write_received(self, descriptor: StepDescriptor, frames: Sequence[Any]) -> None:
         """A step that came over TCP (`peagle.drafter.client.step_frames`). Raises ValueError or WireError for one that
         does not fit."""
-        check_descriptor(descriptor, self.shape)
-        slot, num_requests = self.slot(descriptor.number), descriptor.num_requests
-        integers = np.frombuffer(frames[0] if frames else b"", np.int32)
-        if len(integers) != 2 * num_requests + descriptor.num_rows:
-            raise WireError(f"{num_requests} requests and {descriptor.num_rows} rows with {len(integers)} integers")
-        num_valid_B = integers[num_requests : 2 * num_requests]
-        check_range("num_valid_B", num_valid_B, descriptor.num_rows)
-        rows = valid_rows(descriptor.row_offset_B, num_valid_B)
+        check_sizes(descriptor, self.shape)
+        slot, integers = self.slot(descriptor.number), np.frombuffer(frames[0] if frames else b"", np.int32)
         payload = np.frombuffer(b"".join(frames[1:]), np.uint8)
-        bytes_RX = slot.payload_RH.view(torch.uint8).numpy()
-        if len(payload) != len(rows) * bytes_RX.shape[1] or (rows >= descriptor.num_rows).any():
-            raise WireError(f"{len(rows)} valid rows with {len(payload)} bytes")
-        bytes_RX[rows] = payload.reshape(len(rows), bytes_RX.shape[1])
+        payload_X = slot.payload_RH[: descriptor.num_rows].view(torch.uint8).view(-1).numpy()
+        if len(integers) != 2 * descriptor.num_requests + descriptor.num_rows or len(payload) != len(payload_X):
+            raise WireError(
+                f"{descriptor.num_requests} requests and {descriptor.num_rows} rows with {len(integers)} integers and "
+                f"{len(payload)} bytes"
+            )
+        payload_X[:] = payload
         self.write_descriptor(descriptor)
         slot.integers[: len(integers)] = integers
         slot.ready[0] = descriptor.number
@@ -355,20 +247,20 @@ class Ring:
             under way.
         """
         portable_and_mapped = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
-        base = torch.frombuffer(self.memory.mapping, dtype=torch.uint8)
+        base = torch.frombuffer(self.memory, dtype=torch.uint8)
         with torch.cuda.device(device):
             error = torch.cuda.cudart().cudaHostRegister(base.data_ptr(), base.nbytes, portable_and_mapped)
             torch.cuda.check_error(error)
             if will_wait:
                 ids_1K = torch.zeros(1, self.shape.max_draft_tokens, dtype=torch.int64, device=device)
                 publish_step(self.slot(0), 0, ids_1K[0].int())
-                self.enqueue_wait(0, 0.0, ids_1K, ids_1K.float())
+                self.wait(0, 0.0, ids_1K, ids_1K.float())
                 torch.cuda.current_stream().synchronize()
                 self.slot(0).outcome[:] = 0
 
     def unpin(self, device: torch.device) -> None:
         """Undo `pin`, before the memory goes and after the last work that uses it."""
-        base = torch.frombuffer(self.memory.mapping, dtype=torch.uint8)
+        base = torch.frombuffer(self.memory, dtype=torch.uint8)
         with torch.cuda.device(device):
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(base.data_ptr()))
 
@@ -377,15 +269,14 @@ class Ring:
 
 
 REACHED, ABORTED, TIMED_OUT = 1, 2, 3  # values of `outcome[0]`
-_NUM_QUICK_READS, _SLEEP_S = 200, 50e-6  # the twin reads this often without a pause, then sleeps between reads
+# The twin reads this often without a pause, then sleeps between reads: the drafter may need its cores.
+_NUM_QUICK_READS, _SLEEP_S = 50, 0.3e-3
 _BLOCK = 1024
 
 
 def publish_step(slot: Slot, number: int, integers: Tensor) -> None:
     """Put a step's starts, valid rows and next tokens, int32 one after another, into its slot; then its number into
-    `ready`. On a GPU one kernel on the current stream: what the stream did before has reached the host when the number
-    does.
-    """
+    `ready`. On a GPU one kernel on the current stream: what the stream did before has reached the host by then."""
     if uses_kernel(integers):
         _publish_kernel[(1,)](
             integers, len(integers), _address(slot.integers), _address(slot.ready), number,
@@ -399,13 +290,11 @@ def publish_step(slot: Slot, number: int, integers: Tensor) -> None:
 def wait_for_drafts(
     slot: Slot, abort: Int64Array, number: int, timeout_ns: int, out_BK: Tensor, chance_BK: Tensor
 ) -> None:
-    """Wait until a step is done, the abort word is set, or the timeout is over since the wait itself began; then write
-    out_BK, int64, and chance_BK, float32: tokens and chances of the drafts; 0 where there are none.
+    """As `Ring.wait`, which ends also when the abort word is set. An answer that is there counts even then, or with no
+    time left. `outcome` is written at the end.
 
-    With out_BK on a GPU this enqueues one kernel on the current stream and returns: one warp reads the words over the
-    bus, other work goes on. Otherwise it blocks. `done` is looked at before the others, so an answer that is there
-    counts even with the abort word set or no time left. `outcome` is written at the end. Under Triton's interpreter,
-    which has no timer, a read of the words counts 1 ns.
+    On a GPU one kernel: one warp reads the words over the bus, other work goes on. Under Triton's interpreter, which
+    has no timer, a read of the words counts 1 ns.
     """
     num_requests, num_columns = out_BK.shape
     if uses_kernel(out_BK):

@@ -10,9 +10,10 @@ S rows, A numbers of the attention's heads, H hidden size.
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 from vllm.model_executor.layers.layernorm import RMSNorm
 
-from peagle.drafter.rows import add_norm, silu_mul
+from peagle.model import rms_norm
 
 COMPILED_KEY = "peagle_last_layer"
 """Key in vLLM's `additional_config` that separates these networks from whole ones in vLLM's compile cache."""
@@ -48,8 +49,8 @@ class LastLayer:
     def __call__(self, attended_SA: Tensor, stream_SH: Tensor) -> Tensor:
         """Normed hidden states, [S, H], for the head's `lm_head`."""
         added_SH, _ = self._o_proj(attended_SA)
-        norm = self._mlp_norm
-        stream_SH, hidden_SH = add_norm(stream_SH, added_SH, norm.weight, norm.variance_epsilon)
-        gate_up, _ = self._mlp.gate_up_proj(hidden_SH)
-        added_SH, _ = self._mlp.down_proj(silu_mul(gate_up))
-        return add_norm(stream_SH, added_SH, self._norm.weight, self._norm.variance_epsilon)[1]
+        stream_SH = stream_SH + added_SH
+        hidden_SH = rms_norm(stream_SH, self._mlp_norm.weight, self._mlp_norm.variance_epsilon)
+        gate_SI, up_SI = self._mlp.gate_up_proj(hidden_SH)[0].chunk(2, dim=-1)
+        added_SH, _ = self._mlp.down_proj(F.silu(gate_SI) * up_SI)
+        return rms_norm(stream_SH + added_SH, self._norm.weight, self._norm.variance_epsilon)

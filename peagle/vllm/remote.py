@@ -1,15 +1,14 @@
 """A target's side of a remote drafter: each step's rows go to the drafters of its requests, and their drafts come back.
 
 The engine keeps vLLM's `eagle3` + `parallel_drafting` configuration, so auxiliary hidden states, schedulers and
-sampling are those of an engine with a colocated drafter; what changes is where drafts come from. `StepSender` is the
-same for both of vLLM's runners. `peagle.vllm.remote_speculator` uses it on a GPU: there the stream waits for drafts.
-`peagle.vllm.remote_cpu` uses it on a CPU: there the host waits. The first rank of a tensor-parallel group sends.
+sampling are those of an engine with a colocated drafter. `peagle.vllm.remote_speculator` uses `StepSender` on a GPU,
+where the stream waits for drafts, `peagle.vllm.remote_cpu` on a CPU, where the host waits. The first rank of a
+tensor-parallel group sends.
 
 Dimensions: B requests of the batch, M of them on one link, R rows, X = C * S auxiliary hidden states, H, K drafts.
 """
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -21,26 +20,14 @@ from torch import Tensor
 from peagle.config import UNNAMED_LAYERS, default_aux_layer_ids
 from peagle.drafter.pool import LinkPool
 from peagle.drafter.projection import InputProjection
-from peagle.drafter.protocol import NO_DRAFT, DtypeName, Int32Array, StepDescriptor, TargetShape
-from peagle.drafter.step import valid_rows
+from peagle.drafter.protocol import DtypeName, Int32Array, StepDescriptor, TargetShape, valid_rows
 from peagle.vllm.engine import REMOTE_KEY
 
 
-@dataclasses.dataclass(frozen=True)
-class SlotChange:
-    """slots_B: of the step's requests. new: their positions 0 .. B - 1 that had no slot before. finished: slots whose
-    request is gone; one of them may be in use again by a new one."""
-
-    slots_B: Int32Array
-    new: tuple[int, ...]
-    finished: tuple[int, ...]
-
-
-@dataclasses.dataclass
-class _Held:
-    slot: int
-    request: object
-    last_step: int
+class SlotChange(NamedTuple):
+    slots_B: Int32Array  # of the step's requests
+    new: list[int]  # their positions 0 .. B - 1 that had no slot before
+    finished: list[int]  # slots whose request is gone; one of them may be in use again by a new one
 
 
 class RequestSlots:
@@ -52,35 +39,28 @@ class RequestSlots:
 
     def __init__(self, num_slots: int) -> None:
         self._free = list(range(num_slots - 1, -1, -1))
-        self._held: dict[str, _Held] = {}
-        self._step = 0
-        self._last_ids, self._last = list[str](), SlotChange(np.zeros(0, np.int32), (), ())
+        self._held: dict[str, tuple[int, object]] = {}  # slot and request; who has waited longest comes first
 
     def update(self, request_ids: Sequence[str], requests: Mapping[str, object]) -> SlotChange:
         """Slots of a step of `request_ids`; `requests` are all that the engine has, running or waiting.
 
         A request that is another object than before under the same id is another request.
         """
-        self._step += 1
-        gone = [key for key, held in self._held.items() if requests.get(key) is not held.request]
-        if not gone and request_ids == self._last_ids:
-            return self._last  # who waits has waited longer all the same
+        gone = [key for key, (_, request) in self._held.items() if requests.get(key) is not request]
         finished = [self._release(key) for key in gone]
+        new = [i for i, request_id in enumerate(request_ids) if request_id not in self._held]
         for request_id in request_ids:
-            if (held := self._held.get(request_id)) is not None:
-                held.last_step = self._step
-        new = tuple(i for i, request_id in enumerate(request_ids) if request_id not in self._held)
+            if request_id in self._held:
+                self._held[request_id] = self._held.pop(request_id)
         for i in new:
             if not self._free:
-                finished.append(self._release(min(self._held, key=lambda key: self._held[key].last_step)))
-            request_id = request_ids[i]
-            self._held[request_id] = _Held(self._free.pop(), requests[request_id], self._step)
-        slots_B = np.array([self._held[request_id].slot for request_id in request_ids], dtype=np.int32)
-        self._last_ids, self._last = list(request_ids), SlotChange(slots_B, (), ())
-        return SlotChange(slots_B, new, tuple(finished))
+                finished.append(self._release(next(iter(self._held))))
+            self._held[request_ids[i]] = self._free.pop(), requests[request_ids[i]]
+        slots = [self._held[request_id][0] for request_id in request_ids]
+        return SlotChange(np.array(slots, np.int32), new, finished)
 
     def _release(self, request_id: str) -> int:
-        slot = self._held.pop(request_id).slot
+        slot, _ = self._held.pop(request_id)
         self._free.append(slot)
         return slot
 
@@ -115,12 +95,13 @@ class EngineStep:
 
 class SentStep(NamedTuple):
     """The part of a step that one drafter is to answer: its requests' positions in the batch, also as an index for
-    tensors (None for all in order), and their slots."""
+    tensors (None for all in order), their slots, and the drafts that they want."""
 
     link: Any
     members_M: npt.NDArray[np.int64]
-    places: Tensor | None
+    index_M: Tensor | None
     slots_M: Int32Array
+    num_drafts_M: Int32Array
 
 
 class StepSender:
@@ -130,118 +111,87 @@ class StepSender:
         """device: of the engine. Where it is a GPU, its stream waits for answers, not the host."""
         self.pool, self.shape, self.device = pool, shape, device
         self._slots = RequestSlots(shape.max_num_requests)
-        self._counts: Counter[str] = Counter()
 
     def send(self, step: EngineStep) -> list[SentStep]:
         """Send a step; returns what drafts are to be waited for. Never raises for a drafter that is gone."""
         change = self._slots.update(step.request_ids, step.requests)
         self.pool.finish_requests(change.finished)
-        new = {int(change.slots_B[i]): step.request_ids[i] for i in change.new}
-        wanted = step.wanted_B.nonzero()[0]
-        self._counts["steps"] += 1
-        self._counts["requests"] += len(wanted)
-        groups = self.pool.assign(change.slots_B[wanted], step.heads_B[wanted], new) if len(wanted) else ()
+        wanted, new_slots = step.wanted_B.nonzero()[0], change.slots_B[change.new].tolist()
         sent = []
-        for link, places in groups:
+        for link, places in self.pool.assign(change.slots_B[wanted], step.heads_B[wanted], new_slots):
             members_M = wanted[places]
+            index_M = None if len(members_M) == len(step.request_ids) else _upload(members_M, self.device)
+            one = SentStep(link, members_M, index_M, change.slots_B[members_M], step.num_drafts_B[members_M])
             prompts = {int(change.slots_B[i]): step.read_prompt(i) for i in change.new if i in members_M}
-            place = None if len(members_M) == len(step.request_ids) else _upload(members_M, self.device)
-            one = SentStep(link, members_M, place, change.slots_B[members_M])
-            if self._send(one, step, prompts) and step.num_drafts_B[members_M].any():
+            if self._send(one, step, prompts) and one.num_drafts_M.any():
                 sent.append(one)
         return sent
 
-    def _send(self, one: SentStep, step: EngineStep, prompts: Mapping[int, Int32Array]) -> bool:
-        offset_M, num_rows_M = step.row_offset_B[one.members_M], step.num_sent_B[one.members_M]
-        num_rows, index = int(num_rows_M.sum()), None
+    def _send(self, one: SentStep, step: EngineStep, prompts: dict[int, Int32Array]) -> bool:
+        heads_M, num_rows_M = step.heads_B[one.members_M], step.num_sent_B[one.members_M]
+        num_rows, index_R = int(num_rows_M.sum()), None
         if num_rows != len(step.next_tokens_R):  # rows of others, and rejected ones that the host knows, stay behind
-            index = _upload(valid_rows(offset_M, num_rows_M), self.device)
-            offset_M = (np.cumsum(num_rows_M) - num_rows_M).astype(np.int32)
-        heads_M = step.heads_B[one.members_M]
+            index_R = _upload(valid_rows(step.row_offset_B[one.members_M], num_rows_M), self.device)
         descriptor = StepDescriptor(
             slots_B=one.slots_M,
             heads_B=heads_M,
-            num_drafts_B=step.num_drafts_B[one.members_M],
-            row_offset_B=offset_M,
+            num_drafts_B=one.num_drafts_M,
+            row_offset_B=(np.cumsum(num_rows_M) - num_rows_M).astype(np.int32),
             num_rows=num_rows,
-            prompts=dict(prompts),
+            prompts=prompts,
         )
+        sources_R = index_R
+        if step.sources_R is not None:
+            sources_R = _take(step.sources_R, index_R).clamp(min=0).long()
+        aux_RX = torch.cat([_take(layer, sources_R)[:num_rows] for layer in step.aux], dim=-1)
         is_sent: bool = one.link.send(
             descriptor,
-            *(column if one.places is None else column[one.places] for column in (step.start_B, step.num_valid_B)),
-            step.next_tokens_R if index is None else step.next_tokens_R[index],
-            project_rows(one.link.projections, heads_M, num_rows_M, index, step),
+            _take(step.start_B, one.index_M),
+            _take(step.num_valid_B, one.index_M),
+            _take(step.next_tokens_R, index_R),
+            project_rows(one.link.projections, np.repeat(heads_M, num_rows_M), aux_RX),
         )
-        if is_sent:
-            self._counts["requests_sent"] += len(one.members_M)
-            self._counts["rows_sent"] += num_rows
         return is_sent
 
-    def wait_host(self, sent: Sequence[SentStep], num_requests: int) -> Int32Array:
-        """Drafts [B, K] of the host, -1 where there are none; waits no longer than the links' deadlines."""
-        drafts_BK = np.full((num_requests, self.shape.max_draft_tokens), NO_DRAFT, dtype=np.int32)
-        for one in sent:
-            if (drafts_MK := one.link.wait()) is not None:
-                drafts_BK[one.members_M] = drafts_MK
-        return drafts_BK
-
-    def enqueue_wait(self, sent: Sequence[SentStep], num_requests: int) -> tuple[Tensor, Tensor]:
-        """Drafts [B, K], int64 on the device, and their chances, float32, filled in the order of its stream; 0 where
-        there are none."""
-        whole: tuple[Tensor, Tensor] | None = None
-        for one in sent:
-            found = self._no_drafts(len(one.members_M))
-            one.link.enqueue_wait(*found)
-            if one.places is None:
-                return found
-            whole = whole or self._no_drafts(num_requests)
-            for whole_BK, found_MK in zip(whole, found, strict=True):
-                whole_BK[one.places] = found_MK
-        return whole or self._no_drafts(num_requests)
-
-    def _no_drafts(self, num_requests: int) -> tuple[Tensor, Tensor]:
-        """As `enqueue_wait`."""
+    def wait(self, sent: Sequence[SentStep], num_requests: int) -> tuple[Tensor, Tensor]:
+        """Drafts [B, K], int64 on the device, and their chances, float32; 0 where there are none. Waits no longer than
+        the links' deadlines: on a GPU its stream, else the host."""
         drafts_BK = torch.zeros(num_requests, self.shape.max_draft_tokens, dtype=torch.int64, device=self.device)
-        return drafts_BK, torch.zeros_like(drafts_BK, dtype=torch.float32)
+        chance_BK = torch.zeros_like(drafts_BK, dtype=torch.float32)
+        for one in sent:
+            if one.index_M is None:
+                one.link.wait(drafts_BK, chance_BK)
+                break
+            found_MK = drafts_BK.new_empty(len(one.members_M), self.shape.max_draft_tokens)
+            one.link.wait(found_MK, found_chance_MK := torch.empty_like(found_MK, dtype=torch.float32))
+            drafts_BK[one.index_M], chance_BK[one.index_M] = found_MK, found_chance_MK
+        return drafts_BK, chance_BK
 
     def num_drafts(self, sent: Sequence[SentStep], num_requests: int) -> list[int]:
-        """How many drafts each of the batch's requests will get, as far as is known: all where its step was sent, its
-        link is up and the last answer held some for it."""
+        """How many drafts each of the batch's requests gets, as far as is known: those that it wants where its step was
+        sent, its link is up and the last answer held some for it."""
         num_drafts_B = np.zeros(num_requests, dtype=np.int32)
         for one in sent:
-            num_drafts_B[one.members_M] = one.link.has_drafts(one.slots_M)
-        counts: list[int] = (num_drafts_B * self.shape.max_draft_tokens).tolist()
+            num_drafts_B[one.members_M] = one.link.has_drafts(one.slots_M) * one.num_drafts_M
+        counts: list[int] = num_drafts_B.tolist()
         return counts
 
-    def report(self) -> dict[str, Any]:
-        """Plain values: steps and rows since the start, and what the pool says of its links."""
-        return {"counts": dict(self._counts), "pool": self.pool.report()}
 
-    def close(self) -> None:
-        self.pool.close()
-
-
-def project_rows(
-    projections: Mapping[int, InputProjection],
-    heads_M: Int32Array,
-    num_rows_M: Int32Array,
-    index: Tensor | None,
-    step: EngineStep,
-) -> Tensor:
-    """Hidden rows [R, H] of some requests, each projected for its head. index: which of the step's rows, None for all.
-    Places without a row get any."""
-    if step.sources_R is not None:
-        index = (step.sources_R if index is None else step.sources_R[index]).clamp(min=0).long()
-    num_rows, heads = int(num_rows_M.sum()), np.unique(heads_M).tolist()
-    aux_RX = torch.cat([layer[:num_rows] if index is None else layer[index] for layer in step.aux], dim=-1)
+def project_rows(projections: Mapping[int, InputProjection], heads_R: Int32Array, aux_RX: Tensor) -> Tensor:
+    """Hidden rows [R, H], each projected for its head."""
+    heads = np.unique(heads_R).tolist() or list(projections)[:1]
     if len(heads) == 1:
         return projections[heads[0]].project(aux_RX)
-    heads_R, first = np.repeat(heads_M, num_rows_M), projections[heads[0]]
-    hidden_RH = aux_RX.new_empty(num_rows, first.hidden_size, dtype=first.dtype)
+    first = projections[heads[0]]
+    hidden_RH = aux_RX.new_empty(len(aux_RX), first.hidden_size, dtype=first.fc_HX.dtype)
     for head in heads:
         rows = _upload(np.flatnonzero(heads_R == head), aux_RX.device)
         hidden_RH[rows] = projections[head].project(aux_RX[rows])
     return hidden_RH
+
+
+def _take(tensor: Tensor, index: Tensor | None) -> Tensor:
+    return tensor if index is None else tensor[index]
 
 
 def _upload(index: Any, device: torch.device) -> Tensor:
@@ -252,17 +202,12 @@ def _upload(index: Any, device: torch.device) -> Tensor:
 
 def check_config(config: Any) -> None:
     """Refuse what a remote drafter was not made for."""
-    if not isinstance((config.additional_config or {}).get(REMOTE_KEY), Mapping):
-        raise ValueError(f"additional_config[{REMOTE_KEY!r}] must be set with this worker: use engine_kwargs(remote=)")
-    speculative = config.speculative_config
-    if speculative is None or speculative.method != "eagle3" or not speculative.parallel_drafting:
-        raise ValueError("a remote drafter needs speculative_config of a P-EAGLE head: use engine_kwargs(remote=)")
     model = config.model_config
     takes_media = model.is_multimodal_model and not model.multimodal_config.language_model_only
     refused = {
         "enable_prompt_embeds": model.enable_prompt_embeds,
         "images and other media (language_model_only: true serves a multimodal model for text)": takes_media,
-        "disable_padded_drafter_batch": speculative.disable_padded_drafter_batch,
+        "disable_padded_drafter_batch": config.speculative_config.disable_padded_drafter_batch,
     }
     if given := [setting for setting, is_on in refused.items() if is_on]:
         raise ValueError(f"a remote drafter does not go with {', '.join(given)}: leave one of them out")
@@ -306,18 +251,18 @@ class RemoteControl:
     def set_drafters(self, drafters: Sequence[dict[str, Any]]) -> None:
         """`collective_rpc("set_drafters", args=(drafters,))`: from now on drafts come from these, and no others.
 
-        drafters: the fields of `peagle.drafter.pool.DrafterEntry` each. Connecting goes on in the background; requests
-        of a drafter that is no longer listed are finished there. Raises msgspec.ValidationError naming a wrong field.
+        drafters: the fields of a `DrafterEntry` each. Connecting goes on in the background; requests of a drafter that
+        is no longer listed are finished there. Raises msgspec.ValidationError naming a wrong field.
         """
         if self.sender is not None:
             self.sender.pool.set_drafters(drafters)
 
     def remote_report(self) -> dict[str, Any]:
-        """`collective_rpc("remote_report")`: steps, rows and links of this worker; empty on ranks that do not send."""
-        return {} if self.sender is None else self.sender.report()
+        """`collective_rpc("remote_report")`: the links of this worker; empty on ranks that do not send."""
+        return {} if self.sender is None else dict(self.sender.pool.report())
 
     def shutdown(self) -> None:
         """Leave the drafters, then vLLM's own."""
         if (sender := self.sender) is not None:
-            sender.close()
+            sender.pool.close()
         super().shutdown()  # type: ignore[misc]

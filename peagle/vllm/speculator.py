@@ -52,7 +52,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.utils import get_parallel_drafting_token_id
 from vllm.v1.worker.utils import AttentionGroup
 
-from peagle.drafter.drafts import best_tokens
+from peagle.drafter.rows import best_tokens
 from peagle.vllm import compat
 from peagle.vllm.chosen import Chances
 from peagle.vllm.draft_rows import DraftRows, TargetRows, write_rows

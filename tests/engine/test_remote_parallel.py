@@ -120,8 +120,8 @@ def test_one_rank_sends_and_all_verify(
             assert all(one.drafting is not None and one.drafting.counts.num_steps > 10 for one in results)
             sender, other = engine.reports()
             assert other == {}
-            assert sender["counts"]["requests_sent"] > 5 * NUM_TOKENS
-            assert [link["num_timeouts"] for link in sender["pool"]["links"]] == [0]
+            assert [link["num_timeouts"] for link in sender["links"]] == [0]
+            assert sender["links"][0]["num_answered"] > NUM_TOKENS
         finally:
             engine.shutdown()
     finally:

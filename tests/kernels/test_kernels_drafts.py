@@ -1,4 +1,4 @@
-"""Tests of `peagle.drafter.drafts`: how drafts are found and how they travel, kernels and twins against torch."""
+"""Tests of `peagle.drafter.rows`: how drafts are found and how they travel, kernels and twins against torch."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from peagle.drafter.drafts import (
+from peagle.drafter.protocol import NO_DRAFT
+from peagle.drafter.rows import (
     CHANCE_STEPS,
     MAX_VOCABULARY,
-    best_drafts,
     best_tokens,
     pack,
-    token_ids,
     unpack,
 )
-from peagle.drafter.protocol import NO_DRAFT
 from tests.support.kernel_device import DEVICE, needs_kernel, twin
+from tests.support.pass_requests import token_ids
 
 
 def ways(function: Callable[..., None]) -> pytest.MarkDecorator:
@@ -51,26 +50,14 @@ def test_best_tokens_and_their_chances(way: Callable[..., None], dtype: torch.dt
     torch.testing.assert_close(logits_NV.float().gather(1, ids_N[:, None])[:, 0], logits_NV.float().amax(-1))
 
 
-@ways(best_drafts)
-@DTYPES
-def test_best_drafts_are_the_targets_tokens_with_their_chances(way: Callable[..., None], dtype: torch.dtype) -> None:
-    """Of a draft vocabulary that reaches up to the last token that has room."""
-    logits_MV = logits_of(7, 9001, dtype)
-    logits_MV[4, 5000] = float("nan")
-    target_ids_V = (MAX_VOCABULARY - 1 - 7 * torch.arange(9001)).int().to(DEVICE)
-    sampled_M = torch.tensor([3, 0, -1, 9, 2, 5, -1], device=DEVICE)
-    out_M = torch.full((7,), 77, dtype=torch.int32, device=DEVICE)
-    way(logits_MV, target_ids_V, sampled_M, out_M)
-    assert out_M[sampled_M < 0].tolist() == [NO_DRAFT] * 2
-    assert int(out_M[sampled_M >= 0].min()) >= 0
-    ids_M, found_M = unpack(out_M)
-    best_M = logits_MV.argmax(-1)
-    expected_M, _ = logits_MV.float().softmax(-1).max(-1)
-    assert found_M[4] == 0
-    for row in (0, 1, 3, 5):
-        assert int(ids_M[row]) == int(target_ids_V[best_M[row]])
-        assert abs(float(found_M[row]) - float(expected_M[row])) < 0.51 / CHANCE_STEPS
-    assert out_M.dtype == torch.int32
+@ways(best_tokens)
+def test_a_logit_that_is_no_number_gives_a_token_all_the_same(way: Callable[..., None]) -> None:
+    logits_NV = logits_of(2, 9001, torch.float32)
+    logits_NV[0, 5000] = float("nan")
+    ids_N = torch.full((2,), -1, device=DEVICE)
+    way(logits_NV, ids_N, chance_N := torch.zeros(2, device=DEVICE))
+    assert 0 <= int(ids_N[0]) < 9001
+    assert int(pack(ids_N, chance_N)[0]) >= 0
 
 
 def test_a_draft_travels_with_its_chance() -> None:

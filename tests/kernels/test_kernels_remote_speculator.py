@@ -130,5 +130,5 @@ def test_drafts_are_the_reference_s(monkeypatch: pytest.MonkeyPatch) -> None:
                 live.remove(request)
                 places.append(request.place)
                 one.forget([request.id])
-        one.sender.close()
+        pool.close()
     assert num_compared > 60

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from peagle.drafter.drafts import MAX_VOCABULARY, pack, unpack
 from peagle.drafter.protocol import TargetShape
+from peagle.drafter.rows import MAX_VOCABULARY, pack, unpack
 from peagle.drafter.shared_memory import ABORTED, REACHED, TIMED_OUT, Ring, Slot, publish_step, wait_for_drafts
 from tests.support.kernel_device import DEVICE, needs_kernel, twin
 
@@ -29,7 +29,7 @@ RINGS: list[Ring] = []
 
 def new_slot(max_num_requests: int, max_draft_tokens: int) -> Slot:
     """Of a ring, pinned where a GPU reads it; it lives as long as the tests."""
-    ring = Ring.create_private(TargetShape(1, "float32", max_draft_tokens, max_num_requests, 9000, 100))
+    ring = Ring.create(TargetShape(1, "float32", max_draft_tokens, max_num_requests, 9000, 100))
     RINGS.append(ring)
     if DEVICE == "cuda":
         ring.pin(torch.device(DEVICE), will_wait=False)

@@ -7,11 +7,9 @@ for the drafts at once, and fills those that are missing with token 0, as `peagl
 
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 
-from peagle.drafter.protocol import NO_DRAFT
 from peagle.vllm.remote import EngineStep
 from peagle.vllm.step_notes import update_result
 from peagle.vllm.workers import RemoteCPURunner, RemoteCPUWorker
@@ -35,12 +33,10 @@ class AsyncRemoteRunner(RemoteCPURunner):
         num_requests = self.input_batch.num_reqs
         drafts_BK = torch.zeros(num_requests, self.num_spec_tokens, dtype=torch.int32)
         if self.remote is not None:
-            answers_BK = self.remote.wait_host(self._sent, num_requests)
-            drafts_BK = torch.from_numpy(np.maximum(answers_BK, 0))
-            counts = zip(
-                self.input_batch.req_ids, self.step.num_drafts_B, (answers_BK != NO_DRAFT).sum(axis=1), strict=True
-            )
-            self.num_drafts = {request_id: int(count) for request_id, depth, count in counts if depth}
+            drafts_BK = self.remote.wait(self._sent, num_requests)[0].int()
+            num_drafts = self.remote.num_drafts(self._sent, num_requests)
+            counts = zip(self.input_batch.req_ids, self.step.num_drafts_B, num_drafts, strict=True)
+            self.num_drafts = {request_id: count for request_id, depth, count in counts if depth}
         self._sent = []
         if get_tp_group().world_size > 1:
             drafts_BK = get_tp_group().broadcast(drafts_BK, src=0)

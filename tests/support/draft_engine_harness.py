@@ -18,14 +18,13 @@ from torch import Tensor
 
 from peagle.config import DrafterConfig
 from peagle.draft import Drafts, DraftSession
-from peagle.drafter.drafts import token_ids
 from peagle.drafter.engine import DraftEngine
 from peagle.drafter.kvcache import NO_ROW
 from peagle.drafter.parallel_pass import ParallelPass, PassLimits
-from peagle.drafter.protocol import Int32Array, StepDescriptor, TargetShape
-from peagle.drafter.step import Step, check_descriptor, check_tensors
+from peagle.drafter.protocol import Int32Array, Step, StepDescriptor, TargetShape, check_sizes, check_step
 from peagle.model import Drafter
 from tests.support.head_factory import TARGET, random_drafter
+from tests.support.pass_requests import token_ids
 
 CONFIG = DrafterConfig.for_target(TARGET, num_layers=2, ptd_token_id=99, num_depths=5)
 BLOCK = 4
@@ -43,8 +42,7 @@ def head_runtime(head: int, **limits: int) -> ParallelPass:
     sizes |= limits
     sizes["max_blocks"] = min(sizes["num_blocks"], 200 // BLOCK)
     return ParallelPass(
-        drafter_of(head), limits=PassLimits(**sizes), digest=f"digest{head}", device="cpu", dtype=torch.float64,
-        with_chances=True,
+        drafter_of(head), limits=PassLimits(**sizes), digest=f"digest{head}"
     )  # fmt: skip
 
 
@@ -159,22 +157,22 @@ def target_step(
         session=session,
     )
     shape = TargetShape(CONFIG.hidden_size, "float64", MAX_DEPTH, 64, 4096, VOCABULARY)
-    check_descriptor(descriptor, shape)
-    check_tensors(made, shape)
+    check_sizes(descriptor, shape)
+    check_step(made, shape)
     return made
 
 
 def cached_range(engine: DraftEngine, session: int, slot: int) -> tuple[int, int] | None:
     """First position that is in the cache of a request, and the one after the last; None without a cache."""
     for table in engine.tables.values():
-        if (row := int(table.find(session, np.array([slot]))[0])) != NO_ROW:
-            return int(table.cache_start_C[row]), int(table.num_rows_C[row])
+        if (row := table.row_of.get((session, slot), NO_ROW)) != NO_ROW and table.num_blocks_C[row]:
+            return int(table.origin_C[row]), int(table.end_C[row])
     return None
 
 
 def num_requests(engine: DraftEngine) -> int:
     """Requests with rows in a cache."""
-    return sum(int((table.last_call_C >= 0).sum()) for table in engine.tables.values())
+    return sum(int((table.num_blocks_C > 0).sum()) for table in engine.tables.values())
 
 
 def check_answer(engine: DraftEngine, session: int, work: Mapping[int, Rows], answer_BK: Int32Array) -> int:

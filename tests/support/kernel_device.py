@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from peagle.drafter import attention, drafts, rows, shared_memory
+from peagle.drafter import attention, rows, shared_memory
 from peagle.drafter.rows import INTERPRETED
 
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
@@ -26,7 +26,6 @@ def twin(function: Callable[..., Any]) -> Callable[..., Any]:
         with (
             mock.patch.object(rows, "uses_kernel", return_value=False),
             mock.patch.object(attention, "uses_kernel", return_value=False),
-            mock.patch.object(drafts, "uses_kernel", return_value=False),
             mock.patch.object(shared_memory, "uses_kernel", return_value=False),
         ):
             return function(*arguments, **options)

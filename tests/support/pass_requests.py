@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from peagle.config import DrafterConfig, Llama3Rope
 from peagle.draft import DraftSession
 from peagle.drafter.parallel_pass import ParallelPass, PassBatch, PassLimits, row_addresses
+from peagle.drafter.protocol import NO_DRAFT, Int32Array
+from peagle.drafter.rows import MAX_VOCABULARY
 from peagle.drafter.serving import input_projection
 from peagle.model import Drafter
 from tests.unit.peagle.test_draft import CONFIG
@@ -55,7 +58,6 @@ class Requests:
         self.aux = torch.randn(shape, generator=generator).to(weight)
         self.num_blocks = num_requests * BLOCKS_PER_REQUEST + 3
         self.blocks = torch.randperm(self.num_blocks, generator=generator)[:-3].view(num_requests, -1).int().numpy()
-        self.cache_start = np.zeros(num_requests, np.int32)
         self.sessions = [DraftSession(drafter) for _ in range(num_requests)]
         self.drafter, self.projection = drafter, input_projection(drafter)
         self.payloads: list[Tensor] = []  # a batch names addresses in them
@@ -71,8 +73,8 @@ class Requests:
             max_num_requests=max_num_requests or len(self.tokens), max_num_rows=256, max_draft_tokens=MAX_DEPTH,
             max_blocks=min(self.num_blocks, BLOCKS_PER_REQUEST), num_blocks=self.num_blocks, block_size=BLOCK_SIZE,
         )  # fmt: skip
-        dtype = dtype or self.drafter.fc.weight.dtype
-        return ParallelPass(self.drafter, limits=limits, digest="", device=device, dtype=dtype, **settings)
+        drafter = copy.deepcopy(self.drafter).to(device, dtype or self.drafter.fc.weight.dtype)
+        return ParallelPass(drafter, limits=limits, digest="", **settings)
 
     def rows(self, step: Step) -> tuple[Tensor, Tensor]:
         """Next tokens [n] and auxiliary hidden states [n, C * S] of a step."""
@@ -82,7 +84,7 @@ class Requests:
     def expected(self, step: Step) -> list[int]:
         """What a session of this request's own proposes."""
         session = self.sessions[step.request]
-        session.cache.truncate(step.start - int(self.cache_start[step.request]))
+        session.cache.truncate(step.start)
         drafts = session.propose(*self.rows(step), max(step.depth, 1)).token_ids_K.tolist()
         return (drafts if step.depth else []) + [-1] * (MAX_DEPTH - step.depth)
 
@@ -98,7 +100,7 @@ class Requests:
             next_tokens, aux = self.rows(step)
             tokens += [next_tokens.cpu(), torch.full((num_rejected,), -7)]
             hidden += [self.projection.project(aux).cpu(), torch.full((num_rejected, self.projection.hidden_size), 1e4)]
-        hidden_RH = torch.cat([part.to(dtype or self.projection.dtype) for part in hidden])
+        hidden_RH = torch.cat([part.to(dtype or self.projection.fc_HX.dtype) for part in hidden])
         if self.aux.is_cuda:
             hidden_RH = hidden_RH.pin_memory()
         self.payloads.append(hidden_RH)
@@ -109,11 +111,21 @@ class Requests:
             num_valid_B=np.array([step.num_valid for step in steps], np.int32),
             row_offset_B=np.array(offsets, np.int32),
             num_drafts_B=np.array([step.depth for step in steps], np.int32),
-            cache_start_B=self.cache_start[requests],
             next_tokens_R=torch.cat(tokens).long().numpy(),
             addresses_R=row_addresses(hidden_RH),
             block_table_BN=np.ascontiguousarray(self.blocks[requests, :used]),
         )
+
+
+def run(parallel_pass: ParallelPass, batch: PassBatch[np.ndarray[Any, Any]]) -> Int32Array:
+    """Drafts [B, MAX_DEPTH] as they travel."""
+    drafts_BD = parallel_pass.launch(batch)()
+    return np.pad(drafts_BD, ((0, 0), (0, MAX_DEPTH - drafts_BD.shape[1])), constant_values=NO_DRAFT)
+
+
+def token_ids(drafts: Int32Array) -> Int32Array:
+    """Token ids of drafts as they travel; `NO_DRAFT` stays."""
+    return np.where(drafts < 0, NO_DRAFT, drafts & MAX_VOCABULARY - 1).astype(np.int32)
 
 
 #: Batches of three requests: prompts of one and of two chunks, other depths and orders, and steps back.

@@ -71,7 +71,7 @@ def connect(engine: LLM, drafters: list[dict[str, Any]], timeout_s: float = 120.
     """Name the drafters to the engine and wait until steps can go to all of them."""
     engine.collective_rpc("set_drafters", args=(drafters,))
     end_s = time.monotonic() + timeout_s
-    while (pool := engine.collective_rpc("remote_report")[0]["pool"])["num_up"] < len(drafters):
+    while (pool := engine.collective_rpc("remote_report")[0])["num_up"] < len(drafters):
         if time.monotonic() > end_s:
             raise TimeoutError(f"no link after {timeout_s} s: {pool}")
         time.sleep(0.05)

@@ -51,7 +51,7 @@ class RemoteEngine(RunningEngine):
 
     def links(self) -> dict[str, dict[str, Any]]:
         """What the pool says of each link, by address."""
-        return {link["address"]: link for link in self.report()["pool"]["links"]}
+        return {link["address"]: link for link in self.report()["links"]}
 
     def connect(self, *drafters: Any) -> None:
         """Use these `DrafterProcess`es, and wait until steps can go to all of them."""

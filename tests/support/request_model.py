@@ -21,14 +21,13 @@ def ids(*values: int) -> Int32Array:
     return np.array(values, np.int32)
 
 
-def make_table(num_blocks: int, *, max_num_requests: int = 32, min_idle_calls: int = 1) -> RequestTable:
+def make_table(num_blocks: int, *, max_num_requests: int = 32) -> RequestTable:
     return RequestTable(
         BlockPool(num_blocks, BLOCK),
         "head",
         Counters(),
         max_num_requests=max_num_requests,
         max_num_positions=40 * BLOCK,
-        min_idle_calls=min_idle_calls,
     )
 
 
@@ -51,7 +50,6 @@ class Model:
     def step(self, session: int, work: dict[int, tuple[Request, int, int, int]], prompts: dict[int, Int32Array]) -> int:
         """work: slot -> (request, start, number of rows, depth). Returns how many requests got blocks."""
         table = self.table
-        table.call += 1
         table.release(session, prompts)
         slots = ids(*work)
         rows = table.find(session, slots)
@@ -78,25 +76,29 @@ class Model:
     def write(self, row: int, request: Request, start: int, num_valid: int, depth: int) -> None:
         num_masks = max(depth - 1, 0) if num_valid else 0
         for position in range(start, start + num_valid + num_masks):
-            block = int(self.table.blocks_CN[row, position // BLOCK])
+            block, place = self.address(row, position)
             assert self.pool.num_users_P[block] == 1, f"position {position} is in a block of two requests"
-            assert not self.pool.is_published_P[block], f"position {position} is in a block that others read"
+            assert not self.pool.is_published(block), f"position {position} is in a block that others read"
             real = position < start + num_valid
-            content = (self.table.cache_start_C[row], *request.tokens[: position + 2]) if real else ("mask", row)
-            self.contents[block, position % BLOCK] = content
+            content = (self.table.origin_C[row], *request.tokens[: position + 2]) if real else ("mask", row)
+            self.contents[block, place] = content
+
+    def address(self, row: int, position: int) -> tuple[int, int]:
+        """Block of a position of a request, and the place in it."""
+        column, place = divmod(position - int(self.table.origin_C[row]), BLOCK)
+        return int(self.table.blocks_CN[row, column]), place
 
     def read(self, row: int, request: Request) -> None:
-        first = int(self.table.cache_start_C[row])
-        assert self.table.num_rows_C[row] == request.num_rows
+        first = int(self.table.origin_C[row])
+        assert self.table.end_C[row] == request.num_rows
         self.cold_reads += first > 0
         for position in range(first, request.num_rows):
-            block = int(self.table.blocks_CN[row, position // BLOCK])
-            assert self.contents[block, position % BLOCK] == (first, *request.tokens[: position + 2])
+            assert self.contents[self.address(row, position)] == (first, *request.tokens[: position + 2])
 
     def check_counts(self) -> None:
         """Every block is used as often as tables name it, and is free, kept or used."""
         table, users = self.table, np.zeros(self.pool.num_blocks, int)
-        for row in np.flatnonzero(table.last_call_C >= 0):
-            np.add.at(users, table.blocks_CN[row, table.first_block_C[row] : table.end_block_C[row]], 1)
+        for row in np.flatnonzero(table.num_blocks_C):
+            np.add.at(users, table.blocks_CN[row, : table.num_blocks_C[row]], 1)
         assert (users == self.pool.num_users_P).all()
         assert self.pool.num_available == (users == 0).sum()

@@ -19,10 +19,9 @@ import torch
 
 from peagle.drafter.engine import DraftEngine
 from peagle.drafter.pool import LinkPool
-from peagle.drafter.protocol import Int32Array, ServedHead, StepDescriptor, TargetShape
+from peagle.drafter.protocol import Int32Array, ServedHead, Step, StepDescriptor, TargetShape
 from peagle.drafter.server import DrafterServer
 from peagle.drafter.serving import input_projection
-from peagle.drafter.step import Step
 from tests.support.draft_engine_harness import CONFIG, MAX_DEPTH, aux_rows, drafter_of, expected_drafts, head_runtime
 
 SHAPE = TargetShape(
@@ -97,6 +96,8 @@ class DrafterProcess:
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
+        if number == signal.SIGSTOP:  # on a busy machine its threads run on for a moment
+            eventually(lambda: Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
 
     def kill(self) -> None:
         self.process.kill()
@@ -112,13 +113,8 @@ class DrafterProcess:
 
 
 def mapped_rings(pid: int) -> int:
-    """How many rings a process has in its memory; their files have no names any more."""
-    return Path(f"/proc/{pid}/maps").read_text().count("peagle-ring-")
-
-
-def named_rings() -> list[str]:
-    """Those of this process. One whose maker was killed is the next drafter's to sweep."""
-    return [path.name for path in Path("/dev/shm").glob(f"peagle-ring-{os.getpid()}-*")]
+    """How many rings a process has in its memory."""
+    return Path(f"/proc/{pid}/maps").read_text().count("peagle-ring")
 
 
 def eventually(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
@@ -167,16 +163,22 @@ class Target:
         heads_B, drafts = np.full_like(slots_B, head), [None] * len(slots_B)
         new, self.is_new = self.is_new, set()
         sent: list[tuple[Any, list[int]]] = []
-        for link, members_M in self.pool.assign(slots_B, heads_B, {slot: f"request {slot}" for slot in new}):
+        for link, members_M in self.pool.assign(slots_B, heads_B, new):
             slots = members_M.tolist()
             if self._send(link, slots, num_rows, depth, head, new):
                 sent.append((link, slots))
             for slot in slots:
-                self.homes[slot] = link.address
+                self.homes[slot] = link.drafter.address
         for link, slots in sent:
-            if (drafts_MK := link.wait()) is not None:
-                for slot, drafts_K in zip(slots, drafts_MK.tolist(), strict=True):
-                    drafts[slot] = drafts_K
+            out_MK = torch.full((len(slots), MAX_DEPTH), 77, dtype=torch.int64, device=self.pool.device)
+            link.wait(out_MK, out_MK.float())
+            has_drafts_M = link.has_drafts(np.array(slots, np.int32))
+            for slot, drafts_K, has_drafts in zip(slots, out_MK.tolist(), has_drafts_M, strict=True):
+                if link.state == "up":
+                    found = drafts_K[:depth] if has_drafts else []
+                    drafts[slot] = found + [-1] * (MAX_DEPTH - len(found))
+                else:
+                    assert not any(drafts_K)
         self.ends = [end + num_rows for end in self.ends]
         return drafts
 
@@ -200,7 +202,7 @@ class Target:
             num_drafts_B=ints([depth] * len(slots)),
             row_offset_B=ints(range(0, num_rows * len(slots), num_rows)),
             num_rows=len(next_tokens),
-            prompts={slot: ints(self.tokens[slot][: self.ends[slot] + 1]) for slot in new},
+            prompts={slot: ints(self.tokens[slot][: self.ends[slot] + 1]) for slot in new & set(slots)},
         )
         integers = (
             torch.tensor(values, dtype=torch.int32, device=self.pool.device)

@@ -173,7 +173,7 @@ def test_links_are_those_of_the_worker_that_sends() -> None:
         "address": "h:1", "state": "late", "path": "tcp", "problem": "late", "average_pass_s": 0.1, "num_steps": 7,
         "num_requests": 2, "sum_wait_s": 0.5, "heads": {"0": "a"},
     }  # fmt: skip
-    found = link_reports([{}, {"counts": {}, "pool": {"num_up": 0, "links": [link]}}])
+    found = link_reports([{}, {"num_up": 0, "links": [link]}])
     (shown,) = found
     counters = {"steps": 7.0, "wait_s": 0.5}
     assert shown == {

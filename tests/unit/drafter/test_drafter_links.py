@@ -8,7 +8,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -17,9 +16,9 @@ import numpy.typing as npt
 import pytest
 
 from benchmarks.common import free_port
-from peagle.drafter import client
+from peagle.drafter import client, protocol
 from peagle.drafter.client import Deadlines, agree
-from peagle.drafter.pool import LinkPool, rank
+from peagle.drafter.pool import LinkPool
 from tests.support.draft_engine_harness import MAX_DEPTH
 from tests.support.transport_harness import (
     DrafterProcess,
@@ -28,7 +27,6 @@ from tests.support.transport_harness import (
     eventually,
     make_pool,
     make_server,
-    named_rings,
     only_link,
     running,
 )
@@ -49,13 +47,6 @@ def connected(address: str, **settings: Any) -> LinkPool:
 def until_up(pool: LinkPool) -> None:
     """Engine steps without requests, until the link is late no more."""
     eventually(lambda: pool.assign(NOBODY, NOBODY) or pool.num_up)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left_in_shared_memory() -> Iterator[None]:
-    before = set(named_rings())
-    yield
-    assert not set(named_rings()) - before
 
 
 @PATHS
@@ -163,7 +154,8 @@ def test_a_slow_drafter_gives_no_drafts_and_its_late_ones_are_never_taken_for_ne
 
 
 def test_a_drafter_that_is_silent_for_long_is_left_and_its_requests_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "MAX_SILENCE_S", 3.0)
+    monkeypatch.setattr(protocol, "HEARTBEAT_MS", 500)
+    monkeypatch.setattr(protocol, "MAX_SILENCE_MS", 3000)
     with DrafterProcess() as stopped, running(make_server()) as other:
         pool = connected(stopped.address, min_deadline_s=2.0, max_deadline_s=30.0)
         target = Target(pool)
@@ -173,7 +165,7 @@ def test_a_drafter_that_is_silent_for_long_is_left_and_its_requests_move(monkeyp
         stopped.signal(signal.SIGSTOP)
         assert target.step() == NO_DRAFTS
         eventually(lambda: pool.report()["links"][0]["state"] == "connecting")
-        assert "no sign of life" in pool.report()["links"][0]["problem"]
+        assert "closed the connection, hangs" in pool.report()["links"][0]["problem"]
         target.begin_cold()
         target.check_step()
         assert target.homes == [other.address] * 3
@@ -204,7 +196,7 @@ def test_a_step_that_begins_while_the_connection_ends_is_let_go_at_once() -> Non
         session.lock = Ending()  # type: ignore[assignment]
         server.stop()
         eventually(lambda: session.is_closed)
-        assert session.ring.is_aborted(), "whoever waits would wait until the deadline"
+        assert session.ring._abort[0], "whoever waits would wait until the deadline"
         pool.close()
 
 
@@ -214,7 +206,7 @@ def test_a_step_that_begins_while_the_connection_ends_is_let_go_at_once() -> Non
         (b"<!DOCTYPE HTML>" + b"x" * 300, "run the same release"),
         (b"220 mail", "does not speak this protocol"),
         (b"", "sent no message within 0.5 s"),
-        (None, "refused: nobody listens"),
+        (None, "nobody listens there"),
     ],
     ids=["web", "mail", "silence", "nobody"],
 )
@@ -256,14 +248,15 @@ def test_a_peer_that_is_no_drafter_is_named_and_tried_again(
 # Several drafters
 
 
-def test_losing_one_of_three_moves_only_its_own_requests() -> None:
-    addresses = [f"10.0.0.{i}:7000" for i in range(3)]
-    keys = [f"request {i}" for i in range(3000)]
-    before = {key: max(addresses, key=lambda address: rank(key, address)) for key in keys}
-    after = {key: max(addresses[:2], key=lambda address: rank(key, address)) for key in keys}
-    assert all(after[key] == home for key, home in before.items() if home != addresses[2])
-    assert min(collections.Counter(before.values()).values()) > 850
-    assert min(collections.Counter(after.values()).values()) > 1350
+def test_new_requests_go_to_the_drafter_with_the_fewest() -> None:
+    with running(make_server()) as first, running(make_server()) as second:
+        pool = make_pool()
+        pool.set_drafters([entry(server.address, HEADS) for server in (first, second)])
+        eventually(lambda: pool.num_up == 2)
+        target = Target(pool, num_requests=4)
+        target.check_step()
+        assert collections.Counter(target.homes) == {first.address: 2, second.address: 2}
+        pool.close()
 
 
 def test_requests_stay_where_they_are_when_a_drafter_comes_and_leave_a_drained_one_when_they_end() -> None:
@@ -344,12 +337,12 @@ def test_a_drafter_may_be_asked_for_other_heads_while_steps_go_on(monkeypatch: p
         pool.set_drafters([entry(server.address, {1: "digest1"})])
         assert target.step(head=1) == NO_DRAFTS
         may_connect.set()
-        eventually(lambda: only_link(pool)["num_connections"] == 2 and pool.num_up)
+        eventually(lambda: pool.num_up)
         target.begin_cold()
         target.check_step(head=1)
         pool.set_drafters([entry(server.address, {1: "digest1"})])
         target.check_step(head=1)
-        assert only_link(pool)["num_connections"] == 2
+        assert only_link(pool)["num_connections"] == 1
         pool.close()
 
 

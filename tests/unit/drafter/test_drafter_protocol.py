@@ -23,16 +23,18 @@ from peagle.drafter.protocol import (
     PROTOCOL,
     Hello,
     Int32Array,
+    Step,
     StepDescriptor,
     TargetShape,
     WireError,
+    check_sizes,
+    check_step,
     find_mismatch,
     message_frames,
     read_message,
 )
 from peagle.drafter.serving import input_projection
 from peagle.drafter.shared_memory import Ring
-from peagle.drafter.step import Step, check_descriptor
 from tests.support.head_factory import random_drafter
 from tests.support.pass_requests import SWITCHES
 from tests.support.transport_harness import SHAPE as SERVED_SHAPE
@@ -74,22 +76,24 @@ def write(ring: Ring, descriptor: StepDescriptor, starts: Any, num_valid: Any, t
 def carry(sent: Step, shape: TargetShape = SHAPE) -> Step:
     """A step over TCP, as the drafter reads it."""
     descriptor, raw = read_message(arrived(step_frames(sent)), FROM_TARGET)
-    theirs = Ring.create_private(shape)
+    theirs = Ring.create(shape)
     theirs.write_received(descriptor, [frame.buffer for frame in raw])
     return theirs.read_step(descriptor.number, session=3)
 
 
 def test_a_step_is_the_same_over_tcp_and_only_its_valid_rows_travel() -> None:
-    ours = Ring.create_private(SHAPE)
+    ours = Ring.create(SHAPE)
     write(ours, step(), [4, 1, 0], [2, 3, 0])
     sent = ours.read_step(5)
     found = carry(sent)
-    for name in ("slots_B", "heads_B", "num_drafts_B", "row_offset_B"):
+    for name in ("slots_B", "heads_B", "num_drafts_B"):
         assert getattr(found.descriptor, name).tolist() == getattr(sent.descriptor, name).tolist()
-    for name in ("start_B", "num_valid_B", "next_tokens_R"):
+    for name in ("start_B", "num_valid_B"):
         assert getattr(found, name).tolist() == getattr(sent, name).tolist()
     rows = [1, 2, 5, 6, 7]
-    assert torch.equal(found.hidden_RH[rows], sent.hidden_RH[rows])
+    assert found.descriptor.row_offset_B.tolist() == [0, 2, 5]
+    assert found.next_tokens_R.tolist() == rows
+    assert torch.equal(found.hidden_RH, sent.hidden_RH[rows])
     assert sum(len(frame) for frame in step_frames(sent)[3:]) == len(rows) * 2 * SHAPE.hidden_size
     assert (found.session, found.descriptor.number, found.descriptor.finished_slots) == (3, 5, (0, 1))
     assert {slot: tokens.tolist() for slot, tokens in found.descriptor.prompts.items()} == {0: [7, 8], 3: []}
@@ -105,32 +109,30 @@ def test_every_step_comes_out_as_it_went_in(requests: list[tuple[int, int, int, 
         num_rows += rejected + valid
     some = ints(*range(len(requests)))
     descriptor = StepDescriptor(some, some * 0, ints(*(one[2] for one in requests)), ints(*offsets), num_rows, number=1)
-    ours = Ring.create_private(shape)
+    ours = Ring.create(shape)
     write(ours, descriptor, [one[3] for one in requests], [one[1] for one in requests])
     sent = ours.read_step(1)
     found = carry(sent, shape)
     rows = sent.valid_rows()
-    assert torch.equal(found.hidden_RH[rows], sent.hidden_RH[rows])
-    assert found.next_tokens_R.tolist() == sent.next_tokens_R.tolist()
+    assert torch.equal(found.hidden_RH, sent.hidden_RH[rows])
+    assert found.next_tokens_R.tolist() == sent.next_tokens_R[rows].tolist()
     assert found.start_B.tolist() == sent.start_B.tolist()
 
 
 @pytest.mark.parametrize(
     ("changes", "raw", "problem"),
     [
-        ({"num_rows": 4}, [bytes(40), bytes(60)], "outside 0 .. 4|3 requests and 4 rows with 10 integers"),
-        ({}, [bytes(40), bytes(60)], "3 requests and 10 rows with 10 integers"),
-        ({}, [bytes(64), bytes(60)], "0 valid rows with 60 bytes"),
-        ({}, [bytes(12) + b"\x01\x00\x00\x00" * 3 + bytes(40)], "3 valid rows with 0 bytes"),
-        ({}, [bytes(12) + b"\x09\x00\x00\x00" * 3 + bytes(40), bytes(324)], "27 valid rows with 324 bytes"),
-        ({}, [bytes(12) + b"\xff" * 12 + bytes(40), bytes(60)], "num_valid_B holds -1"),
+        ({"num_rows": 11}, [bytes(64)], "num_rows = 11 is outside 0 .. 10"),
+        ({}, [bytes(40), bytes(120)], "3 requests and 10 rows with 10 integers"),
+        ({}, [bytes(64), bytes(60)], "with 16 integers and 60 bytes"),
         ({}, [], "with 0 integers"),
+        ({}, [bytes(63)], "multiple of element size"),
         ({"num_drafts_B": ints(1, 1)}, [bytes(64)], "num_drafts_B has 2 values for 3 requests"),
     ],
 )
 def test_a_step_over_tcp_that_contradicts_itself_is_refused(changes: dict[str, Any], raw: Any, problem: str) -> None:
     with pytest.raises((WireError, ValueError), match=problem):
-        Ring.create_private(SHAPE).write_received(step(**changes), raw)
+        Ring.create(SHAPE).write_received(step(**changes), raw)
 
 
 @pytest.mark.parametrize(
@@ -161,8 +163,10 @@ def test_a_descriptor_that_cannot_be_read_is_refused(changes: dict[str, Any], pr
     ],
 )
 def test_a_value_of_a_descriptor_that_does_not_fit_is_named(changes: dict[str, Any], problem: str) -> None:
+    descriptor = step(**changes)
+    found = Step(descriptor, ints(0, 0, 0), ints(0, 0, 0), ints(*[0] * 10), torch.zeros(10, 6))
     with pytest.raises(ValueError, match=problem):
-        check_descriptor(step(**changes), SHAPE)
+        check_sizes(descriptor, SHAPE) or check_step(found, SHAPE)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +181,7 @@ def test_a_value_of_a_descriptor_that_does_not_fit_is_named(changes: dict[str, A
 def test_a_value_of_the_tensors_that_does_not_fit_is_named(
     starts: list[int], num_valid: list[int], token: int, prompts: Any, problem: str
 ) -> None:
-    ring = Ring.create_private(SHAPE)
+    ring = Ring.create(SHAPE)
     write(ring, step(prompts=prompts), starts, num_valid, [token] * 10)
     with pytest.raises(ValueError, match=problem):
         ring.read_step(5)
@@ -189,7 +193,6 @@ def test_a_value_of_the_tensors_that_does_not_fit_is_named(
         ({"dtype": "int8"}, r"Invalid enum value 'int8' - at `\$.shape.dtype`"),
         ({"hidden_size": 0}, r"Expected `int` >= 1 - at `\$.shape.hidden_size`"),
         ({"max_draft_tokens": True}, r"Expected `int`, got `bool` - at `\$.shape.max_draft_tokens`"),
-        ({"max_num_rows": 3}, "max_num_rows = 3 is below max_num_requests = 4"),
     ],
 )
 def test_a_bad_shape_of_a_hello_is_refused_by_name(changes: dict[str, Any], problem: str) -> None:
@@ -235,7 +238,7 @@ def test_the_input_projection_travels_and_equals_the_drafters(name: str, dtype: 
     tolerance = 1e-12 if dtype == torch.float64 else 1e-2
     with torch.no_grad():
         torch.testing.assert_close(projection.project(aux_RX), drafter.reduce(aux_RX), rtol=tolerance, atol=tolerance)
-    assert (projection.dtype, projection.fc_HX.shape) == (dtype, (32, 96))
+    assert (projection.fc_HX.dtype, projection.fc_HX.shape) == (dtype, (32, 96))
     assert projection.eps == drafter.config.rms_norm_eps
     assert len(data) < projection.fc_HX.nbytes + 4096, "more than fc and its norms travels"
 
@@ -252,9 +255,6 @@ FC, EPS = torch.randn(4, 12), torch.tensor([1e-5], dtype=torch.float64)
         (save({"fc_HX": FC}), "no input projection: 'eps'"),
         (save({"input_norm_X": FC[0].clone(), "eps": EPS}), "no input projection: .*fc_HX"),
         (save({"fc_HX": FC, "lm_head": FC.clone(), "eps": EPS}), "no input projection: .*lm_head"),
-        (save({"fc_HX": FC[0].clone(), "eps": EPS}), r"fc_HX has shape \[12\]"),
-        (save({"fc_HX": FC, "input_norm_X": FC[0, :11].clone(), "eps": EPS}), r"has shape \[11\], not \[12\]"),
-        (save({"fc_HX": FC, "fc_norm_CS": FC.clone(), "eps": EPS}), r"has shape \[4, 12\], not \[C, S\]"),
     ],
 )
 def test_a_damaged_input_projection_is_named(data: bytes, message: str) -> None:

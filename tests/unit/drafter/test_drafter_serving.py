@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 
 from peagle.checkpoint import build_drafter, load_head, save_head
 from peagle.config import HeadError
-from peagle.drafter.drafts import token_ids
 from peagle.drafter.pool import LinkPool
 from peagle.drafter.protocol import StepDescriptor, TargetShape
 from peagle.drafter.serving import DrafterLimits, load_runtime_head, load_served_head
@@ -25,7 +24,7 @@ from peagle.heads import prepare_head, shipped_heads
 from peagle.model import Drafter
 from peagle.train.target import Target
 from tests.support.head_factory import CONFIG, REDUCED, TARGET, head_tensors
-from tests.support.pass_requests import Requests, Step
+from tests.support.pass_requests import Requests, Step, run, token_ids
 from tests.support.transport_harness import eventually
 
 
@@ -100,7 +99,7 @@ def test_the_shipped_head_drafts_as_its_session(shipped: Drafter, target_dir: Pa
     requests.tokens = torch.cat([tokens_BN[:, 1:], tokens_BN[:, :1]], dim=1)
     parallel_pass = requests.new_pass()
     for steps in ([Step(0, 0, 30, 5), Step(1, 0, 11, 0)], [Step(0, 30, 2, 3), Step(1, 11, 4, 5)], [Step(0, 31, 1, 5)]):
-        assert token_ids(parallel_pass.run(requests.batch(steps))).tolist() == [
+        assert token_ids(run(parallel_pass, requests.batch(steps))).tolist() == [
             requests.expected(step) for step in steps
         ]
 
@@ -119,14 +118,14 @@ def test_a_drafter_started_by_hand_drafts_for_a_target_and_ends_when_asked(head_
         pool.set_drafters([drafter])
         eventually(lambda: pool.num_up)
         slots_B = np.arange(2, dtype=np.int32)
-        ((link, _),) = pool.assign(slots_B, slots_B * 0, {0: "a", 1: "b"})
+        ((link, _),) = pool.assign(slots_B, slots_B * 0, (0, 1))
         hidden_RH = link.projections[0].project(torch.randn(8, config.fc_input_size))
         four = torch.full((2,), 4, dtype=torch.int32)
         descriptor = StepDescriptor(slots_B, slots_B * 0, slots_B + 4, slots_B * 4, 8)
         assert link.send(descriptor, four * 0, four, four.repeat(4), hidden_RH)
-        drafts_BK = link.wait()
-        assert drafts_BK is not None
-        assert ((drafts_BK >= 0) & (drafts_BK < config.vocab_size)).sum(axis=1).tolist() == [4, 5]
+        link.wait(drafts_BK := torch.full((2, 5), -1), drafts_BK.float())
+        assert link.has_drafts(slots_B).all()
+        assert ((drafts_BK >= 0) & (drafts_BK < config.vocab_size)).all()
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 0
         pool.close()

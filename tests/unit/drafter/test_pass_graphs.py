@@ -3,20 +3,18 @@ and the way back."""
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 
 import numpy as np
 import pytest
 import torch
+from triton import knobs
 
-from peagle.drafter import graphs
-from peagle.drafter.drafts import token_ids
-from peagle.drafter.graphs import NUM_BUFFERS, PER_REQUEST, GraphSizes, PassLayout
+from peagle.drafter.graphs import GraphKey, empty_inputs, move
 from tests.support.head_factory import CONFIG, random_drafter
-from tests.support.pass_requests import MAX_DEPTH, STEPS, SWITCHES, Requests, Step
+from tests.support.pass_requests import MAX_DEPTH, STEPS, SWITCHES, Requests, Step, run, token_ids
 
-SIZES = GraphSizes(rows=(8, 16, 32), requests=(2, 3), depths=(1, MAX_DEPTH))
-NO_GRAPHS = GraphSizes(rows=(), requests=(), depths=())
+FEW = list(itertools.product((8, 16, 32), (2, 3), (1, MAX_DEPTH)))
 
 
 def on_gpu(name: str = "plain", num_requests: int = 3) -> Requests:
@@ -25,52 +23,53 @@ def on_gpu(name: str = "plain", num_requests: int = 3) -> Requests:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SWITCHES)
-@pytest.mark.parametrize("sizes", [NO_GRAPHS, SIZES, None], ids=["eager", "few sizes", "all sizes"])
-def test_drafts_equal_the_sessions(name: str, sizes: GraphSizes | None) -> None:
+@pytest.mark.parametrize("keys", [[], FEW, None], ids=["eager", "few sizes", "all sizes"])
+def test_drafts_equal_the_sessions(name: str, keys: list[GraphKey] | None) -> None:
     requests = on_gpu(name)
-    parallel_pass = requests.new_pass("cuda", graph_sizes=sizes)
+    parallel_pass = requests.new_pass("cuda", graph_keys=keys)
+    assert (parallel_pass.warm_up() > 0) == (keys != [])
     for steps in STEPS:
         expected = [requests.expected(step) for step in steps]
-        assert token_ids(parallel_pass.run(requests.batch(steps))).tolist() == expected
-    assert (parallel_pass.num_graphs > 0) == (sizes is not NO_GRAPHS)
+        assert token_ids(run(parallel_pass, requests.batch(steps))).tolist() == expected
 
 
 @pytest.mark.gpu
 def test_padded_requests_and_rows_touch_nothing() -> None:
     """Graphs for three requests and 32 rows, replayed with one request of few rows, between steps of the others."""
     requests = on_gpu()
-    sizes = GraphSizes(rows=(64,), requests=(3,), depths=(MAX_DEPTH,))
-    parallel_pass = requests.new_pass("cuda", graph_sizes=sizes)
+    parallel_pass = requests.new_pass("cuda", graph_keys=[(64, 3, MAX_DEPTH)])
+    assert parallel_pass.warm_up() == 1
     for steps in STEPS:
         for step in steps:
-            assert token_ids(parallel_pass.run(requests.batch([step]))).tolist() == [requests.expected(step)]
-    assert parallel_pass.num_graphs == 1
+            assert token_ids(run(parallel_pass, requests.batch([step]))).tolist() == [requests.expected(step)]
 
 
 @pytest.mark.gpu
 def test_launches_may_overtake_their_answers() -> None:
-    """More passes under way than there are buffers; each answer is of its own pass, whenever it is asked for."""
+    """Each answer is of its own pass, whenever it is asked for."""
     requests = on_gpu()
     parallel_pass = requests.new_pass("cuda")
-    steps = [Step(0, position, 1, 1 + position % MAX_DEPTH) for position in range(3 * NUM_BUFFERS)]
+    parallel_pass.warm_up()
+    steps = [Step(0, position, 1, 1 + position % MAX_DEPTH) for position in range(12)]
     pinned = [requests.batch([step], num_rejected=0) for step in steps]
     pending = [parallel_pass.launch(batch) for batch in pinned]
-    expected = [[requests.expected(step)] for step in steps]
-    assert [token_ids(drafts()).tolist() for drafts in reversed(pending)] == expected[::-1]
+    expected = [requests.expected(step)[: step.depth] for step in steps]
+    assert [token_ids(drafts())[0].tolist() for drafts in reversed(pending)] == expected[::-1]
 
 
 @pytest.mark.gpu
-def test_after_warm_up_no_batch_compiles_a_kernel(caplog: pytest.LogCaptureFixture) -> None:
+def test_after_warm_up_no_batch_compiles_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton makes kernels of their own for sizes of 1 and multiples of 16, which a prompt may or may not have."""
     requests = on_gpu()
     parallel_pass = requests.new_pass("cuda")
     parallel_pass.warm_up()
     batches = [[Step(0, 0, length, depth)] for length in (1, 12, 15, 16, 17, 31) for depth in (0, 1, 3, MAX_DEPTH)]
     batches += [[Step(0, 31, 1, 1), Step(1, 0, length, 5), Step(2, 0, 2, 0)] for length in (1, 9, 16, 40)]
-    graphs.warn_of_compilations()
+    compiled: list[object] = []
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **made: compiled.append(made.get("fn")))
     for steps in batches:
-        parallel_pass.run(requests.batch(steps))
-    assert "was compiled after warm-up" not in caplog.text
+        run(parallel_pass, requests.batch(steps))
+    assert not compiled
 
 
 @pytest.mark.gpu
@@ -83,7 +82,7 @@ def test_in_bfloat16_most_drafts_are_those_of_float32() -> None:
     found, expected = [], []
     for steps in STEPS:
         expected += [requests.expected(step) for step in steps]
-        found += token_ids(parallel_pass.run(requests.batch(steps))).tolist()
+        found += token_ids(run(parallel_pass, requests.batch(steps))).tolist()
     same = np.array(found) == np.array(expected)
     assert same[np.array(expected) >= 0].mean() > 0.7
 
@@ -92,35 +91,17 @@ def test_in_bfloat16_most_drafts_are_those_of_float32() -> None:
 
 
 @pytest.mark.parametrize("num_padding", [0, 1, 3])
-def test_a_packed_batch_drafts_as_the_batch_does(num_padding: int) -> None:
+def test_a_batch_at_the_places_of_the_largest_drafts_as_it_does(num_padding: int) -> None:
     requests = Requests(random_drafter(CONFIG).float(), 3)
     parallel_pass = requests.new_pass(max_num_requests=3 + num_padding)
-    layout = PassLayout(parallel_pass.limits)
-    # What an earlier batch left must not matter.
-    buffer = np.full(layout.num_integers, -12345, np.int32)
-    blocks_BN = torch.full((3 + num_padding, parallel_pass.limits.max_blocks), -12345, dtype=torch.int32)
+    inputs = empty_inputs(parallel_pass.limits, torch.device("cpu"))
+    for place in (inputs.start_B, inputs.num_drafts_B, inputs.num_valid_B, inputs.next_tokens_R):
+        place.fill_(7)  # what an earlier batch left must not matter
     for steps in STEPS:
         expected = [requests.expected(step) for step in steps]
         batch = requests.batch(steps)
-        padded = len(steps) + num_padding
-        blocks = layout.pack(batch, buffer)
-        moved = torch.full((layout.num_integers,), -777, dtype=torch.int32)
-        moved[: blocks.stop] = torch.from_numpy(buffer[: blocks.stop])
-        given, width = batch.block_table_BN.shape
-        blocks_BN[:given, :width] = moved[blocks].view(given, width)
-        inputs = layout.inputs(moved, padded, blocks_BN)
-        found_BK = parallel_pass.compute(inputs, batch.num_rows + 5, MAX_DEPTH)
+        move(batch, inputs)
+        padded = inputs.first_requests(len(steps) + num_padding)
+        found_BK = parallel_pass.compute(padded, batch.num_rows + 5, MAX_DEPTH)
         assert token_ids(found_BK[: len(steps)].cpu().numpy()).tolist() == expected
         assert (found_BK[len(steps) :] == -1).all(), "a request that pads the batch drafted"
-
-
-@pytest.mark.parametrize("num_requests", [1, 2, 3, 6])
-def test_places_begin_at_16_bytes_and_end_within_the_buffer(num_requests: int) -> None:
-    limits = dataclasses.replace(Requests(random_drafter(CONFIG), 6).new_pass().limits, max_blocks=5)
-    layout, blocks_BN = PassLayout(limits), torch.zeros(6, 5, dtype=torch.int32)
-    buffer = torch.zeros(layout.num_integers, dtype=torch.int32)
-    inputs = layout.inputs(buffer, num_requests, blocks_BN)
-    for tensor in (*(getattr(inputs, name) for name in PER_REQUEST), inputs.addresses_R):
-        assert (tensor.data_ptr() - buffer.data_ptr()) % 16 == 0
-    assert inputs.block_table_BN.shape == (num_requests, 5)
-    assert len(inputs.addresses_R) == len(inputs.next_tokens_R) == limits.max_num_rows

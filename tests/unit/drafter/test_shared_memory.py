@@ -1,18 +1,15 @@
 """A ring hands over what was written into it, in stream order on a GPU, tells when it may be written, ends a wait
-with its deadline, and leaves nothing in /dev/shm."""
+with its deadline, and leaves nothing in memory."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import os
-import signal
-import subprocess
-import sys
 import time
 import typing
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,18 +18,9 @@ import torch
 from torch import Tensor
 
 from peagle.drafter.protocol import DtypeName, Int32Array, StepDescriptor, TargetShape, WireError
-from peagle.drafter.shared_memory import (
-    ABORTED,
-    NUM_SLOTS,
-    REACHED,
-    SHARED_DIR,
-    TIMED_OUT,
-    Ring,
-    SharedMemory,
-    sweep,
-)
+from peagle.drafter.shared_memory import ABORTED, NUM_SLOTS, REACHED, TIMED_OUT, Ring
 from tests.support.transport_harness import SHAPE as SERVED_SHAPE
-from tests.support.transport_harness import DrafterProcess, Target, eventually, make_pool, named_rings
+from tests.support.transport_harness import DrafterProcess, Target, eventually, make_pool, mapped_rings
 
 SHAPE = TargetShape(
     hidden_size=6, dtype="float32", max_draft_tokens=3, max_num_requests=4, max_num_rows=10, vocab_size=100
@@ -61,7 +49,7 @@ def write(ring: Ring, number: int, device: str = "cpu", **changes: Any) -> Tenso
 @pytest.mark.parametrize("dtype", typing.get_args(DtypeName))
 def test_a_step_and_its_reply_arrive_in_another_view_of_the_memory(dtype: str) -> None:
     ours = Ring.create(dataclasses.replace(SHAPE, dtype=dtype))
-    theirs = Ring.attach(ours.memory.name, ours.shape)
+    theirs = Ring.attach(ours.name, ours.shape)
     for step in range(1, 2 * NUM_SLOTS + 1):
         assert not theirs.is_ready(step)
         hidden_RH = write(ours, step)
@@ -79,12 +67,12 @@ def test_a_step_and_its_reply_arrive_in_another_view_of_the_memory(dtype: str) -
         assert not ours.is_done(step)
         theirs.write_drafts(step, np.array([[4, 5, 6], [-1, -1, -1]], np.int32), service_ns=2_000_000)
         assert ours.is_done(step)
-        assert ours.read_drafts(step, 2).tolist() == [[4, 5, 6], [-1, -1, -1]]
+        assert ours.slot(step).drafts_BK[:2].tolist() == [[4, 5, 6], [-1, -1, -1]]
         assert ours.service_s(step) == 0.002
 
 
 def test_a_slot_is_written_again_only_after_its_answer() -> None:
-    ring = Ring.create_private(SHAPE)
+    ring = Ring.create(SHAPE)
     for step in range(1, NUM_SLOTS + 1):
         assert ring.is_free(step)
         write(ring, step)
@@ -105,14 +93,14 @@ def test_a_slot_is_written_again_only_after_its_answer() -> None:
     ],
 )
 def test_a_damaged_step_is_refused_by_name(changes: dict[str, Any], problem: str) -> None:
-    ring = Ring.create_private(SHAPE)
+    ring = Ring.create(SHAPE)
     write(ring, 3, **changes)
     with pytest.raises(ValueError, match=problem):
         ring.read_step(3)
 
 
 def test_a_descriptor_of_another_step_is_refused() -> None:
-    ring = Ring.create_private(SHAPE)
+    ring = Ring.create(SHAPE)
     write(ring, 3 + NUM_SLOTS)
     with pytest.raises(WireError, match="step 3 is described by"):
         ring.read_step(3)
@@ -120,7 +108,7 @@ def test_a_descriptor_of_another_step_is_refused() -> None:
 
 @pytest.mark.parametrize("size", [0, 20, -1])
 def test_a_descriptor_of_another_size_is_refused(size: int) -> None:
-    ring = Ring.create_private(SHAPE)
+    ring = Ring.create(SHAPE)
     write(ring, 1)
     ring.slot(1).descriptor_size[0] = size
     with pytest.raises(WireError, match="does not fit"):
@@ -128,7 +116,7 @@ def test_a_descriptor_of_another_size_is_refused(size: int) -> None:
 
 
 def test_values_of_rejected_rows_are_not_looked_at() -> None:
-    ring = Ring.create_private(SHAPE)
+    ring = Ring.create(SHAPE)
     write(ring, 1)
     ring.slot(1).integers[4 + 4] = 123_456  # row 4 lies between the requests
     assert ring.read_step(1).next_tokens_R[4] == 123_456
@@ -136,59 +124,25 @@ def test_values_of_rejected_rows_are_not_looked_at() -> None:
 
 def test_a_ring_of_another_size_or_name_is_refused() -> None:
     ours = Ring.create(SHAPE)
-    with pytest.raises(ValueError, match="the two sides differ in its layout"):
-        Ring.attach(ours.memory.name, dataclasses.replace(SHAPE, max_num_rows=4096))
+    with pytest.raises(ValueError, match="the two sides differ"):
+        Ring.attach(ours.name, dataclasses.replace(SHAPE, max_num_rows=4096))
     with pytest.raises(ValueError, match="is not named"):
         Ring.attach("../../etc/passwd", SHAPE)
-    ours.memory.unlink()
-    with pytest.raises(ValueError, match="is not named"):
-        Ring.attach("", SHAPE)
 
 
-def test_the_name_is_gone_as_soon_as_both_have_it() -> None:
+def test_the_memory_goes_with_the_last_who_has_it() -> None:
+    before = mapped_rings(os.getpid())
     ours = Ring.create(SHAPE)
-    name = ours.memory.name
-    assert (SHARED_DIR / name).exists()
+    name = ours.name
     theirs = Ring.attach(name, SHAPE)
-    assert not (SHARED_DIR / name).exists()
     theirs.set_abort(True)
-    assert ours.is_aborted()
-    with pytest.raises(FileNotFoundError):
+    assert ours._abort[0]
+    assert mapped_rings(os.getpid()) == before + 2
+    del ours, theirs
+    gc.collect()
+    assert mapped_rings(os.getpid()) == before
+    with pytest.raises((OSError, ValueError)):
         Ring.attach(name, SHAPE)
-
-
-def test_memory_without_room_is_refused_and_leaves_no_file() -> None:
-    before = named_rings()
-    with pytest.raises(OSError, match="space"):
-        SharedMemory.create(1 << 50)
-    assert named_rings() == before
-
-
-MAKER = """
-import sys, time
-from peagle.drafter.shared_memory import SharedMemory
-memory = SharedMemory.create(4096)
-print(memory.name, flush=True)
-time.sleep(60)
-"""
-
-
-def test_a_dead_makers_file_is_swept_and_a_living_ones_is_not() -> None:
-    with subprocess.Popen([sys.executable, "-c", MAKER], stdout=subprocess.PIPE, text=True) as maker:
-        assert maker.stdout is not None
-        path = SHARED_DIR / maker.stdout.readline().strip()
-        _make_old(path)
-        sweep()
-        assert path.exists()
-        maker.send_signal(signal.SIGKILL)
-        maker.wait()
-        assert path.exists(), "this is what kill -9 in the middle of a hello leaves"
-        sweep()
-        assert not path.exists()
-
-
-def _make_old(path: Path) -> None:
-    os.utime(path, (time.time() - 3600,) * 2)
 
 
 # On a device
@@ -200,7 +154,7 @@ DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=p
 
 @contextlib.contextmanager
 def pinned_ring(device: str) -> Iterator[Ring]:
-    ring = Ring.create_private(SERVED_SHAPE)
+    ring = Ring.create(SERVED_SHAPE)
     if device == "cuda":
         ring.pin(torch.device(device), will_wait=True)
     yield ring
@@ -221,7 +175,7 @@ class StreamTarget(Target):
         """Where the step's drafts come, and those that must."""
         slots_B = np.arange(len(self.tokens), dtype=np.int32)
         new, self.is_new = self.is_new, set()
-        ((link, members_M),) = self.pool.assign(slots_B, np.zeros_like(slots_B), {slot: str(slot) for slot in new})
+        ((link, members_M),) = self.pool.assign(slots_B, np.zeros_like(slots_B), new)
         assert self._send(link, members_M.tolist(), num_rows, SERVED_SHAPE.max_draft_tokens, 0, new)
         drafts_MK = self._drafts(link)
         self.ends = [end + num_rows for end in self.ends]
@@ -229,7 +183,7 @@ class StreamTarget(Target):
 
     def _drafts(self, link: Any) -> torch.Tensor:
         out_MK = torch.full((len(self.tokens), SERVED_SHAPE.max_draft_tokens), 77, device=self.pool.device)
-        link.enqueue_wait(out_MK, chance_MK := out_MK.float())
+        link.wait(out_MK, chance_MK := out_MK.float())
         self.check_chances(out_MK, chance_MK)
         return out_MK
 
@@ -273,13 +227,13 @@ def test_a_wait_ends_with_its_deadline_or_with_the_abort_word(device: str, abort
         out_BK = torch.full((2, SERVED_SHAPE.max_draft_tokens), 77, device=device)
         ring.set_abort(aborted)
         begin_s = time.monotonic()
-        ring.enqueue_wait(1, 20.0 if aborted else 0.2, out_BK, chance_BK := out_BK.float())
+        ring.wait(1, 20.0 if aborted else 0.2, out_BK, chance_BK := out_BK.float())
         assert out_BK.unique().tolist() == [0]
         assert chance_BK.unique().tolist() == [0.0]
         assert time.monotonic() - begin_s < 12
         assert eventually(lambda: int(ring.slot(1).outcome[0])) == (ABORTED if aborted else TIMED_OUT)
         ring.write_drafts(1, np.full((2, SERVED_SHAPE.max_draft_tokens), 5, np.int32), 0)
-        ring.enqueue_wait(1, 0.2, out_BK, chance_BK)
+        ring.wait(1, 0.2, out_BK, chance_BK)
         assert out_BK.unique().tolist() == [5], "an answer that is there counts even when aborted"
         assert eventually(lambda: int(ring.slot(1).outcome[0]) == REACHED)
 
