@@ -5,10 +5,10 @@
 
 Everything is real but vLLM's engine core: in its place a process sends every running request so many tokens each step,
 in the engine's form. More than one token a step are said to be accepted drafts, in the product's arms.
-Arms: `vllm` is `vllm serve`'s own server; `target` is the product (HAProxy, target with `--front-ends`). A client keeps so many streams
-open, each of 64 to 192 steps (`--steps`) and followed by another. Counted over a window of time: chunks, tokens, time
-to the first chunk, and the CPU time of each kind of process. On few cores the clients' own share is taken from the
-others.
+Arms: `vllm` is `vllm serve`'s own server; `target` is the product (HAProxy, target, its `--front-ends`). A client keeps
+so many streams open, each of 64 to 192 steps (`--steps`) and followed by another. Counted over a window of time:
+chunks, tokens, time to the first chunk, and the CPU time of each kind of process. On few cores the clients' own share
+is taken from the others. Each front-end process has an engine of its own that costs nothing.
 """
 
 import argparse

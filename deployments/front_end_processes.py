@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from argparse import Namespace
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -53,7 +54,7 @@ PROGRAM = ("deployments.front_end_processes",)
 WINDOW = 64
 """Events of an answer that may be under way to a client that reads slowly."""
 
-REPORT_INTERVAL_S = 1.0
+REPORT_TIMEOUT_S = 1.0
 
 Keep = Callable[[str, str, list[int], list[int]], None]
 """`DraftingRecorder`'s `on_answer`."""
@@ -102,6 +103,10 @@ class More(msgspec.Struct, tag=True, array_like=True):
     """The client of a job has got half a `WINDOW` of events."""
 
     number: int
+
+
+class Report(msgspec.Struct, tag=True, array_like=True):
+    """`Counted` is to be sent."""
 
 
 class Outcome(msgspec.Struct, tag=True, array_like=True):
@@ -172,7 +177,7 @@ class Counted(msgspec.Struct, tag=True, array_like=True):
     delta: RecorderDelta
 
 
-Task = Job | Stop | More | Outcome
+Task = Job | Stop | More | Report | Outcome
 Result = Ready | Event | Failure | End | Charged | Kept | Grammar | Counted
 
 
@@ -231,6 +236,7 @@ class FrontEndProcess:
         self.place, self.index = place, index
         self.is_ready, self.weight = False, 0
         self.jobs: dict[int, asyncio.Queue[str | ApiError | Usage | None]] = {}
+        self.reports = deque[asyncio.Future[None]]()  # that it owes, the oldest first
         self.link: Link
         self._end, theirs = socket.socketpair()
         with theirs, tempfile.TemporaryFile() as file:
@@ -332,6 +338,17 @@ class FrontEndProcesses:
         if self.problem:
             raise RuntimeError(self.problem)
 
+    async def refresh_counts(self) -> None:
+        """Let the recorder have all that was counted until now."""
+        reports = []
+        for process in self._processes.values():
+            if process.is_ready:
+                reports.append(asyncio.get_running_loop().create_future())
+                process.reports.append(reports[-1])
+                process.link.send(Report())
+        if reports:
+            await asyncio.wait(reports, timeout=REPORT_TIMEOUT_S)
+
     def families(self, replica: str) -> list[Metric]:
         """Metrics of the processes."""
         requests, restarts = counter("front_end_requests"), counter("front_end_restarts")
@@ -351,6 +368,8 @@ class FrontEndProcesses:
             process = self._processes[place]
             how = await process.run(self._handle)
             self._end_answers(process)
+            for report in process.reports:
+                report.cancel()
             self._recorder.drop_source(process.index)
             if self.num_restarts == MAX_RESTARTS:
                 self.problem = f"{how}, and {MAX_RESTARTS} others before it"
@@ -376,6 +395,7 @@ class FrontEndProcesses:
                 self._charge(caller, num_tokens)
             case Counted(delta):
                 self._recorder.add_delta(process.index, delta)
+                process.reports.popleft().cancel()
             case Kept(workload, caller, prompt, answer) if self._keep is not None:
                 self._keep(workload, caller, prompt, answer)
             case Grammar(number, fields):
@@ -471,6 +491,8 @@ class Worker:
                 task = asyncio.get_running_loop().create_task(self._answer(message, room))
                 self._jobs[number] = task, room
                 task.add_done_callback(lambda _: self._jobs.pop(number, None))
+            case Report():
+                self._link.send(Counted(self._recorder.take_delta()))
             case Stop(number) if number in self._jobs:
                 self._jobs[number][0].cancel()
             case More(number) if number in self._jobs:
@@ -491,12 +513,6 @@ class Worker:
                     self._link.send(error)
         self._link.send(End(number, usage))
 
-    async def report_forever(self) -> None:
-        """Once a second send what is new."""
-        while True:
-            await asyncio.sleep(REPORT_INTERVAL_S)
-            self._link.send(Counted(self._recorder.take_delta()))
-
 
 async def serve(setup: Mapping[str, Any], end: socket.socket) -> None:
     """Answer jobs until the replica's process is gone."""
@@ -508,7 +524,6 @@ async def serve(setup: Mapping[str, Any], end: socket.socket) -> None:
     engine = compat.front_end_engine(client, chat, completions)
     answers = EngineAnswers.attach(engine, recorder, lambda *charged: link.send(Charged(*charged)), checker)
     worker = Worker(link, answers, recorder)
-    reports = asyncio.get_running_loop().create_task(worker.report_forever())
     freeze_gc_heap()
     link.send(Ready())
     async for message in link.messages():
@@ -516,7 +531,6 @@ async def serve(setup: Mapping[str, Any], end: socket.socket) -> None:
             checker.resolve(message)
         else:
             worker.handle(message)
-    reports.cancel()
 
 
 def main() -> None:

@@ -192,6 +192,11 @@ class TargetServer(LLMServer):
     async def report(self) -> TargetReport:
         """What this replica has counted. Raises EngineLost, see `check_health`."""
         await self.check_health()
+        return await self._fresh_report()
+
+    async def _fresh_report(self) -> TargetReport:
+        if self._front_ends is not None:
+            await self._front_ends.refresh_counts()
         return self._make_report()
 
     def _keep(self, workload: str, caller: str, prompt: list[int], answer: list[int]) -> None:
@@ -226,7 +231,7 @@ class TargetServer(LLMServer):
             try:
                 policy, now_s = self.front_end.k_policy, time.monotonic()
                 if policy is not None and not policy.is_following(now_s):
-                    policy.observe([self._make_report()], now_s)
+                    policy.observe([await self._fresh_report()], now_s)
             except Exception:
                 logger.exception("this replica's own counts cannot be taken in")
 
@@ -334,9 +339,13 @@ def suggest_front_ends(vllm_config: Any, has_gpu: bool) -> int:
     model = vllm_config.model_config
     size = 12.0 * model.get_total_num_hidden_layers() * model.get_hidden_size() ** 2
     wanted = next((number for most, number in SUGGESTED_FRONT_ENDS if size < most), 1)
-    num_gpus = max(1, len(list(Path("/dev").glob("nvidia[0-9]*"))))
-    cores = len(os.sched_getaffinity(0)) * vllm_config.parallel_config.world_size / num_gpus
+    cores = len(os.sched_getaffinity(0)) * vllm_config.parallel_config.world_size / num_gpus()
     return max(1, min(wanted, int(cores) // CORES_PER_FRONT_END))
+
+
+def num_gpus() -> int:
+    """GPUs of this machine, or of this container; at least 1."""
+    return max(1, len(list(Path("/dev").glob("nvidia[0-9]*"))))
 
 
 def engine_config(
