@@ -16,11 +16,13 @@ import itertools
 import logging
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from argparse import Namespace
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -36,7 +38,7 @@ from cluster.request import Drafting
 from deployments import compat
 from deployments.answers import Charge, EngineAnswers
 from deployments.body import Call, parse_body
-from deployments.errors import ApiError, engine_lost, not_ready
+from deployments.errors import ApiError, engine_lost, internal_error, not_ready
 from deployments.front_end import Admitted, Answer, Usage
 from deployments.metrics import counter
 from peagle.vllm.clients import Address, client_addresses, connect
@@ -140,6 +142,10 @@ class Failure(msgspec.Struct, tag=True, array_like=True):
     code: str | None
     retry_after_s: int | None
 
+    @classmethod
+    def pack(cls, number: int, error: ApiError) -> "Failure":
+        return cls(number, error.status, error.message, error.param, error.code, error.retry_after_s)
+
 
 class End(msgspec.Struct, tag=True, array_like=True):
     """The end of a job's `Answer`, with its `Usage` if it is complete."""
@@ -181,7 +187,7 @@ Task = Job | Stop | More | Report | Outcome
 Result = Ready | Event | Failure | End | Charged | Kept | Grammar | Counted
 
 
-class Link:
+class Wire:
     """One end of the socket: messages that are sent in one turn of the event loop go out in one frame."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kind: Any) -> None:
@@ -191,7 +197,7 @@ class Link:
         self._outbox: list[bytes] = []
 
     @classmethod
-    async def open(cls, end: socket.socket, kind: Any) -> "Link":
+    async def open(cls, end: socket.socket, kind: Any) -> "Wire":
         return cls(*await asyncio.open_unix_connection(sock=end), kind)
 
     def send(self, message: Task | Result) -> None:
@@ -237,7 +243,7 @@ class FrontEndProcess:
         self.is_ready, self.weight = False, 0
         self.jobs: dict[int, asyncio.Queue[str | ApiError | Usage | None]] = {}
         self.reports = deque[asyncio.Future[None]]()  # that it owes, the oldest first
-        self.link: Link
+        self.wire: Wire
         self._end, theirs = socket.socketpair()
         with theirs, tempfile.TemporaryFile() as file:
             cloudpickle.dump({**setup, "index": index}, file)
@@ -255,11 +261,14 @@ class FrontEndProcess:
 
     async def run(self, handle: Callable[["FrontEndProcess", Any], None]) -> str:
         """Hand on its messages until it ends. How it ended, in words."""
-        self.link = await Link.open(self._end, Result)
-        async for message in self.link.messages():
-            handle(self, message)
+        self.wire = await Wire.open(self._end, Result)
+        try:
+            async for message in self.wire.messages():
+                handle(self, message)
+        except Exception:  # it starts anew
+            logger.exception("a message of front-end process %d cannot be handled", self.pid)
         self.is_ready = False
-        self.link.close()
+        self.wire.close()
         self._process.kill()
         status = await asyncio.to_thread(self._process.wait)
         return f"front-end process {self.pid} has ended with {status}"
@@ -345,7 +354,7 @@ class FrontEndProcesses:
             if process.is_ready:
                 reports.append(asyncio.get_running_loop().create_future())
                 process.reports.append(reports[-1])
-                process.link.send(Report())
+                process.wire.send(Report())
         if reports:
             await asyncio.wait(reports, timeout=REPORT_TIMEOUT_S)
 
@@ -411,7 +420,7 @@ class FrontEndProcesses:
             items.put_nowait(item)
 
     async def _check_grammar(self, process: FrontEndProcess, number: int, fields: dict[str, Any]) -> None:
-        process.link.send(Outcome(number, await self.grammars.find_outcome(fields)))
+        process.wire.send(Outcome(number, await self.grammars.find_outcome(fields)))
 
     @staticmethod
     def _end_answers(*processes: FrontEndProcess) -> None:
@@ -428,7 +437,7 @@ class FrontEndProcesses:
             yield not_ready(self._model)
             return
         process, number = min(ready, key=lambda one: one.weight), next(self._numbers)
-        process.link.send(Job.pack(number, admitted))
+        process.wire.send(Job.pack(number, admitted))
         process.weight += admitted.num_sequences
         self.num_requests[process.place] += 1
         items = process.jobs[number] = asyncio.Queue()
@@ -438,13 +447,13 @@ class FrontEndProcesses:
                 yield item
                 num_events += isinstance(item, str)
                 if isinstance(item, str) and num_events % (WINDOW // 2) == 0:
-                    process.link.send(More(number))
+                    process.wire.send(More(number))
             is_over = True
         finally:
             del process.jobs[number]
             process.weight -= admitted.num_sequences
             if not is_over and process.is_ready:
-                process.link.send(Stop(number))
+                process.wire.send(Stop(number))
 
 
 # ---- in a process of its own
@@ -453,8 +462,8 @@ class FrontEndProcesses:
 class RemoteGrammarChecker(GrammarChecker):
     """Asks the checker in the replica's process."""
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
         self._numbers, self._waiting = itertools.count(), dict[int, asyncio.Future[dict[str, Any]]]()
 
     def stop(self) -> None: ...
@@ -462,7 +471,7 @@ class RemoteGrammarChecker(GrammarChecker):
     async def find_outcome(self, fields: dict[str, Any]) -> dict[str, Any]:
         number, outcome = next(self._numbers), asyncio.get_running_loop().create_future()
         try:
-            self._link.send(Grammar(number, fields))
+            self._wire.send(Grammar(number, fields))
         except (TypeError, RecursionError) as error:
             return {"error": f"structured_outputs is no JSON: {error}."}
         self._waiting[number] = outcome
@@ -480,8 +489,8 @@ class RemoteGrammarChecker(GrammarChecker):
 class Worker:
     """Answers jobs."""
 
-    def __init__(self, link: Link, answers: EngineAnswers, recorder: DraftingRecorder) -> None:
-        self._link, self._answers, self._recorder = link, answers, recorder
+    def __init__(self, wire: Wire, answers: EngineAnswers, recorder: DraftingRecorder) -> None:
+        self._wire, self._answers, self._recorder = wire, answers, recorder
         self._jobs: dict[int, tuple[asyncio.Task[None], asyncio.Semaphore]] = {}
 
     def handle(self, message: Task) -> None:
@@ -492,7 +501,7 @@ class Worker:
                 self._jobs[number] = task, room
                 task.add_done_callback(lambda _: self._jobs.pop(number, None))
             case Report():
-                self._link.send(Counted(self._recorder.take_delta()))
+                self._wire.send(Counted(self._recorder.take_delta()))
             case Stop(number) if number in self._jobs:
                 self._jobs[number][0].cancel()
             case More(number) if number in self._jobs:
@@ -501,32 +510,43 @@ class Worker:
 
     async def _answer(self, job: Job, room: asyncio.Semaphore) -> None:
         number, usage = job.number, None
-        async with contextlib.aclosing(self._answers.generate(job.unpack())) as items:
-            async for item in items:
-                if isinstance(item, str):
-                    await room.acquire()
-                    self._link.send(Event(number, item))
-                elif isinstance(item, Usage):
-                    usage = item
-                else:
-                    error = Failure(number, item.status, item.message, item.param, item.code, item.retry_after_s)
-                    self._link.send(error)
-        self._link.send(End(number, usage))
+        try:
+            async with contextlib.aclosing(self._answers.generate(job.unpack())) as items:
+                async for item in items:
+                    if isinstance(item, str):
+                        await room.acquire()
+                        self._wire.send(Event(number, item))
+                    elif isinstance(item, Usage):
+                        usage = item
+                    else:
+                        self._wire.send(Failure.pack(number, item))
+        except Exception:
+            logger.exception("a request failed")
+            self._wire.send(Failure.pack(number, internal_error()))
+        self._wire.send(End(number, usage))
+
+
+def exit_with_replica(end: socket.socket) -> None:
+    """End this process when the replica's is gone, whatever it does or waits for: nobody waits for what is left."""
+    poller = select.poll()
+    poller.register(end, select.POLLRDHUP)
+    poller.poll()
+    os._exit(0)
 
 
 async def serve(setup: Mapping[str, Any], end: socket.socket) -> None:
     """Answer jobs until the replica's process is gone."""
-    link = await Link.open(end, Task)
+    wire = await Wire.open(end, Task)
     client, chat, completions = await connect(setup["config"], setup["arguments"], setup["address"], setup["index"])
-    keep = (lambda *answer: link.send(Kept(*answer))) if setup["learns"] else None
+    keep = (lambda *answer: wire.send(Kept(*answer))) if setup["learns"] else None
     recorder = DraftingRecorder(max_workloads=setup["max_workloads"], on_answer=keep)
-    checker = RemoteGrammarChecker(link)
+    checker = RemoteGrammarChecker(wire)
     engine = compat.front_end_engine(client, chat, completions)
-    answers = EngineAnswers.attach(engine, recorder, lambda *charged: link.send(Charged(*charged)), checker)
-    worker = Worker(link, answers, recorder)
+    answers = EngineAnswers.attach(engine, recorder, lambda *charged: wire.send(Charged(*charged)), checker)
+    worker = Worker(wire, answers, recorder)
     freeze_gc_heap()
-    link.send(Ready())
-    async for message in link.messages():
+    wire.send(Ready())
+    async for message in wire.messages():
         if isinstance(message, Outcome):
             checker.resolve(message)
         else:
@@ -538,8 +558,9 @@ def main() -> None:
     gc.disable()
     setup = pickle.load(sys.stdin.buffer)
     gc.enable()
-    uvloop.run(serve(setup, socket.socket(fileno=int(sys.argv[-1]))))
-    os._exit(0)  # at once: nobody waits for what is left
+    end = socket.socket(fileno=int(sys.argv[-1]))
+    threading.Thread(target=exit_with_replica, args=(end.dup(),), daemon=True).start()
+    uvloop.run(serve(setup, end))
 
 
 if __name__ == "__main__":

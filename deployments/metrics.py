@@ -20,7 +20,7 @@ class Family(NamedTuple):
     where: str = ""
 
 
-SEVERAL = "`target.front_ends` above 1"
+SEVERAL = "target.front_ends above 1"
 REMOTE, SCALED, LEARNED = "drafter.placement: remote", "autoscaling", "learning"
 
 FAMILIES = {

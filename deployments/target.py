@@ -61,6 +61,7 @@ from peagle.heads import head_digest, target_digest
 from peagle.vllm.clients import Address, abort_all_of
 from peagle.vllm.engine import ASYNC_SCHEDULER, RemoteSettings, engine_kwargs
 from peagle.vllm.grammar_checker import GrammarChecker
+from peagle.vllm.limits import guard
 from peagle.vllm.recorder import DraftingRecorder
 
 gc.enable()
@@ -120,6 +121,7 @@ class TargetServer(LLMServer):
         if self._front_ends is None:
             self._generate = EngineAnswers.attach(self.engine, self._recorder, self._charge, self._grammars).generate
         else:
+            guard(client, self._grammars)
             abort = functools.partial(abort_all_of, client)
             await self._front_ends.attach(self._grammars, abort, client.output_handler)
             self._generate = self._front_ends.generate
@@ -248,7 +250,7 @@ class TargetServer(LLMServer):
     # ---- what the HTTP API shows besides answers
 
     async def health(self) -> dict[str, Any]:
-        if self._client.errored:
+        if self._client.errored or (self._front_ends is not None and not self._front_ends.pids):
             raise not_ready(self.front_end.model)
         return {"status": "ready", "model": self.front_end.model, "num_target_replicas": self._num_targets}
 

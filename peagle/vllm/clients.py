@@ -20,6 +20,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.utils import get_engine_zmq_bind_addresses
 from vllm.v1.executor import Executor
 
+from peagle.vllm import compat
 from peagle.vllm.request_args import ALL_OF_CLIENT
 
 Address = tuple[str, str]
@@ -27,7 +28,14 @@ Address = tuple[str, str]
 
 
 def client_addresses(config: Any, number: int) -> list[Address]:
-    """Addresses of further clients of the engine that is to start with `config`."""
+    """Addresses of further clients of the engine that is to start with `config`, which is told their number.
+
+    Raises:
+        UnsupportedVLLMError: this vLLM lacks a name that is used here.
+    """
+    compat.check("clients")
+    if config.model_config.is_multimodal_model:  # features that one client has sent are not in the caches of others
+        config.parallel_config._api_process_count = number + 1
     made = get_engine_zmq_bind_addresses(config, number)
     return list(zip(made.inputs, made.outputs, strict=True))
 
@@ -57,6 +65,7 @@ async def connect(config: Any, arguments: Namespace, address: Address, index: in
         arguments: of vLLM's server.
         address: of this client, its `index` counted from 1 on.
     """
+    config.parallel_config._api_process_rank = index
     client = AsyncLLM(
         vllm_config=config,
         executor_class=Executor.get_class(config),

@@ -21,9 +21,9 @@ from deployments.front_end_processes import (
     WINDOW,
     FrontEndProcess,
     FrontEndProcesses,
-    Link,
     RemoteGrammarChecker,
     Task,
+    Wire,
     Worker,
 )
 from deployments.target import suggest_front_ends
@@ -55,25 +55,25 @@ class NoProcess(FrontEndProcess):
         async def abort(ids: list[str]) -> None:
             self.aborted += ids
 
-        link = await Link.open(self._theirs, Task)
+        wire = await Wire.open(self._theirs, Task)
         client: Any = SimpleNamespace(errored=False, abort=abort)
         chat: Any = SimpleNamespace(create_chat_completion=ask, create_error_response=create_error_response)
         record = RequestDrafting("x", "default", 7, COUNTS, num_output_tokens=9, num_prompt_tokens=4)
         recorder = DraftingRecorder()
         recorder.pop = lambda response_id: record  # type: ignore[method-assign]
-        self.checker = RemoteGrammarChecker(link)
+        self.checker = RemoteGrammarChecker(wire)
         engine = compat.front_end_engine(client, chat, None)
-        charge = lambda *charged: link.send(front_end_processes.Charged(*charged))  # noqa: E731
-        worker = Worker(link, EngineAnswers(engine, recorder, charge), recorder)
-        link.send(front_end_processes.Ready())
+        charge = lambda *charged: wire.send(front_end_processes.Charged(*charged))  # noqa: E731
+        worker = Worker(wire, EngineAnswers(engine, recorder, charge), recorder)
+        wire.send(front_end_processes.Ready())
         try:
-            async for message in link.messages():
+            async for message in wire.messages():
                 if isinstance(message, front_end_processes.Outcome):
                     self.checker.resolve(message)
                 else:
                     worker.handle(message)
         finally:
-            link.close()
+            wire.close()
 
     def die(self) -> None:
         self._work.cancel()
