@@ -194,7 +194,7 @@ class Wire:
         """`kind`: of the messages that come in."""
         self._reader, self._writer = reader, writer
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(list[kind])
-        self._outbox: list[bytes] = []
+        self._outbox: list[msgspec.Raw] = []
 
     @classmethod
     async def open(cls, end: socket.socket, kind: Any) -> "Wire":
@@ -202,13 +202,13 @@ class Wire:
 
     def send(self, message: Task | Result) -> None:
         """Raises TypeError, with nothing sent, for a value that no JSON has."""
-        encoded = self._encoder.encode(message)
+        encoded = msgspec.Raw(self._encoder.encode(message))
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outbox.append(encoded)
 
     def _flush(self) -> None:
-        frame = _list_head(len(self._outbox)) + b"".join(self._outbox)
+        frame = self._encoder.encode(self._outbox)
         self._outbox.clear()
         self._writer.write(len(frame).to_bytes(4, "little") + frame)
 
@@ -224,11 +224,6 @@ class Wire:
 
     def close(self) -> None:
         self._writer.close()
-
-
-def _list_head(number: int) -> bytes:
-    """What MessagePack has before the items of a list: array 32."""
-    return b"\xdd" + number.to_bytes(4, "big")
 
 
 # ---- in the replica's process
@@ -311,9 +306,9 @@ class FrontEndProcesses:
         self._are_ready = asyncio.Event()
 
     @property
-    def pids(self) -> list[int]:
-        """Of the processes that answer, by place."""
-        return [process.pid for _, process in sorted(self._processes.items()) if process.is_ready]
+    def num_ready(self) -> int:
+        """Processes that answer."""
+        return sum(process.is_ready for process in self._processes.values())
 
     def launch(self, config: Any, arguments: Namespace) -> Sequence[Address]:
         """Start the processes, before the engine: they import while it loads. The addresses of their clients."""
@@ -411,7 +406,7 @@ class FrontEndProcesses:
                 self._run_task(self._check_grammar(process, number, fields))
             case Ready():
                 process.is_ready = True
-                if len(self.pids) == self.number:
+                if self.num_ready == self.number:
                     self._are_ready.set()
 
     @staticmethod

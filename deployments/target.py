@@ -250,7 +250,7 @@ class TargetServer(LLMServer):
     # ---- what the HTTP API shows besides answers
 
     async def health(self) -> dict[str, Any]:
-        if self._client.errored or (self._front_ends is not None and not self._front_ends.pids):
+        if self._client.errored or (self._front_ends is not None and not self._front_ends.num_ready):
             raise not_ready(self.front_end.model)
         return {"status": "ready", "model": self.front_end.model, "num_target_replicas": self._num_targets}
 

@@ -204,7 +204,7 @@ def test_a_lost_process_ends_its_answers_and_another_takes_its_place(monkeypatch
         assert isinstance(lost, ApiError)
         assert (lost.status, lost.code) == (502, "engine_lost")
         assert await anext(second) == chunk()
-        await soon(lambda: len(replica.pids) == 2)
+        await soon(lambda: replica.num_ready == 2)
         assert (replica.lost, replica.process(0).index, replica.num_restarts) == ([1], 3, 1)
         await replica.refresh_counts()
         third = replica.ask()
