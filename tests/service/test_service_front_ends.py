@@ -98,9 +98,9 @@ def test_answers_and_refusals_are_those_of_one_process(service: Service, with_on
 
 
 def test_both_processes_answer_and_the_counts_are_their_sums(service: Service) -> None:
-    before, requests = service.metrics(), counts(service, "requests")
+    before, requests, sums = service.metrics(), counts(service, "requests"), {"workload": "sums"}
     answers = service.ask_all([
-        {"messages": [{"role": "user", "content": prompt}], "n": n, "drafting": {"k": k, "workload": "sums"}}
+        {"messages": [{"role": "user", "content": prompt}], "n": n, "temperature": 1, "drafting": {**sums, "k": k}}
         for prompt, k, n in zip(PROMPTS, (7, 3, 1, 0), (1, 3, 1, 1), strict=True)
     ])  # fmt: skip
     after = service.metrics()
