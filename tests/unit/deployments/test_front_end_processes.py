@@ -45,6 +45,7 @@ class NoProcess(FrontEndProcess):
         self._end, self._theirs = socket.socketpair()
         self.aborted: list[str] = []
         self.checker: RemoteGrammarChecker
+        self.theirs: Wire
         self._process: Any = SimpleNamespace(kill=lambda: None, wait=lambda: -9, pid=index)
         self._work = asyncio.get_running_loop().create_task(self._serve())
 
@@ -55,7 +56,7 @@ class NoProcess(FrontEndProcess):
         async def abort(ids: list[str]) -> None:
             self.aborted += ids
 
-        wire = await Wire.open(self._theirs, Task)
+        wire = self.theirs = await Wire.open(self._theirs, Task)
         client: Any = SimpleNamespace(errored=False, abort=abort)
         chat: Any = SimpleNamespace(create_chat_completion=ask, create_error_response=create_error_response)
         record = RequestDrafting("x", "default", 7, COUNTS, num_output_tokens=9, num_prompt_tokens=4)
@@ -84,8 +85,16 @@ class Replica(FrontEndProcesses):
         monkeypatch.setattr(front_end_processes, "FrontEndProcess", NoProcess)
         monkeypatch.setattr(front_end_processes, "client_addresses", lambda _, number: [("", "")] * number)
         self.charged: list[Any] = []
+        self.kept: list[Any] = []
         self.lost: list[int] = []
-        super().__init__(number, "tiny", 8, DraftingRecorder(), lambda *charged: self.charged.append(charged))
+
+        def charge(*charged: Any) -> None:
+            self.charged.append(charged)
+
+        def keep(*kept: Any) -> None:
+            self.kept.append(kept)
+
+        super().__init__(number, "tiny", 8, DraftingRecorder(), charge, keep)
         self.front_end = FrontEnd(cluster())
 
     async def start(self) -> None:
@@ -158,6 +167,8 @@ def test_answers_and_errors_come_through_as_they_are(monkeypatch: pytest.MonkeyP
         (error,) = [item async for item in replica.ask()]
         assert isinstance(error, ApiError)
         assert (error.status, error.message, error.code) == (400, "too long", "invalid_value")
+        replica.process(0).theirs.send(front_end_processes.Kept("code", "web", [1, 2], [3]))
+        await soon(lambda: replica.kept == [("code", "web", [1, 2], [3])])
         found = await replica.process(0).checker.find_outcome({"regex": "a"})
         assert found == {"error": "no {'regex': 'a'}"}
         assert "no JSON" in (await replica.process(0).checker.find_outcome({"regex": object()}))["error"]
