@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from argparse import Namespace
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -57,6 +58,8 @@ WINDOW = 64
 """Events of an answer that may be under way to a client that reads slowly."""
 
 REPORT_TIMEOUT_S = 1.0
+MAX_SILENCE_S = 60.0
+"""A process that owes a report for longer hangs, and is ended."""
 
 Keep = Callable[[str, str, list[int], list[int]], None]
 """`DraftingRecorder`'s `on_answer`."""
@@ -238,6 +241,7 @@ class FrontEndProcess:
         self.is_ready, self.weight = False, 0
         self.jobs: dict[int, asyncio.Queue[str | ApiError | Usage | None]] = {}
         self.reports = deque[asyncio.Future[None]]()  # that it owes, the oldest first
+        self.silent_since_s = 0.0  # while it owes some
         self.wire: Wire
         self._end, theirs = socket.socketpair()
         with theirs, tempfile.TemporaryFile() as file:
@@ -264,9 +268,12 @@ class FrontEndProcess:
             logger.exception("a message of front-end process %d cannot be handled", self.pid)
         self.is_ready = False
         self.wire.close()
-        self._process.kill()
+        self.end()
         status = await asyncio.to_thread(self._process.wait)
         return f"front-end process {self.pid} has ended with {status}"
+
+    def end(self) -> None:
+        self._process.kill()
 
 
 class FrontEndProcesses:
@@ -344,9 +351,13 @@ class FrontEndProcesses:
 
     async def refresh_counts(self) -> None:
         """Let the recorder have all that was counted until now."""
-        reports = []
+        reports, now_s = [], time.monotonic()
         for process in self._processes.values():
             if process.is_ready:
+                if not process.reports:
+                    process.silent_since_s = now_s
+                elif now_s - process.silent_since_s > MAX_SILENCE_S:
+                    process.end()
                 reports.append(asyncio.get_running_loop().create_future())
                 process.reports.append(reports[-1])
                 process.wire.send(Report())
@@ -400,6 +411,7 @@ class FrontEndProcesses:
             case Counted(delta):
                 self._recorder.add_delta(process.index, delta)
                 process.reports.popleft().cancel()
+                process.silent_since_s = time.monotonic()
             case Kept(workload, caller, prompt, answer) if self._keep is not None:
                 self._keep(workload, caller, prompt, answer)
             case Grammar(number, fields):

@@ -46,7 +46,8 @@ class NoProcess(FrontEndProcess):
         self.aborted: list[str] = []
         self.checker: RemoteGrammarChecker
         self.theirs: Wire
-        self._process: Any = SimpleNamespace(kill=lambda: None, wait=lambda: -9, pid=index)
+        self.silent_since_s = 0.0
+        self._process: Any = SimpleNamespace(kill=self.die, wait=lambda: -9, pid=index)
         self._work = asyncio.get_running_loop().create_task(self._serve())
 
     async def _serve(self) -> None:
@@ -257,6 +258,24 @@ def test_an_engine_that_dies_ends_the_answers_of_all_processes(monkeypatch: pyte
                 while not isinstance(item := await anext(stream), ApiError):
                     pass
             assert item.code == "engine_lost"
+
+    asyncio.run(run())
+
+
+def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        replica = Replica(1, monkeypatch)
+        await replica.start()
+        monkeypatch.setattr(front_end_processes, "REPORT_TIMEOUT_S", 0.01)
+        monkeypatch.setattr(front_end_processes, "MAX_SILENCE_S", 0.1)
+        for _ in range(3):
+            await replica.refresh_counts()
+            await asyncio.sleep(0.08)
+        assert replica.num_restarts == 0
+        monkeypatch.setattr(Worker, "handle", lambda *_: None)
+        async with asyncio.timeout(5):
+            while replica.num_restarts == 0:
+                await replica.refresh_counts()
 
     asyncio.run(run())
 
