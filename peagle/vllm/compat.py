@@ -287,6 +287,7 @@ PATCH_POINTS: Mapping[str, Mapping[str, Methods]] = {
             "": ("vllm_config", "executor_class", "log_stats", "addresses")
         },
         "vllm.v1.engine.utils:get_engine_zmq_bind_addresses": {"": ("vllm_config", "num_api_servers")},
+        "vllm.config:ModelConfig": {"get_total_num_hidden_layers": (), "get_hidden_size": ()},
         "vllm.v1.engine.async_llm:AsyncLLM": {"__init__": ("client_addresses", "client_count", "client_index")},
         "vllm.entrypoints.launchers.api_server.app_state:init_app_state": {
             "": ("engine_client", "state", "args", "supported_tasks")
