@@ -23,7 +23,7 @@ from pydantic.fields import FieldInfo
 
 from benchmarks.chart import svg
 from cluster.settings import ClusterSettings
-from deployments.metrics import FAMILIES, LEARNED, PREFIX, REMOTE, SCALED
+from deployments.metrics import FAMILIES, LEARNED, PREFIX, REMOTE, SCALED, SEVERAL
 from peagle.train.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -151,6 +151,7 @@ def metrics_tables() -> str:
     parts = []
     for where, title in (
         ("", "### Always"),
+        (SEVERAL, "### With `target.front_ends` above 1"),
         (REMOTE, "### With `drafter.placement: remote`"),
         (SCALED, "### With a section `autoscaling`"),
         (LEARNED, "### With a section `learning`"),

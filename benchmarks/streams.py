@@ -5,10 +5,10 @@
 
 Everything is real but vLLM's engine core: in its place a process sends every running request so many tokens each step,
 in the engine's form. More than one token a step are said to be accepted drafts, in the product's arms.
-Arms: `vllm` is `vllm serve`'s own server; `target` is the product (HAProxy, target). A client keeps so many streams
-open, each of 64 to 192 steps (`--steps`) and followed by another. Counted over a window of time: chunks, tokens, time
-to the first chunk, and the CPU time of each kind of process. On few cores the clients' own share is taken from the
-others.
+Arms: `vllm` is `vllm serve`'s own server; `target` is the product (HAProxy, target, its `--front-ends`). A client keeps
+so many streams open, each of 64 to 192 steps (`--steps`) and followed by another. Counted over a window of time:
+chunks, tokens, time to the first chunk, and the CPU time of each kind of process. On few cores the clients' own share
+is taken from the others. Each front-end process has an engine of its own that costs nothing.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from benchmarks.common import READY_TIMEOUT_S, free_port, markdown, running_applications
 from cluster.settings import load_settings
-from deployments import TARGET_NAME
+from deployments import TARGET_NAME, front_end_processes
 from deployments.app import bind_target, catalog
 from deployments.drafter import target_source
 from deployments.target import TargetServer
@@ -52,7 +52,12 @@ from peagle.vllm.outputs import OutputCoalescer
 from peagle.vllm.step_notes import STEPS_HEADER, VerifiedStep, steps_text
 
 ARMS = ("vllm", "target")
-KINDS = {"haproxy": "haproxy", f":streams:{TARGET_NAME}": "server", "--serve-vllm": "server"}
+KINDS = {
+    "haproxy": "haproxy",
+    f":streams:{TARGET_NAME}": "server",
+    "--serve-vllm": "server",
+    "--front-end ": "front ends",
+}
 MAX_NUM_SEQS = 1024
 PACE = "PEAGLE_STREAMS_PACE"
 """For the processes of the server, as JSON: `step_ms`, `tokens` of a request in a step, `arm`, and the `folder` of
@@ -167,6 +172,7 @@ class EngineLess(TargetServer):
 
     async def __init__(self, *args: Any) -> None:  # type: ignore[misc]
         leave_out_the_engine_core()
+        front_end_processes.PROGRAM = ("benchmarks.streams", "--front-end")
         await super().__init__(*args)
 
 
@@ -187,7 +193,12 @@ def application(options: argparse.Namespace) -> serve.Application:
     args: dict[str, Any] = {
         "model": {"id": "m", "source": options.model},
         "engine": {"max_num_seqs": MAX_NUM_SEQS},
-        "target": {"num_replicas": options.targets, "bundle": {"CPU": 1}, "num_cpus": 0.1},
+        "target": {
+            "num_replicas": options.targets,
+            "bundle": {"CPU": 1},
+            "num_cpus": 0.1,
+            "front_ends": options.front_ends,
+        },
         "limits": {"max_running_requests": MAX_NUM_SEQS},
     }
     settings = load_settings(args, catalog(), os.environ)
@@ -344,6 +355,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--streams", type=int, default=128, help="open at a time")
     parser.add_argument("--model", default=DEFAULT_TARGET, help="its tokenizer and configuration are what matters here")
     parser.add_argument("--targets", type=int, default=1, help="replicas of the product's arms")
+    parser.add_argument("--front-ends", type=int, default=1, help="processes of each, as `target.front_ends`")
     parser.add_argument("--clients", type=int, default=1, help="processes that share the streams")
     parser.add_argument("--step-ms", type=float, default=20.0, help="of the engine that is not there")
     parser.add_argument("--tokens", type=int, default=1, help="of a request in a step")
@@ -353,11 +365,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--warm-seconds", type=float, default=6.0, help="... after these")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--serve-vllm", type=int, metavar="PORT", help=argparse.SUPPRESS)
+    parser.add_argument("--front-end", type=int, metavar="SOCKET", help=argparse.SUPPRESS)
     parser.add_argument("--engine", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     if options.serve_vllm:
         serve_vllm(options.serve_vllm, options.model)
+        return 0
+    if options.front_end:
+        leave_out_the_engine_core()
+        front_end_processes.main()
         return 0
     if options.engine:
         EngineProcess(options.engine).run()
@@ -376,16 +393,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         [
             arm,
             *(round(found[name]) for name in ("tokens_per_s", "chunks_per_s", "median_ttft_ms", "p99_ttft_ms")),
-            round(found["us_per_token"]["server"], 1),
+            *(round(found["us_per_token"].get(kind, 0.0), 1) for kind in ("server", "front ends")),
             *(None if kind not in found["us_per_chunk"] else round(found["us_per_chunk"][kind]) for kind in kinds),
         ]
         for arm, found in arms.items()
     ]
     kind_names = (f"{one}, us/chunk" for one in kinds)
-    header = ["way", "tokens/s", "chunks/s", "TTFT ms", "p99", "server, us/token", *kind_names]
+    header = ["way", "tokens/s", "chunks/s", "TTFT ms", "p99", "server, us/token", "front ends", *kind_names]
     sys.stdout.write(markdown(header, rows) + "\n")
     if options.out is not None:
-        load_options = {k: value for k, value in vars(options).items() if k not in ("out", "serve_vllm", "engine")}
+        load_options = {
+            k: value for k, value in vars(options).items() if k not in ("out", "serve_vllm", "front_end", "engine")
+        }
         document = {"made": conditions(), "num_cores": os.cpu_count(), "options": load_options, "arms": arms}
         options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0

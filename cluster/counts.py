@@ -270,7 +270,9 @@ class DeltaTracker:
         # Single counters may begin anew, when a replica has forgotten a workload and hears of it again.
         has_restarted = _activity(report, shared) < _activity(last, shared)
         before = {} if has_restarted else last.workloads
-        return {name: _since(counts, before.get(name)) for name, counts in report.workloads.items()}, has_restarted
+        return {
+            name: counts_since(counts, before.get(name)) for name, counts in report.workloads.items()
+        }, has_restarted
 
     def update(self, reports: Iterable[TargetReport]) -> CounterDeltas:
         """Take in a round of reports, at most one of each replica."""
@@ -323,7 +325,7 @@ def _activity(report: TargetReport, names: Iterable[str]) -> int:
     return sum(report.workloads[name].num_started + report.workloads[name].counts.num_steps for name in names)
 
 
-def _since(counts: WorkloadCounts, earlier: WorkloadCounts | None) -> WorkloadCounts:
+def counts_since(counts: WorkloadCounts, earlier: WorkloadCounts | None) -> WorkloadCounts:
     """What came on top of `earlier`; all of it where a counter fell, because it began anew."""
     if earlier is None:
         return counts.copy()

@@ -16,8 +16,10 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Mapping
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from deployments import ROUTER_NAME, TARGET_NAME
@@ -113,7 +115,7 @@ def download_nothing(config: Any) -> None:
     config.get_or_create_callback().ctx.run_init_node = False
 
 
-def engine_class(on_cpu: bool) -> type:
+def engine_class(on_cpu: bool, launch_front_ends: Callable[[Any, Namespace], Sequence[Any]]) -> type:
     """`ray.serve.llm`'s engine without Ray between scheduler and worker where there is one worker.
 
     Otherwise no step passes from process to process but through Ray's worker, and vLLM is imported once more by the
@@ -122,13 +124,16 @@ def engine_class(on_cpu: bool) -> type:
     own: where the host limits a step, as with small targets, the scheduler then plans while the worker launches. On a
     CPU, whose cores the model has use for, both are one process; vLLM has two there, to set OpenMP's environment in the
     worker's, which the scheduler's can have as well.
+
+    `launch_front_ends`: is given vLLM's configuration and its server's arguments; returns the addresses of further
+    clients of the engine (`peagle.vllm.clients`).
     """
     import ray
     from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine, _get_vllm_engine_config
     from vllm.entrypoints.launchers.cli_args import FrontendArgs
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-    from peagle.vllm import compat
+    from peagle.vllm import clients, compat
 
     compat.check("engine")
     if on_cpu:
@@ -145,13 +150,17 @@ def engine_class(on_cpu: bool) -> type:
             return arguments, FrontendArgs(**config.frontend_kwargs), made
 
         def _start_async_llm_engine(self, arguments: Any, config: Any, placement_group: Any) -> Any:
-            start = super()._start_async_llm_engine
-            if config.parallel_config.world_size > 1:
-                return start(arguments, config, placement_group)
-            # The class, because the name "uni" is not taken on a CPU.
-            config.parallel_config.distributed_executor_backend = UniProcExecutor if on_cpu else "mp"
-            with cpu_environment(config) if on_cpu else contextlib.nullcontext():
-                return start(arguments, config, placement_group)
+            with contextlib.ExitStack() as stack:
+                if config.parallel_config.world_size == 1:
+                    # The class, because the name "uni" is not taken on a CPU.
+                    config.parallel_config.distributed_executor_backend = UniProcExecutor if on_cpu else "mp"
+                front: Any = self.llm_config.get_engine_config()
+                given = vars(FrontendArgs(**front.frontend_kwargs)) | vars(arguments)
+                addresses = launch_front_ends(config, Namespace(**given))
+                stack.enter_context(clients.started_for(addresses))
+                if on_cpu and config.parallel_config.world_size == 1:
+                    stack.enter_context(cpu_environment(config))
+                return super()._start_async_llm_engine(arguments, config, placement_group)
 
     def cpu_environment(config: Any) -> Any:
         from vllm.utils.ompmultiprocessing import OMPProcessManager
@@ -161,12 +170,17 @@ def engine_class(on_cpu: bool) -> type:
     return LocalEngine
 
 
-def engine_client(server: Any) -> Any:
-    """vLLM's `AsyncLLM` in the replica of a `ray.serve.llm` server whose engine has started."""
-    return server.engine._engine_client
+def front_end_engine(client: Any, chat: Any, completions: Any) -> Any:
+    """What the functions below use of `ray.serve.llm`'s engine, in a process without it."""
+    return SimpleNamespace(_engine_client=client, _oai_serving_chat=chat, _oai_serving_completion=completions)
 
 
-async def ask_engine(server: Any, call: str, request: Any, trace: Mapping[str, str]) -> Any:
+def engine_client(engine: Any) -> Any:
+    """vLLM's `AsyncLLM` of `ray.serve.llm`'s engine, once it has started."""
+    return engine._engine_client
+
+
+async def ask_engine(engine: Any, call: str, request: Any, trace: Mapping[str, str]) -> Any:
     """vLLM's answer to its own record of a request: a response object, an `ErrorResponse`, or the generator of
     server-sent events. `ray.serve.llm` copies each of these into types of its own, and batches events. `trace`: the
     headers of the HTTP request that vLLM gets to see; by others a client could set its priority."""
@@ -175,19 +189,19 @@ async def ask_engine(server: Any, call: str, request: Any, trace: Mapping[str, s
     headers = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in trace.items()]
     raw = {"raw_request": Request({"type": "http", "headers": headers})} if headers else {}
     if call == "chat":
-        return await server.engine._oai_serving_chat.create_chat_completion(request, **raw)
-    return await server.engine._oai_serving_completion.create_completion(request, **raw)
+        return await engine._oai_serving_chat.create_chat_completion(request, **raw)
+    return await engine._oai_serving_completion.create_completion(request, **raw)
 
 
-def describe_error(server: Any, error: Exception) -> Any:
+def describe_error(engine: Any, error: Exception) -> Any:
     """vLLM's `error` object for an exception: its own table of which are the client's fault."""
-    return server.engine._oai_serving_chat.create_error_response(error).error
+    return engine._oai_serving_chat.create_error_response(error).error
 
 
-def check_engine(server: Any) -> None:
+def check_engine(engine: Any) -> None:
     """Raises CompatError where a started engine lacks what the functions above use."""
     for name in ("_engine_client", "_oai_serving_chat", "_oai_serving_completion"):
-        if getattr(server.engine, name, None) is None:
+        if getattr(engine, name, None) is None:
             version = importlib.metadata.version("ray")
             raise CompatError(f"Ray {version} is not supported, {RAY_VERSION} is: its vLLM engine has no {name}")
 

@@ -72,7 +72,7 @@ class Admitted:
 
     `fields`: vLLM's fields as the client sent them. `body`: vLLM's record of them, with what the front end decided in
     `vllm_xargs`. `num_sequences`: its weight. `trace`: headers by which the engine's span becomes part of its client's
-    trace. `caller`: name of who asked."""
+    trace. `caller`: name of who asked. `head`: digest of the head that drafts for it, "" where none does."""
 
     call: Call
     fields: dict[str, Any]
@@ -81,6 +81,7 @@ class Admitted:
     num_sequences: int = 1
     trace: Mapping[str, str] = field(default_factory=dict)
     caller: str = ""
+    head: str = ""
 
     @property
     def streams(self) -> bool:

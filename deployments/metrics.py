@@ -20,6 +20,7 @@ class Family(NamedTuple):
     where: str = ""
 
 
+SEVERAL = "target.front_ends above 1"
 REMOTE, SCALED, LEARNED = "drafter.placement: remote", "autoscaling", "learning"
 
 FAMILIES = {
@@ -27,6 +28,8 @@ FAMILIES = {
     "running_requests": Family("gauge", "model replica", "Sequences in the engine, waiting ones included."),
     "queued_requests": Family("gauge", "replica", "Requests that wait for a place before the engine."),
     "answers": Family("counter", "workload status replica", "Requests by HTTP status; 499: the client left."),
+    "front_end_requests": Family("counter", "replica front_end", "Requests that a front-end process got.", SEVERAL),
+    "front_end_restarts": Family("counter", "replica", "Front-end processes that took the place of others.", SEVERAL),
     "requests": Family("counter", "model workload replica outcome", "Sequences ended: finished, or aborted."),
     "generated_tokens": Family("counter", "model replica", "Output tokens, running sequences included."),
     "output_tokens": Family("counter", "model workload replica", "Output tokens of ended sequences."),

@@ -12,12 +12,12 @@ gc.disable()  # while modules load: what they make stays, and each full collecti
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import os
-import re
 import time
-import uuid
+from argparse import Namespace
 from collections.abc import AsyncIterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -33,7 +33,7 @@ from ray.serve.llm.deployment import LLMServer
 from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from cluster.counts import Counts, TargetReport
+from cluster.counts import TargetReport
 from cluster.heads import base_workload
 from cluster.k_policy import PolicyUpdate
 from cluster.learning import AnswerQueue, KeptAnswer
@@ -41,22 +41,12 @@ from cluster.request import MAX_NUM_WORKLOADS
 from cluster.settings import ClusterSettings
 from cluster.step_latency import StepLatency
 from deployments import compat
-from deployments.body import Call, from_engine, grammar_limits, grammars, num_prompts
+from deployments.answers import EngineAnswers
+from deployments.body import Call, grammar_limits
 from deployments.drafter import MAX_SMALL_MACHINE_CORES, head_directory, local_directory, target_source
-from deployments.errors import ApiError, engine_lost, not_ready
-from deployments.front_end import (
-    QUEUED_PER_RUNNING,
-    Admitted,
-    Answer,
-    FrontEnd,
-    Usage,
-    drafting_field,
-    event_document,
-    event_with,
-    is_error_event,
-    num_finished_choices,
-    whole_answer,
-)
+from deployments.errors import ApiError, not_ready
+from deployments.front_end import QUEUED_PER_RUNNING, Admitted, Answer, FrontEnd
+from deployments.front_end_processes import FrontEndProcesses
 from deployments.replicas import (
     POLL_INTERVAL_S,
     POLL_TIMEOUT_S,
@@ -68,10 +58,11 @@ from deployments.replicas import (
 from deployments.routes import Entrance, make_app
 from deployments.telemetry import make_k_policy
 from peagle.heads import head_digest, target_digest
+from peagle.vllm.clients import Address, abort_all_of
 from peagle.vllm.engine import ASYNC_SCHEDULER, RemoteSettings, engine_kwargs
+from peagle.vllm.grammar_checker import GrammarChecker
 from peagle.vllm.limits import guard
 from peagle.vllm.recorder import DraftingRecorder
-from peagle.vllm.rendering import render_at_once
 
 gc.enable()
 
@@ -100,33 +91,46 @@ class TargetServer(LLMServer):
         config = engine_config(settings, target_dir, head_dir, env)
         if Path(target_dir).is_dir():
             compat.download_nothing(config)
-        await super().__init__(config, engine_cls=compat.engine_class(not settings.target.has_gpu))
-        compat.check_engine(self)
-        self._client = compat.engine_client(self)
         self._settings = settings
-        self._replica = serve.get_replica_context().replica_id.unique_id
         self._answers, self._weights = None, ""
         if settings.learning is not None:
             self._answers = AnswerQueue(MAX_QUEUED_ANSWER_BYTES)
             self._weights = await asyncio.to_thread(target_digest, target_dir)
-        self._recorder = DraftingRecorder(
-            max_workloads=MAX_NUM_WORKLOADS + len(settings.named_workloads()),
-            on_answer=None if self._answers is None else self._keep,
-        )
-        self._recorder.attach(self._client)
+        max_workloads = MAX_NUM_WORKLOADS + len(settings.named_workloads())
+        keep = None if self._answers is None else self._keep
+        self._recorder = DraftingRecorder(max_workloads=max_workloads, on_answer=keep)
+        self._front_ends: FrontEndProcesses | None = None
+
+        def launch_front_ends(vllm_config: Any, arguments: Namespace) -> Sequence[Address]:
+            number = settings.target.front_ends
+            if number == 1:
+                return ()
+            model = settings.model.id
+            self._front_ends = FrontEndProcesses(number, model, max_workloads, self._recorder, self._charge, keep)
+            return self._front_ends.launch(vllm_config, arguments)
+
+        on_cpu = not settings.target.has_gpu
+        await super().__init__(config, engine_cls=compat.engine_class(on_cpu, launch_front_ends))
+        compat.check_engine(self.engine)
+        self._client = client = compat.engine_client(self.engine)
+        self._replica = serve.get_replica_context().replica_id.unique_id
         self._started_s = time.monotonic()
-        self._grammars = guard(self._client, grammar_limits(settings.limits))
+        self._grammars = GrammarChecker(client.vllm_config, grammar_limits(settings.limits))
         self._grammars.start()
-        render_at_once(self._client)
         self.front_end = FrontEnd(settings, make_k_policy(settings), QUEUED_PER_RUNNING * settings.max_num_seqs)
+        if self._front_ends is None:
+            self._generate = EngineAnswers.attach(self.engine, self._recorder, self._charge, self._grammars).generate
+        else:
+            guard(client, self._grammars)
+            abort = functools.partial(abort_all_of, client)
+            await self._front_ends.attach(self._grammars, abort, client.output_handler)
+            self._generate = self._front_ends.generate
         self.front_end.max_model_len = self._client.vllm_config.model_config.max_model_len
         if settings.drafter is not None and drafter is None:
             digest = head_digest(head_dir) if head_dir is not None else target_digest(target_dir)
             self.front_end.heads = (digest,)
         self._router, self._num_targets = router, 1
         self._learning = asyncio.get_running_loop().create_task(self._learn_forever())
-        self._aborts: set[asyncio.Task[None]] = set()
-        self._ids: set[str] = set()  # of the requests in the engine, as it names them
         self._links: DrafterLinks | None = None
         if drafter is not None:
             self._links = DrafterLinks(drafter, self._client.collective_rpc, self._is_busy)
@@ -150,7 +154,7 @@ class TargetServer(LLMServer):
             self._grammars.limits = grammar_limits(self._settings.limits)
 
     def _is_busy(self) -> bool:
-        return bool(self._client.output_processor.has_unfinished_requests())
+        return self.front_end.admission.num_running > 0
 
     def _set_heads(self, heads: tuple[str, ...]) -> None:
         self.front_end.heads = heads
@@ -184,10 +188,17 @@ class TargetServer(LLMServer):
             await super().check_health()
         except Exception as error:  # noqa: BLE001
             raise EngineLost(f"{type(error).__name__}: {error}") from None
+        if self._front_ends is not None and self._front_ends.problem:
+            raise EngineLost(self._front_ends.problem)
 
     async def report(self) -> TargetReport:
         """What this replica has counted. Raises EngineLost, see `check_health`."""
         await self.check_health()
+        return await self._fresh_report()
+
+    async def _fresh_report(self) -> TargetReport:
+        if self._front_ends is not None:
+            await self._front_ends.refresh_counts()
         return self._make_report()
 
     def _keep(self, workload: str, caller: str, prompt: list[int], answer: list[int]) -> None:
@@ -201,7 +212,10 @@ class TargetServer(LLMServer):
 
     async def front_end_metrics(self) -> tuple[str, list[Any]]:
         """This replica, and what its clients saw, as `FrontEnd.families`."""
-        return self._replica, self.front_end.families()
+        return self._replica, [
+            *self.front_end.families(),
+            *([] if self._front_ends is None else self._front_ends.families(self._replica)),
+        ]
 
     async def _learn_forever(self) -> None:
         """Once a second apply the router's policy update; without any, learn from this replica's own counts."""
@@ -219,7 +233,7 @@ class TargetServer(LLMServer):
             try:
                 policy, now_s = self.front_end.k_policy, time.monotonic()
                 if policy is not None and not policy.is_following(now_s):
-                    policy.observe([self._make_report()], now_s)
+                    policy.observe([await self._fresh_report()], now_s)
             except Exception:
                 logger.exception("this replica's own counts cannot be taken in")
 
@@ -236,7 +250,7 @@ class TargetServer(LLMServer):
     # ---- what the HTTP API shows besides answers
 
     async def health(self) -> dict[str, Any]:
-        if self._client.errored:
+        if self._client.errored or (self._front_ends is not None and not self._front_ends.num_ready):
             raise not_ready(self.front_end.model)
         return {"status": "ready", "model": self.front_end.model, "num_target_replicas": self._num_targets}
 
@@ -257,6 +271,14 @@ class TargetServer(LLMServer):
                 503, f"The router, which knows the {page} of the service, does not answer; requests are served."
             ) from error
 
+    def generate(self, admitted: Admitted) -> Answer:
+        """The engine's answer to what the front end has admitted, see `deployments.front_end.Answer`."""
+        admitted.head = self.front_end.head_of(admitted.drafting.workload)
+        return self._generate(admitted)
+
+    def _charge(self, caller: str, num_tokens: int) -> None:
+        self.front_end.admission.charge_tokens(caller, num_tokens)
+
     async def ask(self, call: Call, document: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """The answer to a request by deployment handle (see `deployments.client`), through the front end: one response,
         or one chunk after the other. What is refused gives `{"error": {...}, "status": ...}`."""
@@ -269,143 +291,11 @@ class TargetServer(LLMServer):
         except ApiError as error:
             yield {**error.body(), "status": error.status}
 
-    async def generate(self, admitted: Admitted) -> Answer:
-        """The engine's answer to what the front end has admitted, see `deployments.front_end.Answer`."""
-        if not self._ids.isdisjoint(engine_ids(admitted)):  # clients name requests, and vLLM aborts all of a name
-            admitted.body.request_id += f"-{uuid.uuid4().hex[:8]}"
-        ids, is_complete = engine_ids(admitted), False
-        self._ids.update(ids)
-        try:
-            if self._client.errored:
-                raise engine_lost()
-            result = await compat.ask_engine(self, admitted.call, admitted.body, admitted.trace)
-            if hasattr(result, "error"):
-                raise self._failure(admitted, from_engine(result.error))
-            if hasattr(result, "choices"):
-                usage = result.usage
-                field = self._drafting_field(admitted, self._recorder.pop(result.id))
-                is_complete = True
-                yield whole_answer(result, field)
-                yield Usage(usage.prompt_tokens, usage.completion_tokens or 0)
-                return
-            async with contextlib.aclosing(self._events(admitted, result)) as events:
-                async for event in events:
-                    yield event
-            is_complete = True
-        except ApiError as error:
-            yield error
-        except Exception as error:  # noqa: BLE001  # answered and logged there
-            yield self._failure(admitted, self._refusal(error))
-        finally:
-            if is_complete:
-                self._ids.difference_update(ids)
-            else:
-                task = asyncio.get_running_loop().create_task(self._abort(ids, admitted.caller))
-                self._aborts.add(task)
-                task.add_done_callback(self._aborts.discard)
-
-    async def _abort(self, ids: Sequence[str], caller: str) -> None:
-        """End what is left of a request, and charge its caller for what there was. vLLM aborts what is cancelled, but
-        not always all of its sequences, and sometimes late."""
-        try:
-            await self._client.abort(ids)
-        finally:
-            self._ids.difference_update(ids)
-            for record in filter(None, map(self._recorder.pop, ids)):
-                self.front_end.admission.charge_tokens(caller, record.num_prompt_tokens + record.num_output_tokens)
-
-    async def _events(self, admitted: Admitted, events: Any) -> Answer:
-        """vLLM's server-sent events, with `drafting` in the last chunk: the one that finishes the last choice, or with
-        `include_usage` the one with the usage."""
-        num_unfinished = admitted.num_sequences
-        # vLLM's first event names the role; with a grammar it waits for the first text, which may never come.
-        held = "" if grammars(admitted.fields) else None
-        has_begun = False
-        last, drafting = "", dict[str, Any]()  # the last chunk so far, once all choices have finished
-        usage = Usage(0, 0)
-        async with contextlib.aclosing(events):
-            async for event in events:
-                if is_error_event(event):
-                    failure = from_engine(event_document(event)["error"])
-                    raise failure if has_begun and not self._client.errored else self._failure(admitted, failure)
-                if held == "":
-                    held = event
-                    continue
-                if held:
-                    yield held
-                    held = None
-                has_begun = True
-                if last and event_document(event):
-                    yield last
-                    last = event
-                    continue
-                if last:
-                    yield event_with(last, drafting)
-                    last = ""
-                if num_finished := num_finished_choices(event):
-                    num_unfinished -= num_finished
-                    if num_unfinished <= 0:
-                        response_id = RESPONSE_ID.search(event)
-                        record = None if response_id is None else self._recorder.pop(response_id[1])
-                        if record is not None:
-                            usage = Usage(record.num_prompt_tokens, record.num_output_tokens)
-                        last, drafting = event, self._drafting_field(admitted, record)
-                        continue
-                yield event
-        if held:
-            yield held
-        if last:
-            yield event_with(last, drafting)
-        yield usage
-
-    def _drafting_field(self, admitted: Admitted, record: Any) -> dict[str, Any]:
-        head, drafting = self.front_end.head_of(admitted.drafting.workload), admitted.drafting
-        if record is not None and record.undraftable:
-            drafting = drafting.without_drafts(record.undraftable)
-        return drafting_field(drafting, head, Counts() if record is None else record.counts)
-
-    def _failure(self, admitted: Admitted, failure: ApiError) -> ApiError:
-        """`failure` of a request of which nothing has been answered, with its cause where it can be told."""
-        if self._client.errored:
-            return engine_lost()
-        # vLLM makes its structured_outputs of whichever field of the client's says what may be answered.
-        name = next(iter(grammars(admitted.fields)), "tools" if admitted.fields.get("tools") else None)
-        param = failure.param or ""
-        if name is not None and param.partition(".")[0] == "structured_outputs":
-            message = failure.message.replace("structured_outputs", name)
-            return ApiError(failure.status, message, param=param.replace("structured_outputs", name))
-        if failure.status == 500 and grammars(admitted.fields):
-            # vLLM ends a request whose grammar rejects every token, such as that of a schema which refers to itself.
-            return ApiError(400, f"{name} cannot be followed: its grammar allows no text", param=name)
-        return failure
-
-    def _refusal(self, error: Exception) -> ApiError:
-        """What a request gets that raised before its first output."""
-        refusal = from_engine(compat.describe_error(self, error))
-        if refusal.status == 500 and isinstance(error, ODD_VALUE_ERRORS):
-            logger.warning("a request cannot be turned into a prompt", exc_info=error)
-            return ApiError(400, f"the request cannot be turned into a prompt ({error!r:.200})")
-        if refusal.status == 500:
-            logger.error("a request failed", exc_info=error)
-        return refusal
-
 
 HttpTarget = serve.ingress(None)(TargetServer)
 
 MAX_QUEUED_ANSWER_BYTES = 16 * 2**20
 """Answers kept until the learner fetches them; the oldest go first."""
-
-RESPONSE_ID = re.compile(r'"id":"([^"]+)"')
-ODD_VALUE_ERRORS = (KeyError, IndexError, AttributeError, RecursionError, UnicodeError)
-"""What vLLM's chat templates raise for values of a type that they do not expect."""
-
-
-def engine_ids(admitted: Admitted) -> list[str]:
-    """The names that the engine gives to the prompts of a request."""
-    request_id = admitted.body.request_id
-    if admitted.call == "chat":
-        return [f"chatcmpl-{request_id}"]
-    return [f"cmpl-{request_id}-{index}" for index in range(num_prompts(admitted.body))]
 
 
 # ---- how a replica is built from the settings

@@ -277,6 +277,16 @@ PATCH_POINTS: Mapping[str, Mapping[str, Methods]] = {
             "set_attn": ("block_tables",),
         },
     },
+    "clients": {
+        "vllm.v1.engine.core_client:launch_core_engines": {
+            "": ("vllm_config", "executor_class", "log_stats", "addresses")
+        },
+        "vllm.v1.engine.utils:get_engine_zmq_bind_addresses": {"": ("vllm_config", "num_api_servers")},
+        "vllm.v1.engine.async_llm:AsyncLLM": {"__init__": ("client_addresses", "client_count", "client_index")},
+        "vllm.entrypoints.launchers.api_server.app_state:init_app_state": {
+            "": ("engine_client", "state", "args", "supported_tasks")
+        },
+    },
     "engine": {
         "vllm.v1.executor.uniproc_executor:UniProcExecutor": {},
         "vllm.entrypoints.launchers.cli_args:FrontendArgs": {},

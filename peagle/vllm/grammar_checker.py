@@ -60,7 +60,7 @@ class CheckedGrammar(StructuredOutputsParams):
 
 
 class GrammarChecker:
-    """The checker of one engine's client. To be used on one event loop.
+    """The checker of an engine's clients. To be used on one event loop.
 
     Args:
         config: vLLM's configuration of the engine.
@@ -113,17 +113,26 @@ class GrammarChecker:
         Raises:
             VLLMValidationError: it exceeds a limit, is wrong, or allows no text.
         """
-        limits = self.limits
         fields = {name: value for name in _FIELDS if (value := getattr(structured, name)) is not None}
+        outcome = await self.find_outcome(fields)
+        if "error" in outcome:
+            raise VLLMValidationError(outcome["error"], parameter=outcome.get("field", "structured_outputs"))
+        checked = CheckedGrammar(**fields)
+        for name, value in outcome.items():
+            setattr(checked, name, value)
+        return checked
+
+    async def find_outcome(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """What becomes of a grammar with these fields of `StructuredOutputsParams`: the fields that vLLM's validation
+        has set, or {"error": text, "field": name}."""
+        limits = self.limits
         try:
             check_structured_outputs("structured_outputs", fields, limits)
             key = limits, json.dumps(fields, sort_keys=True)
         except GrammarError as error:
-            raise VLLMValidationError(f"{error}.", parameter=error.field) from None
+            return {"error": f"{error}.", "field": error.field}
         except (RecursionError, TypeError, ValueError) as error:
-            raise VLLMValidationError(
-                f"structured_outputs is no JSON: {error}.", parameter="structured_outputs"
-            ) from None
+            return {"error": f"structured_outputs is no JSON: {error}."}
         if (task := self._outcomes.get(key)) is None:
             task = self._outcomes[key] = asyncio.get_running_loop().create_task(self._compile(key, fields, limits))
             while len(self._outcomes) > MAX_OUTCOMES:
@@ -131,12 +140,7 @@ class GrammarChecker:
         self._outcomes.move_to_end(key)
         # The work goes on when the client leaves: the place is free when the child has ended.
         outcome = await asyncio.shield(task)
-        if "error" in outcome:
-            raise VLLMValidationError(f"structured_outputs: {outcome['error']}", parameter="structured_outputs")
-        checked = CheckedGrammar(**fields)
-        for name, value in outcome.items():
-            setattr(checked, name, value)
-        return checked
+        return outcome if "error" not in outcome else {"error": f"structured_outputs: {outcome['error']}"}
 
     async def _compile(self, key: Any, fields: dict[str, Any], limits: GrammarLimits) -> dict[str, Any]:
         """The child's answer: {"error": text}, or the fields of `StructuredOutputsParams` that validation has set. A

@@ -123,18 +123,18 @@ class CheckedInputProcessor(InputProcessor):
         super()._validate_model_input(prompt_input, prompt_type)
 
 
-def guard(client: Any, grammar_limits: GrammarLimits | None = None) -> GrammarChecker:
+def guard(client: Any, grammars: GrammarChecker | None = None) -> None:
     """Let `client`, an `AsyncLLM` before its first request, check its requests.
 
-    Returns:
-        The checker of its grammars. Its process starts with the first grammar, or by `start`, and ends with the client.
+    Args:
+        grammars: checks its grammars, and stops with the client. Without it, one of default limits.
 
     Raises:
         UnsupportedVLLMError: this vLLM's client lacks a name that the checks need.
     """
     compat.check("client", client)
     client.input_processor = CheckedInputProcessor(client.vllm_config, client.renderer)
-    grammars = GrammarChecker(client.vllm_config, grammar_limits or GrammarLimits())
+    grammars = grammars or GrammarChecker(client.vllm_config, GrammarLimits())
     generate: Callable[..., AsyncGenerator[Any, None]] = client.generate
     shutdown = client.shutdown
 
@@ -154,7 +154,6 @@ def guard(client: Any, grammar_limits: GrammarLimits | None = None) -> GrammarCh
         shutdown(*args, **kwargs)
 
     client.generate, client.shutdown = generate_checked, shut_down
-    return grammars
 
 
 # ---- in the engine's process

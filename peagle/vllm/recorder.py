@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.counts import Counts, WorkloadCounts
+from cluster.counts import Counts, WorkloadCounts, counts_since
 from cluster.request import DEFAULT_WORKLOAD
 from peagle.vllm.request_args import DEPTH_KEY, LEARN_KEY, WORKLOAD_KEY, undraftable_field
 from peagle.vllm.step_notes import STEP_COSTS_HEADER, STEPS_HEADER, counts_of_steps
@@ -51,9 +51,28 @@ class LearnedFrom:
     has_failed: bool = False
 
 
+@dataclass(slots=True)
+class RecorderDelta:
+    """What a `DraftingRecorder` has counted since it was last asked (`take_delta`).
+
+    Attributes:
+        workloads: new counts by workload.
+        num_output_tokens: new output tokens.
+        num_live: sequences in the engine now.
+        context_tokens: tokens of context of these, all together.
+        step_costs: the newest step latency model, as text; "" before the first.
+    """
+
+    workloads: dict[str, WorkloadCounts] = field(default_factory=dict)
+    num_output_tokens: int = 0
+    num_live: int = 0
+    context_tokens: int = 0
+    step_costs: str = ""
+
+
 class DraftingRecorder:
     """Counts verified drafts of one engine, by request and by workload. Make one for each engine client, in the
-    client's process, and `attach` it.
+    client's process, and `attach` it; or one that adds up what those of several clients have counted (`add_delta`).
 
     It wraps three methods of the client's output processor, so it counts every sequence: streamed or not, n > 1, ended
     by a stop string (which only this process notices), cancelled. Not thread-safe: use it on the event loop (or thread)
@@ -84,6 +103,9 @@ class DraftingRecorder:
         """Output tokens of all sequences since `attach`."""
         self.step_costs = ""
         """The newest step latency model of the scheduler, as text (`STEP_COSTS_HEADER`); "" before the first."""
+        self._taken: dict[str, WorkloadCounts] = {}
+        self._num_tokens_taken = 0
+        self._sources: dict[int, tuple[Counter[str], int, int]] = {}  # sequences by workload, all, context tokens
 
     def attach(self, engine: Any) -> None:
         """Start recording `engine`: an `AsyncLLM`, an `LLMEngine` or an `LLM`, before its first request.
@@ -167,8 +189,47 @@ class DraftingRecorder:
 
     def context_tokens(self) -> float:
         """Mean tokens of context of the sequences in the engine, waiting ones included; 0.0 without any."""
+        num_live, num_tokens = self._count_live()
+        return num_tokens / num_live if num_live else 0.0
+
+    def _count_live(self) -> tuple[int, int]:
+        """Sequences in the engine, and their tokens of context."""
         num_tokens = sum(live.num_prompt_tokens + live.num_output_tokens for live in self._live.values())
-        return num_tokens / len(self._live) if self._live else 0.0
+        sources = self._sources.values()
+        return len(self._live) + sum(one[1] for one in sources), num_tokens + sum(one[2] for one in sources)
+
+    def take_delta(self) -> RecorderDelta:
+        """What was counted since the last call."""
+        now, before = self.workloads(), self._taken
+        num_live, context_tokens = self._count_live()
+        delta = RecorderDelta(
+            {name: counts_since(found, before.get(name)) for name, found in now.items() if found != before.get(name)},
+            self.num_output_tokens - self._num_tokens_taken,
+            num_live,
+            context_tokens,
+            self.step_costs,
+        )
+        self._taken, self._num_tokens_taken = now, self.num_output_tokens
+        return delta
+
+    def add_delta(self, source: int, delta: RecorderDelta) -> None:
+        """Count what the recorder of another client of the same engine has counted. `source`: which one."""
+        running = self._sources[source][0] if source in self._sources else Counter[str]()
+        for name, added in delta.workloads.items():
+            if name not in self._workloads and name != DEFAULT_WORKLOAD and not self._make_room():
+                name = DEFAULT_WORKLOAD
+            self._workloads[name] = self._workloads.get(name, WorkloadCounts()) + added
+            self._workloads.move_to_end(name)
+            running[name] += added.num_running
+        self._sources[source] = running, delta.num_live, delta.context_tokens
+        self.num_output_tokens += delta.num_output_tokens
+        self.step_costs = delta.step_costs or self.step_costs
+
+    def drop_source(self, source: int) -> None:
+        """Count the sequences that a lost client had running as aborted."""
+        for name, number in self._sources.pop(source, (Counter[str](), 0, 0))[0].items():
+            if number:
+                self._workloads[name].num_aborted += number
 
     def _track(self, request: Any) -> None:
         if request.request_id in self._live:

@@ -18,6 +18,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from cluster.counts import Counts, TargetReport, WorkloadCounts
 from cluster.k_policy import KPolicy
 from cluster.request import Caller
+from deployments.answers import EngineAnswers
 from deployments.errors import ApiError
 from deployments.front_end import FrontEnd, Usage
 from deployments.replicas import EngineLost
@@ -39,15 +40,18 @@ class Replica(TargetServer):
         self.aborted: list[str] = []
         self._settings = cluster()
         self.front_end = FrontEnd(self._settings)
-        self._aborts, self._ids = set(), set()
+        self._front_ends = None
         self.front_end.heads = ("digest",)
         self._client = SimpleNamespace(errored=False, abort=self._end)
-        record = RequestDrafting("x", "default", 7, COUNTS, num_output_tokens=9, num_prompt_tokens=4)
-        self._recorder = SimpleNamespace(pop=lambda response_id: record)  # type: ignore[assignment]
+        self.record = RequestDrafting("x", "default", 7, COUNTS, num_output_tokens=9, num_prompt_tokens=4)
+        recorder: Any = SimpleNamespace(pop=lambda response_id: self.record)
         chat = SimpleNamespace(create_chat_completion=ask, create_error_response=create_error_response)
         self.engine = SimpleNamespace(
-            _oai_serving_chat=chat, _oai_serving_completion=SimpleNamespace(create_completion=ask)
+            _engine_client=self._client,
+            _oai_serving_chat=chat,
+            _oai_serving_completion=SimpleNamespace(create_completion=ask),
         )
+        self._generate = EngineAnswers(self.engine, recorder, self._charge).generate
 
     async def _end(self, ids: list[str]) -> None:
         self.aborted += ids
@@ -104,8 +108,7 @@ def test_a_whole_answer_has_its_drafting_and_its_usage() -> None:
 
 def test_drafting_of_an_answer_that_went_without_drafts_says_why() -> None:
     replica = Replica(whole)
-    record = RequestDrafting("x", "default", 7, num_output_tokens=9, num_prompt_tokens=4, undraftable="min_p")
-    replica._recorder = SimpleNamespace(pop=lambda response_id: record)  # type: ignore[assignment]
+    replica.record = RequestDrafting("x", "default", 7, num_output_tokens=9, num_prompt_tokens=4, undraftable="min_p")
     found = json.loads(items(replica)[0])["drafting"]
     decided = {"k": 0, "max_k": 0, "source": "request", "reason": "min_p goes without drafts"}
     nothing = {"num_steps": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0, "acceptance_length": 1.0}
@@ -146,7 +149,7 @@ def test_an_engine_that_dies_in_a_stream_ends_it_in_words_of_our_own() -> None:
     replica._client.errored = True
     (refused,) = items(replica, stream=True)
     assert (refused.status, refused.code) == (502, "engine_lost")
-    replica._client = SimpleNamespace(errored=False, abort=replica._end)
+    replica._client.errored = False
 
     async def dies() -> AsyncIterator[str]:
         yield chunk()

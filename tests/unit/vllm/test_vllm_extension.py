@@ -38,7 +38,7 @@ from peagle.vllm.engine import (
     capture_sizes,
     engine_kwargs,
 )
-from peagle.vllm.recorder import DraftingRecorder, RequestDrafting
+from peagle.vllm.recorder import DraftingRecorder, RecorderDelta, RequestDrafting
 from peagle.vllm.request_args import DEPTH_KEY, LEARN_KEY, WORKLOAD_KEY
 from peagle.vllm.step_notes import STEP_COSTS_HEADER, STEPS_HEADER, VerifiedStep, steps_text
 from tests.support.counted import counts_of
@@ -307,6 +307,32 @@ def test_bounds_of_the_recorder(processor: OutputProcessor) -> None:
         processor.process_outputs([last_output(str(index), [(1, 1)])])
     assert [recorder.pop(str(index)) is not None for index in range(4)] == [False, False, True, True]
     assert num_steps(recorder) == {"w2": 1, "w3": 1}
+
+
+def test_a_recorder_adds_up_what_those_of_other_clients_have_counted(
+    processor: OutputProcessor, recorder: DraftingRecorder
+) -> None:
+    total = DraftingRecorder(max_workloads=2)
+    for name, workload in (("a", "code"), ("b", "code"), ("c", "chat")):
+        processor.add_request(make_request(name, name, **{WORKLOAD_KEY: workload}), None)
+    total.add_delta(1, recorder.take_delta())
+    total.add_delta(2, RecorderDelta({"code": WorkloadCounts(2)}, 5, 2, 20))
+    assert (total.num_output_tokens, total.context_tokens()) == (5, 23 / 5)
+    processor.process_outputs([last_output("a", [(2, 1)])])
+    total.add_delta(1, recorder.take_delta())
+    assert recorder.take_delta().workloads == {}
+    assert total.num_output_tokens == 8
+    assert total.workloads() == {
+        "code": WorkloadCounts(4, 1, 0, 3, 1, counts_of([(2, 1)])), "chat": WorkloadCounts(1)
+    }  # fmt: skip
+    total.drop_source(1)
+    assert {name: (found.num_running, found.num_aborted) for name, found in total.workloads().items()} == {
+        "code": (2, 1), "chat": (0, 1)
+    }  # fmt: skip
+    assert total.context_tokens() == 10
+    total.add_delta(3, RecorderDelta({"a third": WorkloadCounts(1, 1)}))
+    total.add_delta(3, RecorderDelta({"a fourth": WorkloadCounts(1)}))
+    assert total.workloads().keys() == {"code", "a fourth"}, "those without sequences make room"
 
 
 @pytest.mark.parametrize(

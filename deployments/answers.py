@@ -1,0 +1,196 @@
+"""What vLLM answers to admitted requests, with how it was drafted. Runs where vLLM's client of the engine does: in the
+replica's process, or in its front-end processes (`deployments.front_end_processes`).
+
+Enters: an `Admitted` request. Leaves: its `Answer`, and counts (`peagle.vllm.recorder`). Knows neither Ray nor HTTP.
+"""
+
+import asyncio
+import contextlib
+import logging
+import re
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cluster.counts import Counts
+from deployments import compat
+from deployments.body import from_engine, grammars, num_prompts
+from deployments.errors import ApiError, engine_lost
+from deployments.front_end import (
+    Admitted,
+    Answer,
+    Usage,
+    drafting_field,
+    event_document,
+    event_with,
+    is_error_event,
+    num_finished_choices,
+    whole_answer,
+)
+from peagle.vllm.grammar_checker import GrammarChecker
+from peagle.vllm.limits import guard
+from peagle.vllm.recorder import DraftingRecorder
+from peagle.vllm.rendering import render_at_once
+
+logger = logging.getLogger(__name__)
+
+Charge = Callable[[str, int], None]
+"""Counts tokens against the rate of a caller (`cluster.admission.Admission.charge_tokens`)."""
+
+RESPONSE_ID = re.compile(r'"id":"([^"]+)"')
+ODD_VALUE_ERRORS = (KeyError, IndexError, AttributeError, RecursionError, UnicodeError)
+"""What vLLM's chat templates raise for values of a type that they do not expect."""
+
+
+class EngineAnswers:
+    """The answers of one of vLLM's clients of an engine.
+
+    Args:
+        engine: `ray.serve.llm`'s, or `compat.front_end_engine`: vLLM's client and its API objects.
+        charge: is told the tokens of a request that was broken off.
+    """
+
+    def __init__(self, engine: Any, recorder: DraftingRecorder, charge: Charge) -> None:
+        self._engine, self._client = engine, compat.engine_client(engine)
+        self._recorder, self._charge = recorder, charge
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._ids: set[str] = set()  # of the requests in the engine, as it names them
+
+    @classmethod
+    def attach(
+        cls, engine: Any, recorder: DraftingRecorder, charge: Charge, grammars: GrammarChecker
+    ) -> "EngineAnswers":
+        """Of an engine before its first request, whose client is changed: it checks requests and counts drafts."""
+        client = compat.engine_client(engine)
+        recorder.attach(client)
+        guard(client, grammars)
+        render_at_once(client)
+        return cls(engine, recorder, charge)
+
+    async def generate(self, admitted: Admitted) -> Answer:
+        """The engine's answer to what the front end has admitted, see `deployments.front_end.Answer`."""
+        if not self._ids.isdisjoint(engine_ids(admitted)):  # clients name requests, and vLLM aborts all of a name
+            admitted.body.request_id += f"-{uuid.uuid4().hex[:8]}"
+        ids, is_complete = engine_ids(admitted), False
+        self._ids.update(ids)
+        try:
+            if self._client.errored:
+                raise engine_lost()
+            result = await compat.ask_engine(self._engine, admitted.call, admitted.body, admitted.trace)
+            if hasattr(result, "error"):
+                raise self._failure(admitted, from_engine(result.error))
+            if hasattr(result, "choices"):
+                usage = result.usage
+                field = self._drafting_field(admitted, self._recorder.pop(result.id))
+                is_complete = True
+                yield whole_answer(result, field)
+                yield Usage(usage.prompt_tokens, usage.completion_tokens or 0)
+                return
+            async with contextlib.aclosing(self._events(admitted, result)) as events:
+                async for event in events:
+                    yield event
+            is_complete = True
+        except ApiError as error:
+            yield error
+        except Exception as error:  # noqa: BLE001  # answered and logged there
+            yield self._failure(admitted, self._refusal(error))
+        finally:
+            if is_complete:
+                self._ids.difference_update(ids)
+            else:
+                task = asyncio.get_running_loop().create_task(self._abort(ids, admitted.caller))
+                self._aborts.add(task)
+                task.add_done_callback(self._aborts.discard)
+
+    async def _abort(self, ids: Sequence[str], caller: str) -> None:
+        """End what is left of a request, and charge its caller for what there was. vLLM aborts what is cancelled, but
+        not always all of its sequences, and sometimes late."""
+        try:
+            await self._client.abort(ids)
+        finally:
+            self._ids.difference_update(ids)
+            for record in filter(None, map(self._recorder.pop, ids)):
+                self._charge(caller, record.num_prompt_tokens + record.num_output_tokens)
+
+    async def _events(self, admitted: Admitted, events: Any) -> Answer:
+        """vLLM's server-sent events, with `drafting` in the last chunk: the one that finishes the last choice, or with
+        `include_usage` the one with the usage."""
+        num_unfinished = admitted.num_sequences
+        # vLLM's first event names the role; with a grammar it waits for the first text, which may never come.
+        held = "" if grammars(admitted.fields) else None
+        has_begun = False
+        last, drafting = "", dict[str, Any]()  # the last chunk so far, once all choices have finished
+        usage = Usage(0, 0)
+        async with contextlib.aclosing(events):
+            async for event in events:
+                if is_error_event(event):
+                    failure = from_engine(event_document(event)["error"])
+                    raise failure if has_begun and not self._client.errored else self._failure(admitted, failure)
+                if held == "":
+                    held = event
+                    continue
+                if held:
+                    yield held
+                    held = None
+                has_begun = True
+                if last and event_document(event):
+                    yield last
+                    last = event
+                    continue
+                if last:
+                    yield event_with(last, drafting)
+                    last = ""
+                if num_finished := num_finished_choices(event):
+                    num_unfinished -= num_finished
+                    if num_unfinished <= 0:
+                        response_id = RESPONSE_ID.search(event)
+                        record = None if response_id is None else self._recorder.pop(response_id[1])
+                        if record is not None:
+                            usage = Usage(record.num_prompt_tokens, record.num_output_tokens)
+                        last, drafting = event, self._drafting_field(admitted, record)
+                        continue
+                yield event
+        if held:
+            yield held
+        if last:
+            yield event_with(last, drafting)
+        yield usage
+
+    def _drafting_field(self, admitted: Admitted, record: Any) -> dict[str, Any]:
+        drafting = admitted.drafting
+        if record is not None and record.undraftable:
+            drafting = drafting.without_drafts(record.undraftable)
+        return drafting_field(drafting, admitted.head, Counts() if record is None else record.counts)
+
+    def _failure(self, admitted: Admitted, failure: ApiError) -> ApiError:
+        """`failure` of a request of which nothing has been answered, with its cause where it can be told."""
+        if self._client.errored:
+            return engine_lost()
+        # vLLM makes its structured_outputs of whichever field of the client's says what may be answered.
+        name = next(iter(grammars(admitted.fields)), "tools" if admitted.fields.get("tools") else None)
+        param = failure.param or ""
+        if name is not None and param.partition(".")[0] == "structured_outputs":
+            message = failure.message.replace("structured_outputs", name)
+            return ApiError(failure.status, message, param=param.replace("structured_outputs", name))
+        if failure.status == 500 and grammars(admitted.fields):
+            # vLLM ends a request whose grammar rejects every token, such as that of a schema which refers to itself.
+            return ApiError(400, f"{name} cannot be followed: its grammar allows no text", param=name)
+        return failure
+
+    def _refusal(self, error: Exception) -> ApiError:
+        """What a request gets that raised before its first output."""
+        refusal = from_engine(compat.describe_error(self._engine, error))
+        if refusal.status == 500 and isinstance(error, ODD_VALUE_ERRORS):
+            logger.warning("a request cannot be turned into a prompt", exc_info=error)
+            return ApiError(400, f"the request cannot be turned into a prompt ({error!r:.200})")
+        if refusal.status == 500:
+            logger.error("a request failed", exc_info=error)
+        return refusal
+
+
+def engine_ids(admitted: Admitted) -> list[str]:
+    """The names that the engine gives to the prompts of a request."""
+    request_id = admitted.body.request_id
+    if admitted.call == "chat":
+        return [f"chatcmpl-{request_id}"]
+    return [f"cmpl-{request_id}-{index}" for index in range(num_prompts(admitted.body))]

@@ -1,0 +1,574 @@
+"""The front-end processes of a replica: vLLM's work for each request, from text to tokens and back to text.
+
+One Python process does it for some 25,000 output tokens/s. With `target.front_ends` above 1 the replica's own process
+keeps what must be one: HTTP, keys, limits, the fair queue, K, counts, the checker of grammars. It hands each admitted
+request to the process with the fewest (`FrontEndProcesses`). That one is a client of the engine of its own
+(`peagle.vllm.clients`), and sends the answer back, event by event. This module run as a program is such a process.
+
+Both ends of the socket between them write frames: four bytes of length, then a list of the messages below in
+MessagePack. A process that dies ends its own answers, and another takes its place.
+"""
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import logging
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from argparse import Namespace
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import cloudpickle
+import msgspec
+import uvloop
+from prometheus_client.core import Metric
+from vllm.utils.gc_utils import freeze_gc_heap
+
+from cluster.request import Drafting
+from deployments import compat
+from deployments.answers import Charge, EngineAnswers
+from deployments.body import Call, parse_body
+from deployments.errors import ApiError, engine_lost, internal_error, not_ready
+from deployments.front_end import Admitted, Answer, Usage
+from deployments.metrics import counter
+from peagle.vllm.clients import Address, client_addresses, connect
+from peagle.vllm.grammar_checker import GrammarChecker
+from peagle.vllm.recorder import DraftingRecorder, RecorderDelta
+
+logger = logging.getLogger(__name__)
+
+MAX_RESTARTS = 8
+"""Processes that may take the place of others. A replica that loses more is given up."""
+
+PROGRAM = ("deployments.front_end_processes",)
+"""Module of a process, and its arguments before the number of its socket."""
+
+WINDOW = 64
+"""Events of an answer that may be under way to a client that reads slowly."""
+
+REPORT_TIMEOUT_S = 1.0
+MAX_SILENCE_S = 60.0
+"""A process that owes a report for longer hangs, and is ended."""
+
+Keep = Callable[[str, str, list[int], list[int]], None]
+"""`DraftingRecorder`'s `on_answer`."""
+
+
+# ---- messages to a process
+
+
+class Job(msgspec.Struct, tag=True, array_like=True):
+    """An `Admitted` request. `body` is read from `fields` again: pydantic's records cannot be pickled."""
+
+    number: int
+    call: Call
+    fields: dict[str, Any]
+    xargs: dict[str, Any]
+    request_id: str
+    drafting: Drafting
+    num_sequences: int
+    trace: dict[str, str]
+    caller: str
+    head: str
+
+    @classmethod
+    def pack(cls, number: int, one: Admitted) -> "Job":
+        body = one.body
+        return cls(
+            number, one.call, one.fields, dict(body.vllm_xargs or {}), body.request_id, one.drafting,
+            one.num_sequences, dict(one.trace), one.caller, one.head,
+        )  # fmt: skip
+
+    def unpack(self) -> Admitted:
+        body = parse_body(self.call, self.fields)
+        body.vllm_xargs, body.request_id = self.xargs, self.request_id
+        return Admitted(
+            self.call, self.fields, body, self.drafting, self.num_sequences, self.trace, self.caller, self.head
+        )
+
+
+class Stop(msgspec.Struct, tag=True, array_like=True):
+    """The client of a job has gone."""
+
+    number: int
+
+
+class More(msgspec.Struct, tag=True, array_like=True):
+    """The client of a job has got half a `WINDOW` of events."""
+
+    number: int
+
+
+class Report(msgspec.Struct, tag=True, array_like=True):
+    """`Counted` is to be sent."""
+
+
+class Outcome(msgspec.Struct, tag=True, array_like=True):
+    """`GrammarChecker.find_outcome` of a grammar."""
+
+    number: int
+    outcome: dict[str, Any]
+
+
+# ---- messages from a process
+
+
+class Ready(msgspec.Struct, tag=True, array_like=True):
+    """It is connected to the engine."""
+
+
+class Event(msgspec.Struct, tag=True, array_like=True):
+    """A text of a job's `Answer`."""
+
+    number: int
+    text: str
+
+
+class Failure(msgspec.Struct, tag=True, array_like=True):
+    """An `ApiError` of a job's `Answer`."""
+
+    number: int
+    status: int
+    message: str
+    param: str | None
+    code: str | None
+    retry_after_s: int | None
+
+    @classmethod
+    def pack(cls, number: int, error: ApiError) -> "Failure":
+        return cls(number, error.status, error.message, error.param, error.code, error.retry_after_s)
+
+
+class End(msgspec.Struct, tag=True, array_like=True):
+    """The end of a job's `Answer`, with its `Usage` if it is complete."""
+
+    number: int
+    usage: tuple[int, int] | None
+
+
+class Charged(msgspec.Struct, tag=True, array_like=True):
+    """Tokens of a request that was broken off."""
+
+    caller: str
+    num_tokens: int
+
+
+class Kept(msgspec.Struct, tag=True, array_like=True):
+    """An answer that heads may learn from."""
+
+    workload: str
+    caller: str
+    prompt: list[int]
+    answer: list[int]
+
+
+class Grammar(msgspec.Struct, tag=True, array_like=True):
+    """A grammar to check."""
+
+    number: int
+    fields: dict[str, Any]
+
+
+class Counted(msgspec.Struct, tag=True, array_like=True):
+    """What was counted since the last message of this kind."""
+
+    delta: RecorderDelta
+
+
+Task = Job | Stop | More | Report | Outcome
+Result = Ready | Event | Failure | End | Charged | Kept | Grammar | Counted
+
+
+class Wire:
+    """One end of the socket: messages that are sent in one turn of the event loop go out in one frame."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kind: Any) -> None:
+        """`kind`: of the messages that come in."""
+        self._reader, self._writer = reader, writer
+        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(list[kind])
+        self._outbox: list[msgspec.Raw] = []
+
+    @classmethod
+    async def open(cls, end: socket.socket, kind: Any) -> "Wire":
+        return cls(*await asyncio.open_unix_connection(sock=end), kind)
+
+    def send(self, message: Task | Result) -> None:
+        """Raises TypeError, with nothing sent, for a value that no JSON has."""
+        encoded = msgspec.Raw(self._encoder.encode(message))
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox.append(encoded)
+
+    def _flush(self) -> None:
+        frame = self._encoder.encode(self._outbox)
+        self._outbox.clear()
+        self._writer.write(len(frame).to_bytes(4, "little") + frame)
+
+    async def messages(self) -> AsyncIterator[Any]:
+        """What comes in, until the other end is gone."""
+        try:
+            while True:
+                size = int.from_bytes(await self._reader.readexactly(4), "little")
+                for message in self._decoder.decode(await self._reader.readexactly(size)):
+                    yield message
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+# ---- in the replica's process
+
+
+class FrontEndProcess:
+    """One front-end process, as the replica sees it. `place`: its number among those that run side by side, from 0 on;
+    `index`: of its client of the engine."""
+
+    def __init__(self, place: int, index: int, setup: Mapping[str, Any]) -> None:
+        self.place, self.index = place, index
+        self.is_ready, self.weight = False, 0
+        self.jobs: dict[int, asyncio.Queue[str | ApiError | Usage | None]] = {}
+        self.reports = deque[asyncio.Future[None]]()  # that it owes, the oldest first
+        self.silent_since_s = 0.0  # while it owes some
+        self.wire: Wire
+        self._end, theirs = socket.socketpair()
+        with theirs, tempfile.TemporaryFile() as file:
+            cloudpickle.dump({**setup, "index": index}, file)
+            file.seek(0)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", *PROGRAM, str(theirs.fileno())],
+                stdin=file,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def run(self, handle: Callable[["FrontEndProcess", Any], None]) -> str:
+        """Hand on its messages until it ends. How it ended, in words."""
+        self.wire = await Wire.open(self._end, Result)
+        try:
+            async for message in self.wire.messages():
+                handle(self, message)
+        except Exception:  # it starts anew
+            logger.exception("a message of front-end process %d cannot be handled", self.pid)
+        self.is_ready = False
+        self.wire.close()
+        self.end()
+        status = await asyncio.to_thread(self._process.wait)
+        return f"front-end process {self.pid} has ended with {status}"
+
+    def end(self) -> None:
+        self._process.kill()
+
+
+class FrontEndProcesses:
+    """The front-end processes of one replica.
+
+    Args:
+        number: that run side by side.
+        max_workloads: that each counts apart.
+        recorder: counts what they count.
+        charge: counts the tokens of requests that were broken off.
+        keep: takes answers that heads may learn from.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        model: str,
+        max_workloads: int,
+        recorder: DraftingRecorder,
+        charge: Charge,
+        keep: Keep | None = None,
+    ) -> None:
+        self.number = number
+        self.grammars: GrammarChecker
+        self.problem = ""
+        """Why the replica is to be given up; "" while it is not."""
+        self.num_requests = [0] * number
+        """Requests handed to the process at each place, and to those before it."""
+        self.num_restarts = 0
+        self._model, self._recorder, self._charge, self._keep = model, recorder, charge, keep
+        self._processes: dict[int, FrontEndProcess] = {}
+        self._numbers = itertools.count()
+        self._abort: Callable[[int], Awaitable[None]]
+        self._setup: dict[str, Any] = {"max_workloads": max_workloads, "learns": keep is not None}
+        self._addresses: list[Address] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._are_ready = asyncio.Event()
+
+    @property
+    def num_ready(self) -> int:
+        """Processes that answer."""
+        return sum(process.is_ready for process in self._processes.values())
+
+    def launch(self, config: Any, arguments: Namespace) -> Sequence[Address]:
+        """Start the processes, before the engine: they import while it loads. The addresses of their clients."""
+        self._addresses = client_addresses(config, self.number + MAX_RESTARTS)
+        self._setup |= {"config": config, "arguments": arguments}
+        for place in range(self.number):
+            self._start(place, place)
+        return self._addresses
+
+    def _start(self, place: int, number: int) -> None:
+        setup = {**self._setup, "address": self._addresses[number]}
+        self._processes[place] = FrontEndProcess(place, number + 1, setup)
+
+    async def attach(
+        self, grammars: GrammarChecker, abort: Callable[[int], Awaitable[None]], engine_end: asyncio.Future[Any]
+    ) -> None:
+        """Wait until all processes answer.
+
+        Args:
+            abort: ends all requests of a client of the engine, by its index.
+            engine_end: is done when the engine has died.
+
+        Raises:
+            RuntimeError: they do not start.
+        """
+        self.grammars, self._abort = grammars, abort
+        engine_end.add_done_callback(lambda _: self._end_answers(*self._processes.values()))
+        for place in range(self.number):
+            self._run_task(self._run_forever(place))
+        await self._are_ready.wait()
+        if self.problem:
+            raise RuntimeError(self.problem)
+
+    async def refresh_counts(self) -> None:
+        """Let the recorder have all that was counted until now."""
+        reports, now_s = [], time.monotonic()
+        for process in self._processes.values():
+            if process.is_ready:
+                if not process.reports:
+                    process.silent_since_s = now_s
+                elif now_s - process.silent_since_s > MAX_SILENCE_S:
+                    process.end()
+                reports.append(asyncio.get_running_loop().create_future())
+                process.reports.append(reports[-1])
+                process.wire.send(Report())
+        if reports:
+            await asyncio.wait(reports, timeout=REPORT_TIMEOUT_S)
+
+    def families(self, replica: str) -> list[Metric]:
+        """Metrics of the processes."""
+        requests, restarts = counter("front_end_requests"), counter("front_end_restarts")
+        for place, number in enumerate(self.num_requests):
+            requests.add_metric([replica, str(place)], number)
+        restarts.add_metric([replica], self.num_restarts)
+        return [requests, restarts]
+
+    def _run_task(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run_forever(self, place: int) -> None:
+        """Start another process each time that the one at this place has ended."""
+        while True:
+            process = self._processes[place]
+            how = await process.run(self._handle)
+            self._end_answers(process)
+            for report in process.reports:
+                report.cancel()
+            self._recorder.drop_source(process.index)
+            if self.num_restarts == MAX_RESTARTS:
+                self.problem = f"{how}, and {MAX_RESTARTS} others before it"
+                self._are_ready.set()
+                return
+            logger.warning("%s; another one takes its place", how)
+            self._start(place, self.number + self.num_restarts)
+            self.num_restarts += 1
+            with contextlib.suppress(Exception):  # the engine may be gone too
+                await self._abort(process.index)
+
+    def _handle(self, process: FrontEndProcess, message: Result) -> None:
+        match message:
+            case Event(number, text):
+                self._put(process, number, text)
+            case End(number, usage):
+                if usage is not None:
+                    self._put(process, number, Usage(*usage))
+                self._put(process, number, None)
+            case Failure(number, status, text, param, code, retry_after_s):
+                self._put(process, number, ApiError(status, text, param=param, code=code, retry_after_s=retry_after_s))
+            case Charged(caller, num_tokens):
+                self._charge(caller, num_tokens)
+            case Counted(delta):
+                self._recorder.add_delta(process.index, delta)
+                process.reports.popleft().cancel()
+                process.silent_since_s = time.monotonic()
+            case Kept(workload, caller, prompt, answer) if self._keep is not None:
+                self._keep(workload, caller, prompt, answer)
+            case Grammar(number, fields):
+                self._run_task(self._check_grammar(process, number, fields))
+            case Ready():
+                process.is_ready = True
+                if self.num_ready == self.number:
+                    self._are_ready.set()
+
+    @staticmethod
+    def _put(process: FrontEndProcess, number: int, item: str | ApiError | Usage | None) -> None:
+        if (items := process.jobs.get(number)) is not None:  # its client may have gone meanwhile
+            items.put_nowait(item)
+
+    async def _check_grammar(self, process: FrontEndProcess, number: int, fields: dict[str, Any]) -> None:
+        process.wire.send(Outcome(number, await self.grammars.find_outcome(fields)))
+
+    @staticmethod
+    def _end_answers(*processes: FrontEndProcess) -> None:
+        """The processes have ended; or the engine has, of which they may not hear."""
+        for process in processes:
+            for items in process.jobs.values():
+                items.put_nowait(engine_lost())
+                items.put_nowait(None)
+
+    async def generate(self, admitted: Admitted) -> Answer:
+        """`EngineAnswers.generate`, by the process with the fewest sequences."""
+        ready = [process for process in self._processes.values() if process.is_ready]
+        if not ready:
+            yield not_ready(self._model)
+            return
+        process, number = min(ready, key=lambda one: one.weight), next(self._numbers)
+        process.wire.send(Job.pack(number, admitted))
+        process.weight += admitted.num_sequences
+        self.num_requests[process.place] += 1
+        items = process.jobs[number] = asyncio.Queue()
+        is_over, num_events = False, 0
+        try:
+            while (item := await items.get()) is not None:
+                yield item
+                num_events += isinstance(item, str)
+                if isinstance(item, str) and num_events % (WINDOW // 2) == 0:
+                    process.wire.send(More(number))
+            is_over = True
+        finally:
+            del process.jobs[number]
+            process.weight -= admitted.num_sequences
+            if not is_over and process.is_ready:
+                process.wire.send(Stop(number))
+
+
+# ---- in a process of its own
+
+
+class RemoteGrammarChecker(GrammarChecker):
+    """Asks the checker in the replica's process."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._numbers, self._waiting = itertools.count(), dict[int, asyncio.Future[dict[str, Any]]]()
+
+    def stop(self) -> None: ...
+
+    async def find_outcome(self, fields: dict[str, Any]) -> dict[str, Any]:
+        number, outcome = next(self._numbers), asyncio.get_running_loop().create_future()
+        try:
+            self._wire.send(Grammar(number, fields))
+        except (TypeError, RecursionError) as error:
+            return {"error": f"structured_outputs is no JSON: {error}."}
+        self._waiting[number] = outcome
+        try:
+            return dict(await outcome)
+        finally:
+            del self._waiting[number]
+
+    def resolve(self, message: Outcome) -> None:
+        outcome = self._waiting.get(message.number)
+        if outcome is not None and not outcome.done():
+            outcome.set_result(message.outcome)
+
+
+class Worker:
+    """Answers jobs."""
+
+    def __init__(self, wire: Wire, answers: EngineAnswers, recorder: DraftingRecorder) -> None:
+        self._wire, self._answers, self._recorder = wire, answers, recorder
+        self._jobs: dict[int, tuple[asyncio.Task[None], asyncio.Semaphore]] = {}
+
+    def handle(self, message: Task) -> None:
+        match message:
+            case Job(number):
+                room = asyncio.Semaphore(WINDOW)
+                task = asyncio.get_running_loop().create_task(self._answer(message, room))
+                self._jobs[number] = task, room
+                task.add_done_callback(lambda _: self._jobs.pop(number, None))
+            case Report():
+                self._wire.send(Counted(self._recorder.take_delta()))
+            case Stop(number) if number in self._jobs:
+                self._jobs[number][0].cancel()
+            case More(number) if number in self._jobs:
+                for _ in range(WINDOW // 2):
+                    self._jobs[number][1].release()
+
+    async def _answer(self, job: Job, room: asyncio.Semaphore) -> None:
+        number, usage = job.number, None
+        try:
+            async with contextlib.aclosing(self._answers.generate(job.unpack())) as items:
+                async for item in items:
+                    if isinstance(item, str):
+                        await room.acquire()
+                        self._wire.send(Event(number, item))
+                    elif isinstance(item, Usage):
+                        usage = item
+                    else:
+                        self._wire.send(Failure.pack(number, item))
+        except Exception:
+            logger.exception("a request failed")
+            self._wire.send(Failure.pack(number, internal_error()))
+        self._wire.send(End(number, usage))
+
+
+def exit_with_replica(end: socket.socket) -> None:
+    """End this process when the replica's is gone, whatever it does or waits for: nobody waits for what is left."""
+    poller = select.poll()
+    poller.register(end, select.POLLRDHUP)
+    poller.poll()
+    os._exit(0)
+
+
+async def serve(setup: Mapping[str, Any], end: socket.socket) -> None:
+    """Answer jobs until the replica's process is gone."""
+    wire = await Wire.open(end, Task)
+    client, chat, completions = await connect(setup["config"], setup["arguments"], setup["address"], setup["index"])
+    keep = (lambda *answer: wire.send(Kept(*answer))) if setup["learns"] else None
+    recorder = DraftingRecorder(max_workloads=setup["max_workloads"], on_answer=keep)
+    checker = RemoteGrammarChecker(wire)
+    engine = compat.front_end_engine(client, chat, completions)
+    answers = EngineAnswers.attach(engine, recorder, lambda *charged: wire.send(Charged(*charged)), checker)
+    worker = Worker(wire, answers, recorder)
+    freeze_gc_heap()
+    wire.send(Ready())
+    async for message in wire.messages():
+        if isinstance(message, Outcome):
+            checker.resolve(message)
+        else:
+            worker.handle(message)
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.disable()
+    setup = pickle.load(sys.stdin.buffer)
+    gc.enable()
+    end = socket.socket(fileno=int(sys.argv[-1]))
+    threading.Thread(target=exit_with_replica, args=(end.dup(),), daemon=True).start()
+    uvloop.run(serve(setup, end))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Several clients of one engine, each in a process of its own.
+
+vLLM's engine core answers a request to the client that sent it (`client_index`). vLLM's own server uses that for
+`--api-server-count`. Here the first client is the one that starts the engine. It learns the addresses of the others
+before (`started_for`), and these connect later (`connect`).
+
+The engine greets each address once, and a client waits for this greeting. So a process that takes the place of another
+one needs an address of its own: ask `client_addresses` for spare ones.
+"""
+
+import contextlib
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from starlette.datastructures import State
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.v1.engine import core_client
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.utils import get_engine_zmq_bind_addresses
+from vllm.v1.executor import Executor
+
+from peagle.vllm import compat
+from peagle.vllm.request_args import ALL_OF_CLIENT
+
+Address = tuple[str, str]
+"""ZMQ addresses of one client: of its requests, of its outputs."""
+
+
+def client_addresses(config: Any, number: int) -> list[Address]:
+    """Addresses of further clients of the engine that is to start with `config`, which is told their number.
+
+    Raises:
+        UnsupportedVLLMError: this vLLM lacks a name that is used here.
+    """
+    compat.check("clients")
+    if config.model_config.is_multimodal_model:  # features that one client has sent are not in the caches of others
+        config.parallel_config._api_process_count = number + 1
+    made = get_engine_zmq_bind_addresses(config, number)
+    return list(zip(made.inputs, made.outputs, strict=True))
+
+
+@contextlib.contextmanager
+def started_for(addresses: Sequence[Address]) -> Iterator[None]:
+    """An engine that an `AsyncLLM` starts meanwhile also serves the clients at these addresses, numbered from 1 on."""
+    launch = core_client.launch_core_engines
+
+    def launch_for_all(config: Any, executor_class: Any, log_stats: bool, own: Any) -> Any:
+        own.inputs += [address for address, _ in addresses]
+        own.outputs += [address for _, address in addresses]
+        return launch(config, executor_class, log_stats, own)
+
+    core_client.launch_core_engines = launch_for_all  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        core_client.launch_core_engines = launch
+
+
+async def connect(config: Any, arguments: Namespace, address: Address, index: int) -> tuple[AsyncLLM, Any, Any]:
+    """vLLM's client of an engine that another process starts, and its API objects for chats and completions.
+
+    Args:
+        config: vLLM's configuration of the engine.
+        arguments: of vLLM's server.
+        address: of this client, its `index` counted from 1 on.
+    """
+    config.parallel_config._api_process_rank = index
+    client = AsyncLLM(
+        vllm_config=config,
+        executor_class=Executor.get_class(config),
+        log_stats=False,
+        log_requests=False,
+        client_addresses={"input_address": address[0], "output_address": address[1]},
+        client_count=index + 1,
+        client_index=index,
+    )
+    state = State()
+    await init_app_state(client, state, arguments, supported_tasks=await client.get_supported_tasks())
+    return client, state.openai_serving_chat, state.openai_serving_completion
+
+
+async def abort_all_of(client: AsyncLLM, index: int) -> None:
+    """Abort all requests of another client, whose process has ended."""
+    await client.engine_core.abort_requests_async([f"{ALL_OF_CLIENT}{index}"])

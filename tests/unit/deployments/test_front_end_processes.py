@@ -1,0 +1,279 @@
+"""The replica's side and the other side of a front-end process, over the socket between them, without an engine."""
+
+import asyncio
+import contextlib
+import json
+import socket
+from argparse import Namespace
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+
+from deployments import compat, front_end_processes
+from deployments.answers import EngineAnswers
+from deployments.errors import ApiError
+from deployments.front_end import FrontEnd, Usage
+from deployments.front_end_processes import (
+    MAX_RESTARTS,
+    WINDOW,
+    FrontEndProcess,
+    FrontEndProcesses,
+    RemoteGrammarChecker,
+    Task,
+    Wire,
+    Worker,
+)
+from peagle.vllm.recorder import DraftingRecorder, RequestDrafting
+from tests.unit.deployments.test_front_end import HELLO, cluster
+from tests.unit.deployments.test_target_replica import COUNTS, chunk
+
+LAST = [chunk("stop"), "data: [DONE]\n\n"]
+
+
+class NoProcess(FrontEndProcess):
+    """The other side runs on this event loop. Its vLLM answers by `answer`, which a test sets."""
+
+    answer: Callable[[Any], Any]
+
+    def __init__(self, place: int, index: int, setup: Any) -> None:
+        self.place, self.index = place, index
+        self.is_ready, self.weight, self.jobs, self.reports = False, 0, {}, front_end_processes.deque()
+        self._end, self._theirs = socket.socketpair()
+        self.aborted: list[str] = []
+        self.checker: RemoteGrammarChecker
+        self.theirs: Wire
+        self.silent_since_s = 0.0
+        self._process: Any = SimpleNamespace(kill=self.die, wait=lambda: -9, pid=index)
+        self._work = asyncio.get_running_loop().create_task(self._serve())
+
+    async def _serve(self) -> None:
+        async def ask(request: Any) -> Any:
+            return type(self).answer(request)
+
+        async def abort(ids: list[str]) -> None:
+            self.aborted += ids
+
+        wire = self.theirs = await Wire.open(self._theirs, Task)
+        client: Any = SimpleNamespace(errored=False, abort=abort)
+        chat: Any = SimpleNamespace(create_chat_completion=ask, create_error_response=create_error_response)
+        record = RequestDrafting("x", "default", 7, COUNTS, num_output_tokens=9, num_prompt_tokens=4)
+        recorder = DraftingRecorder()
+        recorder.pop = lambda response_id: record  # type: ignore[method-assign]
+        self.checker = RemoteGrammarChecker(wire)
+        engine = compat.front_end_engine(client, chat, None)
+        charge = lambda *charged: wire.send(front_end_processes.Charged(*charged))  # noqa: E731
+        worker = Worker(wire, EngineAnswers(engine, recorder, charge), recorder)
+        wire.send(front_end_processes.Ready())
+        try:
+            async for message in wire.messages():
+                if isinstance(message, front_end_processes.Outcome):
+                    self.checker.resolve(message)
+                else:
+                    worker.handle(message)
+        finally:
+            wire.close()
+
+    def die(self) -> None:
+        self._work.cancel()
+
+
+class Replica(FrontEndProcesses):
+    def __init__(self, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(front_end_processes, "FrontEndProcess", NoProcess)
+        monkeypatch.setattr(front_end_processes, "client_addresses", lambda _, number: [("", "")] * number)
+        self.charged: list[Any] = []
+        self.kept: list[Any] = []
+        self.lost: list[int] = []
+
+        def charge(*charged: Any) -> None:
+            self.charged.append(charged)
+
+        def keep(*kept: Any) -> None:
+            self.kept.append(kept)
+
+        super().__init__(number, "tiny", 8, DraftingRecorder(), charge, keep)
+        self.front_end = FrontEnd(cluster())
+
+    async def start(self) -> None:
+        async def abort(index: int) -> None:
+            self.lost.append(index)
+
+        async def find_outcome(fields: Any) -> Any:
+            return {"error": f"no {fields}"}
+
+        self.launch(None, Namespace())
+        self.engine_end = asyncio.get_running_loop().create_future()
+        await self.attach(SimpleNamespace(find_outcome=find_outcome), abort, self.engine_end)  # type: ignore[arg-type]
+
+    def process(self, place: int) -> Any:
+        return self._processes[place]
+
+    def ask(self, **body: Any) -> Any:
+        return self.generate(self.front_end.admit("chat", {"messages": HELLO, "stream": True, **body}))
+
+
+async def soon(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not is_so():
+            await asyncio.sleep(0.001)
+
+
+async def endless(made: list[int] | None = None) -> AsyncIterator[str]:
+    while True:
+        yield chunk()
+        if made is not None:
+            made.append(1)
+        await asyncio.sleep(0)
+
+
+def test_requests_go_to_the_process_with_the_fewest_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        replica, asked = Replica(2, monkeypatch), []
+
+        async def answer(request: Any) -> AsyncIterator[str]:
+            asked.append(request)
+            async for event in endless():
+                yield event
+
+        NoProcess.answer = answer
+        await replica.start()
+        streams = [replica.ask(n=3), *(replica.ask(n=1) for _ in range(3))]
+        assert [await anext(stream) for stream in streams] == [chunk()] * 4
+        assert replica.num_requests == [1, 3]
+        assert [(one.n, one.vllm_xargs["peagle_k"]) for one in asked] == [(3, 7), (1, 7), (1, 7), (1, 7)]
+        for stream in streams:
+            await stream.aclose()
+        await soon(lambda: len(replica.charged) == 4)
+        assert replica.charged[0] == ("anyone", 13)
+        assert [len(replica.process(place).aborted) for place in (0, 1)] == [1, 3]
+        assert [replica.process(place).weight for place in (0, 1)] == [0, 0]
+
+    asyncio.run(run())
+
+
+def test_answers_and_errors_come_through_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        replica = Replica(1, monkeypatch)
+        await replica.start()
+        NoProcess.answer = lambda _: iterate(chunk(), *LAST)
+        found = [item async for item in replica.ask()]
+        assert found[0] == chunk()
+        assert json.loads(found[1].removeprefix("data: "))["drafting"]["num_steps"] == 2
+        assert found[2:] == [LAST[-1], Usage(4, 9)]
+        NoProcess.answer = lambda _: create_error_response(ValueError("too long"))
+        (error,) = [item async for item in replica.ask()]
+        assert isinstance(error, ApiError)
+        assert (error.status, error.message, error.code) == (400, "too long", "invalid_value")
+        replica.process(0).theirs.send(front_end_processes.Kept("code", "web", [1, 2], [3]))
+        await soon(lambda: replica.kept == [("code", "web", [1, 2], [3])])
+        found = await replica.process(0).checker.find_outcome({"regex": "a"})
+        assert found == {"error": "no {'regex': 'a'}"}
+        assert "no JSON" in (await replica.process(0).checker.find_outcome({"regex": object()}))["error"]
+
+    asyncio.run(run())
+
+
+async def iterate(*items: str) -> AsyncIterator[str]:
+    for item in items:
+        yield item
+
+
+def test_a_client_that_does_not_read_holds_up_its_own_answer_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        replica, made = Replica(1, monkeypatch), list[int]()
+        await replica.start()
+        NoProcess.answer = lambda _: endless(made)
+        slow = replica.ask()
+        assert await anext(slow)
+        await soon(lambda: len(made) >= WINDOW)
+        await asyncio.sleep(0.05)
+        assert len(made) == WINDOW
+        NoProcess.answer = lambda _: iterate(*LAST)
+        assert len([item async for item in replica.ask()]) == 3
+        for _ in range(3 * WINDOW):
+            await anext(slow)
+        await asyncio.sleep(0.05)
+        assert 3 * WINDOW < len(made) <= 4 * WINDOW + 1
+        await slow.aclose()
+
+    asyncio.run(run())
+
+
+def test_a_lost_process_ends_its_answers_and_another_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        replica = Replica(2, monkeypatch)
+        await replica.start()
+        NoProcess.answer = lambda _: endless()
+        first, second = replica.ask(), replica.ask()
+        assert await anext(first)
+        assert await anext(second)
+        replica.process(0).die()
+        lost = [item async for item in first][-1]
+        assert isinstance(lost, ApiError)
+        assert (lost.status, lost.code) == (502, "engine_lost")
+        assert await anext(second) == chunk()
+        await soon(lambda: replica.num_ready == 2)
+        assert (replica.lost, replica.process(0).index, replica.num_restarts) == ([1], 3, 1)
+        await replica.refresh_counts()
+        third = replica.ask()
+        assert await anext(third) == chunk()
+        for stream in (second, third):
+            await stream.aclose()
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_loses_too_many_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        replica = Replica(1, monkeypatch)
+        await replica.start()
+        for index in range(1, MAX_RESTARTS + 2):
+            await soon(lambda index=index: replica.process(0).index == index and replica.process(0).is_ready)
+            assert not replica.problem
+            replica.process(0).die()
+        await soon(lambda: bool(replica.problem))
+        assert replica.num_restarts == MAX_RESTARTS
+        assert "has ended with -9, and 8 others before it" in replica.problem
+        (refused,) = [item async for item in replica.ask()]
+        assert (refused.status, refused.code) == (503, "model_not_ready")
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_dies_ends_the_answers_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        replica = Replica(2, monkeypatch)
+        await replica.start()
+        NoProcess.answer = lambda _: endless()
+        streams = [replica.ask(), replica.ask()]
+        for stream in streams:
+            await anext(stream)
+        replica.engine_end.set_result(None)
+        for stream in streams:
+            with contextlib.suppress(StopAsyncIteration):
+                while not isinstance(item := await anext(stream), ApiError):
+                    pass
+            assert item.code == "engine_lost"
+
+    asyncio.run(run())
+
+
+def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        replica = Replica(1, monkeypatch)
+        await replica.start()
+        monkeypatch.setattr(front_end_processes, "REPORT_TIMEOUT_S", 0.01)
+        monkeypatch.setattr(front_end_processes, "MAX_SILENCE_S", 0.1)
+        for _ in range(3):
+            await replica.refresh_counts()
+            await asyncio.sleep(0.08)
+        assert replica.num_restarts == 0
+        monkeypatch.setattr(Worker, "handle", lambda *_: None)
+        async with asyncio.timeout(5):
+            while replica.num_restarts == 0:
+                await replica.refresh_counts()
+
+    asyncio.run(run())
