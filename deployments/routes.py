@@ -5,7 +5,6 @@ import base64
 import contextlib
 import functools
 import hashlib
-import importlib.metadata
 import ipaddress
 import json
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
@@ -35,6 +34,7 @@ from deployments.body import UNUSED_FIELDS, Call, detect_call, engine_keys, name
 from deployments.compat import address_header, listening_host
 from deployments.errors import ApiError, busy_error, internal_error
 from deployments.front_end import Admitted, Answer, FrontEnd, logger
+from peagle import __version__ as peagle_version
 
 ANSWERS: dict[type[BaseModel], type[BaseModel]] = {
     ChatCompletionRequest: ChatCompletionResponse,
@@ -165,7 +165,7 @@ def make_app(backend: Backend, entrance: Entrance) -> FastAPI:
 
     @app.get("/version")
     async def version() -> Response:
-        return JSONResponse({"version": vllm_version, "peagle": importlib.metadata.version("peagle-serve")})
+        return JSONResponse({"version": vllm_version, "peagle": peagle_version})
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
