@@ -127,9 +127,10 @@ async def answer_file(
             tqdm(total=len(requests), initial=len(answered), unit="request", disable=None if out else True)
         )
         try:
-            if todo:
-                await _check_service(client, headers)
-            await asyncio.gather(*(work(sink, bar) for _ in range(max_running)))
+            async with client:
+                if todo:
+                    await _check_service(client, headers)
+                await asyncio.gather(*(work(sink, bar) for _ in range(max_running)))
         except openai.AuthenticationError as error:
             raise ValueError(f"{url} refuses the key: {error.message}") from error
         except openai.APIConnectionError as error:

@@ -477,9 +477,8 @@ def test_jobs_are_valid_and_their_commands_can_be_typed() -> None:
     script = loading["args"][0]
     assert subprocess.run(["sh", "-nc", script]).returncode == 0
     (hub,) = re.findall(r"hf (\w+) ", script)
-    known = subprocess.run(
-        [shutil.which("hf") or "hf", hub, "--help"], capture_output=True, text=True, check=True
-    ).stdout
+    command = [str(Path(sys.executable).with_name("hf")), hub, "--help"]
+    known = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "--local-dir" in known
     (named,) = re.findall(r"for name in (.*); do", script)
     assert all(checkpoint in (ROOT / "configs/gpu.yaml").read_text() for checkpoint in named.split())
