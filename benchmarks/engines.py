@@ -377,7 +377,8 @@ class Load:
                 raise RuntimeError(f"a client ended: {result}")
         await asyncio.sleep(0.3)
         done = {name: after[name] - before[name] for name in COUNTERS}
-        # Where outputs are sent by the chunk, vLLM counts chunks as steps; requests in flight are always as many.
+        # Where outputs are sent by the chunk, vLLM counts chunks as steps; requests in flight are always as many. Those
+        # without drafts are not counted: where some have K = 0, `step_ms` is too long.
         steps = done["request_steps"] / num_requests if done["drafts"] else done["steps"]
         return {
             "num_requests": num_requests,

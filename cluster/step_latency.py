@@ -8,10 +8,10 @@ A `StepLatency` is a table. A row is a number of requests (`REQUESTS`), a column
 linear.
 
 The model is a linear regression of step times. On a GPU its terms are the time in the table that was measured at the
-start (else a guess), a constant, the requests, and the rows of prompts: the host's work and the growing context come
-on top of what was measured. A CPU computes row by row, so its terms are a constant, the requests, the rows, the
-drafter's pass, the pass times the requests, and the rows of prompts. Coefficients begin at those of the table or the
-guess. Newer steps weigh more.
+start (else a guess), a constant, the requests, and the rows of prompts. The host's work and the growing context come on
+top of what was measured. A CPU computes row by row. Its terms are a constant, the requests, the rows, the drafter's
+pass, the pass times the requests, and the rows of prompts. Coefficients begin at those of the table or the guess.
+Newer steps weigh more.
 """
 
 import math
@@ -176,8 +176,8 @@ MAX_SURPRISE = 0.5
 STEP_ERROR = 0.1
 """Standard deviation of one running step's time, as a share."""
 PRIOR_ERRORS = {"table": 0.1, "constant": 1.0, "requests": 1.0 / 64, "prompts": 0.2, "cpu": 0.5}
-"""Standard deviations of coefficients before any step. Of the table: as a share; of a constant and of a request: of a
-step of one request; of a prompt's row and of all of a CPU: of the coefficient itself."""
+"""Standard deviations of coefficients before any step. Those of the constant and of a request are shares of a step of
+one request. The others are shares of the coefficient itself."""
 
 
 class StartDocument(msgspec.Struct, frozen=True):
