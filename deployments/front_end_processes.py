@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 from argparse import Namespace
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -238,7 +238,8 @@ class FrontEndProcess:
 
     def __init__(self, place: int, index: int, setup: Mapping[str, Any]) -> None:
         self.place, self.index = place, index
-        self.is_ready, self.weight = False, 0
+        self.is_ready = False
+        self.sequences = Counter[str]()  # of the requests that it answers, by workload
         self.jobs: dict[int, asyncio.Queue[str | ApiError | Usage | None]] = {}
         self.reports = deque[asyncio.Future[None]]()  # that it owes, the oldest first
         self.silent_since_s = 0.0  # while it owes some
@@ -385,7 +386,7 @@ class FrontEndProcesses:
             self._end_answers(process)
             for report in process.reports:
                 report.cancel()
-            self._recorder.drop_source(process.index)
+            self._recorder.drop_source(process.index, +process.sequences)
             if self.num_restarts == MAX_RESTARTS:
                 self.problem = f"{how}, and {MAX_RESTARTS} others before it"
                 self._are_ready.set()
@@ -443,9 +444,9 @@ class FrontEndProcesses:
         if not ready:
             yield not_ready(self._model)
             return
-        process, number = min(ready, key=lambda one: one.weight), next(self._numbers)
+        process, number = min(ready, key=lambda one: one.sequences.total()), next(self._numbers)
         process.wire.send(Job.pack(number, admitted))
-        process.weight += admitted.num_sequences
+        process.sequences[admitted.drafting.workload] += admitted.num_sequences
         self.num_requests[process.place] += 1
         items = process.jobs[number] = asyncio.Queue()
         is_over, num_events = False, 0
@@ -458,7 +459,7 @@ class FrontEndProcesses:
             is_over = True
         finally:
             del process.jobs[number]
-            process.weight -= admitted.num_sequences
+            process.sequences[admitted.drafting.workload] -= admitted.num_sequences
             if not is_over and process.is_ready:
                 process.wire.send(Stop(number))
 

@@ -216,8 +216,7 @@ class DraftingRecorder:
         """Count what the recorder of another client of the same engine has counted. `source`: which one."""
         running = self._sources[source][0] if source in self._sources else Counter[str]()
         for name, added in delta.workloads.items():
-            if name not in self._workloads and name != DEFAULT_WORKLOAD and not self._make_room():
-                name = DEFAULT_WORKLOAD
+            name = self._counted_as(name)
             self._workloads[name] = self._workloads.get(name, WorkloadCounts()) + added
             self._workloads.move_to_end(name)
             running[name] += added.num_running
@@ -225,19 +224,33 @@ class DraftingRecorder:
         self.num_output_tokens += delta.num_output_tokens
         self.step_costs = delta.step_costs or self.step_costs
 
-    def drop_source(self, source: int) -> None:
-        """Count the sequences that a lost client had running as aborted."""
-        for name, number in self._sources.pop(source, (Counter[str](), 0, 0))[0].items():
-            if number:
-                self._workloads[name].num_aborted += number
+    def drop_source(self, source: int, lost: Mapping[str, int]) -> None:
+        """Count the sequences that a lost client had running as aborted. `lost`: how many of each workload. Some of
+        them may have begun, and others have ended, since its last delta."""
+        running = self._sources.pop(source, (Counter[str](), 0, 0))[0]
+        lost_now = Counter[str]()
+        for workload, number in lost.items():
+            lost_now[self._counted_as(workload)] += number
+        for name in running | lost_now:
+            totals, num_known, num_lost = (
+                self._workloads.setdefault(name, WorkloadCounts()),
+                running[name],
+                lost_now[name],
+            )
+            totals.num_started += max(0, num_lost - num_known)
+            totals.num_finished += max(0, num_known - num_lost)
+            totals.num_aborted += num_lost
+
+    def _counted_as(self, workload: str) -> str:
+        """The name under which a sequence of `workload` is counted, for which room is made."""
+        is_known = workload in self._workloads or workload == DEFAULT_WORKLOAD
+        return workload if is_known or self._make_room() else DEFAULT_WORKLOAD
 
     def _track(self, request: Any) -> None:
         if request.request_id in self._live:
             return  # a later part of a streamed prompt
         extra_args = getattr(request.sampling_params, "extra_args", None) or {}
-        workload = str(extra_args.get(WORKLOAD_KEY) or DEFAULT_WORKLOAD)
-        if workload not in self._workloads and workload != DEFAULT_WORKLOAD and not self._make_room():
-            workload = DEFAULT_WORKLOAD
+        workload = self._counted_as(str(extra_args.get(WORKLOAD_KEY) or DEFAULT_WORKLOAD))
         self._workloads.setdefault(workload, WorkloadCounts()).num_started += 1
         self._workloads.move_to_end(workload)
         self._steps[request.request_id] = Counter()

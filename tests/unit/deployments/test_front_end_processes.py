@@ -5,6 +5,7 @@ import contextlib
 import json
 import socket
 from argparse import Namespace
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
+from cluster.counts import WorkloadCounts
 from deployments import compat, front_end_processes
 from deployments.answers import EngineAnswers
 from deployments.errors import ApiError
@@ -40,7 +42,8 @@ class NoProcess(FrontEndProcess):
 
     def __init__(self, place: int, index: int, setup: Any) -> None:
         self.place, self.index = place, index
-        self.is_ready, self.weight, self.jobs, self.reports = False, 0, {}, front_end_processes.deque()
+        self.is_ready, self.jobs, self.reports = False, {}, front_end_processes.deque()
+        self.sequences = Counter()
         self._end, self._theirs = socket.socketpair()
         self.aborted: list[str] = []
         self.checker: RemoteGrammarChecker
@@ -94,7 +97,8 @@ class Replica(FrontEndProcesses):
         def keep(*kept: Any) -> None:
             self.kept.append(kept)
 
-        super().__init__(number, "tiny", 8, DraftingRecorder(), charge, keep)
+        self.recorder = DraftingRecorder()
+        super().__init__(number, "tiny", 8, self.recorder, charge, keep)
         self.front_end = FrontEnd(cluster())
 
     async def start(self) -> None:
@@ -149,7 +153,7 @@ def test_requests_go_to_the_process_with_the_fewest_sequences(monkeypatch: pytes
         await soon(lambda: len(replica.charged) == 4)
         assert replica.charged[0] == ("anyone", 13)
         assert [len(replica.process(place).aborted) for place in (0, 1)] == [1, 3]
-        assert [replica.process(place).weight for place in (0, 1)] == [0, 0]
+        assert [replica.process(place).sequences.total() for place in (0, 1)] == [0, 0]
 
     asyncio.run(run())
 
@@ -207,7 +211,7 @@ def test_a_lost_process_ends_its_answers_and_another_takes_its_place(monkeypatch
         replica = Replica(2, monkeypatch)
         await replica.start()
         NoProcess.answer = lambda _: endless()
-        first, second = replica.ask(), replica.ask()
+        first, second = replica.ask(n=2, drafting={"workload": "lost"}), replica.ask()
         assert await anext(first)
         assert await anext(second)
         replica.process(0).die()
@@ -217,6 +221,7 @@ def test_a_lost_process_ends_its_answers_and_another_takes_its_place(monkeypatch
         assert await anext(second) == chunk()
         await soon(lambda: replica.num_ready == 2)
         assert (replica.lost, replica.process(0).index, replica.num_restarts) == ([1], 3, 1)
+        assert replica.recorder.workloads() == {"lost": WorkloadCounts(2, num_aborted=2)}, "though no count had come"
         await replica.refresh_counts()
         third = replica.ask()
         assert await anext(third) == chunk()

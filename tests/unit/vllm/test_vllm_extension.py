@@ -325,14 +325,14 @@ def test_a_recorder_adds_up_what_those_of_other_clients_have_counted(
     assert total.workloads() == {
         "code": WorkloadCounts(4, 1, 0, 3, 1, counts_of([(2, 1)])), "chat": WorkloadCounts(1)
     }  # fmt: skip
-    total.drop_source(1)
-    assert {name: (found.num_running, found.num_aborted) for name, found in total.workloads().items()} == {
-        "code": (2, 1), "chat": (0, 1)
+    total.drop_source(1, {"chat": 2, "unknown": 3})  # one began since the last delta, and that of "code" has finished
+    assert {name: (one.num_running, one.num_finished, one.num_aborted) for name, one in total.workloads().items()} == {
+        "code": (2, 2, 0), "chat": (0, 0, 2), "default": (0, 0, 3)
     }  # fmt: skip
     assert total.context_tokens() == 10
     total.add_delta(3, RecorderDelta({"a third": WorkloadCounts(1, 1)}))
     total.add_delta(3, RecorderDelta({"a fourth": WorkloadCounts(1)}))
-    assert total.workloads().keys() == {"code", "a fourth"}, "those without sequences make room"
+    assert total.workloads().keys() == {"default", "code", "a fourth"}, "those without sequences make room"
 
 
 @pytest.mark.parametrize(
