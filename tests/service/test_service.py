@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 from benchmarks.prompts import choose_prompts
 from deployments import APP_NAME, ROUTER_NAME, TARGET_NAME, cli
 from deployments.client import TargetClient, TargetError
-from tests.support.service_harness import BAD_REQUESTS, PROMPTS, QUESTION, json_schema, wait_for
+from tests.support.service_harness import BAD_REQUESTS, PROMPTS, QUESTION, assert_refused, json_schema, wait_for
 from tests.support.terminal import terminal
 
 pytestmark = pytest.mark.service
@@ -189,17 +189,8 @@ def test_several_choices_report_once_for_all(service):
 @pytest.mark.parametrize("name", BAD_REQUESTS)
 def test_what_the_engine_would_not_survive_is_an_error_of_the_request(service, name):
     """One of these once ended the engine, and with it every running request, for minutes."""
-    call, body, param = BAD_REQUESTS[name]
-    path = {"chat": "chat/completions", "completions": "completions"}[call]
-    request = {"messages": QUESTION} if call == "chat" else {"prompt": "One,"}
     for stream in (False, True):
-        document = {"max_tokens": 4, **request, **body, "stream": stream}
-        response = httpx.post(f"{service.url}/v1/{path}", json=document, timeout=60)
-        assert response.status_code == 400, response.text
-        error = response.json()["error"]
-        assert set(error) == {"message", "type", "param", "code"}
-        assert error["type"] == "invalid_request_error"
-        assert param in (None, error["param"]), error
+        assert_refused(service, name, stream)
     assert service.ask(max_tokens=1).status_code == 200
 
 

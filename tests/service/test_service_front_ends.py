@@ -19,13 +19,13 @@ from cluster.request import hash_key
 from deployments import APP_NAME, TARGET_NAME
 from deployments.client import TargetClient
 from tests.support.service_harness import (
-    APPLICATION,
     BAD_REQUESTS,
     FIXED,
     PATIENT,
     PROMPTS,
     QUESTION,
     Service,
+    assert_refused,
     running_service,
     wait_for,
 )
@@ -37,28 +37,9 @@ LONG = {"stream": True, "max_tokens": 1500, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def with_one(application: Service) -> dict[str, Any]:
-    """What the service says with one process, which then ends."""
-    found = {"texts": application.texts(PROMPTS, KS), "refusals": refusals(application)}
-    APPLICATION.stop()
-    return found
-
-
-@pytest.fixture(scope="module")
-def service(with_one: dict[str, Any]) -> Iterator[Service]:
+def service() -> Iterator[Service]:
     with running_service(target={"front_ends": 2}, drafter={"links": PATIENT}, depth=FIXED) as running:
         yield running
-
-
-def refusals(service: Service) -> dict[str, tuple[int, Any]]:
-    asked = {"chat": {"messages": QUESTION}, "completions": {"prompt": "One, two,"}}
-    paths = {"chat": "chat/completions", "completions": "completions"}
-    found = {}
-    for name, (call, body, _) in BAD_REQUESTS.items():
-        sent = {"model": service.model, "max_tokens": 4, **asked[call], **body}
-        response = httpx.post(f"{service.url}/v1/{paths[call]}", json=sent, timeout=60)
-        found[name] = response.status_code, response.json()["error"]
-    return found
 
 
 def front_ends(service: Service) -> list[psutil.Process]:
@@ -89,10 +70,11 @@ def stream(service: Service, begun: Event, key: str = "none", **body: Any) -> tu
     return times[0], times[-1], events
 
 
-def test_answers_and_refusals_are_those_of_one_process(service: Service, with_one: dict[str, Any]) -> None:
+def test_answers_are_the_targets_and_refusals_those_of_one_process(service: Service) -> None:
     assert len(front_ends(service)) == 2
-    assert service.texts(PROMPTS, KS) == with_one["texts"]
-    assert refusals(service) == with_one["refusals"]
+    assert service.texts(PROMPTS, KS) == service.texts(PROMPTS, [0] * len(KS))
+    for number, name in enumerate(BAD_REQUESTS):
+        assert_refused(service, name, stream=number % 2 == 0)
     chosen = service.ask(structured_outputs={"choice": ["north", "south"]})
     assert chosen.json()["choices"][0]["message"]["content"] in ("north", "south")
 

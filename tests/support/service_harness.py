@@ -191,6 +191,20 @@ BAD_REQUESTS: dict[str, tuple[str, dict[str, Any], str | None]] = {
 """What the engine's input processing refuses, and two of the many that the front end does (`test_front_end.py`)."""
 
 
+def assert_refused(service: Service, name: str, stream: bool) -> None:
+    """That one of `BAD_REQUESTS` is answered as an error of the request."""
+    call, body, param = BAD_REQUESTS[name]
+    path = {"chat": "chat/completions", "completions": "completions"}[call]
+    request: dict[str, Any] = {"messages": QUESTION} if call == "chat" else {"prompt": "One,"}
+    document = {"max_tokens": 4, **request, **body, "stream": stream}
+    response = httpx.post(f"{service.url}/v1/{path}", json=document, timeout=60)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert param in (None, error["param"]), error
+
+
 @contextmanager
 def running_service(config: Path = CONFIG, **sections: dict[str, Any]) -> Iterator[Service]:
     """The application of a config in a Ray of its own, on free ports, deployed and ready as by `peagle serve`; both are

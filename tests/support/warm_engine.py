@@ -6,6 +6,7 @@ has imported them and done nothing else.
 """
 
 import os
+from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
@@ -23,7 +24,8 @@ PRELOADED = [
 
 
 class WarmProcess(ForkServerProcess):
-    """Has the environment of the process that starts it, and not the server's."""
+    """Has the environment of the process that starts it, and not the server's. It forks its worker: vLLM's settings for
+    CPUs name `spawn`, which its environment could not overrule."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -32,6 +34,9 @@ class WarmProcess(ForkServerProcess):
     def run(self) -> None:
         os.environ.clear()
         os.environ.update(self._environment)
+        from vllm.v1.executor import multiproc_executor
+
+        multiproc_executor.get_mp_context = lambda: get_context("fork")
         super().run()
 
 
@@ -43,9 +48,8 @@ CONTEXT = WarmContext()
 
 
 def start_engines_warm(patch: pytest.MonkeyPatch) -> None:
-    """Engines come from the server while `patch` lasts. With `fork` in its environment, an engine forks its worker."""
+    """Engines come from the server while `patch` lasts."""
     from vllm.v1.engine import utils
 
     CONTEXT.set_forkserver_preload(PRELOADED)
-    patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     patch.setattr(utils, "get_mp_context", lambda: CONTEXT)
