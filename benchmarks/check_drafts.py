@@ -302,7 +302,9 @@ def main() -> int:
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--piecewise", action="store_true", help="steps with prompts, to compare with")
     parser.add_argument("--backend", default="TRITON_ATTN")
-    parser.add_argument("--choice", action="store_true", help="any number of drafts, chosen by the drafter's chances")
+    parser.add_argument(
+        "--choice", action="store_true", help="any number of drafts, chosen by the drafter's probabilities"
+    )
     parser.add_argument("--sampled", action="store_true", help="with seeds, instead of greedy")
     parser.add_argument("--qwen", action="store_true", help="a head of Qwen 3's layers with its own embedding table")
     parser.add_argument("--dtype", default="float32")

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from benchmarks.replayed import Replay
 
 SURVIVAL = (0.80, 0.64, 0.50, 0.39, 0.30, 0.22, 0.17, 0.13, 0.10, 0.075, 0.055, 0.04)
-"""Chance that the first i drafts are accepted; beyond the seventh continued by hand at the same ratio."""
+"""Probability that the first i drafts are accepted; beyond the seventh continued by hand at the same ratio."""
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, MAX_MODEL_LEN = 256, 8192, 4096
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, (128, 384)
 WARM_S, LEARNING_S = 1.5, 4.0
@@ -165,8 +165,8 @@ def engine_settings(
     vLLM's distributed_executor_backend, of all arms. replays: acceptance is not vLLM's synthetic one."""
     from benchmarks.models import write_embedding, write_head, write_target
     from peagle.vllm import compat
+    from peagle.vllm.draft_budget import CHOICE_KEY
     from peagle.vllm.engine import RemoteSettings, capture_sizes, engine_kwargs
-    from peagle.vllm.trimming import CHOICE_KEY
 
     name = str(arm)
     target_dir, head_dir = write_target(folder / f"target-{name}", shape), folder / f"head-{name}"
@@ -424,7 +424,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from benchmarks import models
-    from peagle.vllm.trimming import document_path
+    from peagle.vllm.draft_budget import document_path
 
     models.spawn_engines()
     name = args.arm[0]

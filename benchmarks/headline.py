@@ -39,7 +39,7 @@ cores: processor time by second, of the load's own process and of the three busi
 near 1, and it is a Python program, it is what limits the cell, and no GPU.
 
 With `--shape` (a name of `benchmarks.models`) weights are random, and every position's drafts are accepted with the
-same chance in all arms (`benchmarks.engines.SURVIVAL`): that measures speed, not heads.
+same probability in all arms (`benchmarks.engines.SURVIVAL`): that measures speed, not heads.
 `python -m benchmarks.headline_page FILE` makes a page and plots of the result.
 """
 
@@ -78,8 +78,8 @@ from deployments.up import HAPROXY_PORTS
 from peagle.heads import prepare_head
 from peagle.provenance import conditions
 from peagle.train.recipe import target_checkpoint
+from peagle.vllm.draft_budget import CHOICE_KEY
 from peagle.vllm.engine import openmp_preload
-from peagle.vllm.trimming import CHOICE_KEY
 
 NAME, RANDOM = "model", "random"
 FIRST_PORT, STOP_TIMEOUT_S = 8000, 90
@@ -451,7 +451,7 @@ def parse_counters(text: str) -> Counts:
 
 
 def verification(done: Counts) -> dict[str, Any]:
-    """AL, drafts a step, and survival by depth: chance that a step's first i drafts are all accepted, where it
+    """AL, drafts a step, and survival by depth: probability that a step's first i drafts are all accepted, where it
     verifies so many."""
     if not done["steps"]:
         return {}

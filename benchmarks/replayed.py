@@ -1,9 +1,9 @@
 """For `benchmarks.engines --traces`: drafts of an engine of random weights, accepted as those of a real head were.
 
 A request replays one answer of a file of `benchmarks.traces`: in each step it accepts as many of its drafts as the
-target of the traces did at that token, and where drafts are chosen (`peagle.vllm.chosen`) they have the chances that
-the head gave them there. So acceptance differs from request to request and from token to token as it does in service,
-which synthetic rates do not. The engine verifies and samples as ever; its results are replaced.
+target of the traces did at that token, and where drafts are chosen (`peagle.vllm.adaptive_verification`) they have the
+probabilities that the head gave them there. So acceptance differs from request to request and from token to token as it
+does in service, which synthetic rates do not. The engine verifies and samples as ever; its results are replaced.
 
 B requests, S places of requests in the runner, P tokens of all answers, K drafts at most.
 """
@@ -74,16 +74,16 @@ class Replayed(Segments):
             return output, num_sampled_B, num_rejected_B
 
         runner.req_states.add_request, runner.sample = add_request, replayed_sample
-        chances = getattr(getattr(runner, "speculator", None), "chances", None)
-        if chances is None:
+        probabilities = getattr(getattr(runner, "speculator", None), "probabilities", None)
+        if probabilities is None:
             return
-        k_max, record = chances.chance_SK.shape[1], chances.record
+        k_max, record = probabilities.prob_SK.shape[1], probabilities.record
         self.chances_PK = torch.from_numpy(chances_PK[:, :k_max].copy()).to(runner.device)
 
-        def replayed_record(chance_BK: Any, place_B: Any, depth: int) -> None:
+        def replayed_record(prob_BK: Any, place_B: Any, depth: int) -> None:
             record(self.chances_PK[self.place_S[place_B].long()], place_B, depth)
 
-        chances.record = replayed_record
+        probabilities.record = replayed_record
 
 
 def accept(

@@ -27,8 +27,8 @@ from cluster.k_policy import KPolicy
 from cluster.request import DepthPolicy, Drafting
 from cluster.step_latency import StepLatency, StepLatencyModel, TimedStep
 from peagle.provenance import conditions
+from peagle.vllm.draft_budget import DraftBudget
 from peagle.vllm.request_args import SURVIVAL_KEY, WORKLOAD_KEY
-from peagle.vllm.trimming import DraftBudget
 
 RESULTS = Path(__file__).parent / "results"
 TRACES = RESULTS / "2026-11-21-traces-smollm2-135m.npz"

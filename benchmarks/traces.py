@@ -40,18 +40,16 @@ def chances(drafter: Drafter, target: Target, data: Conversations, walked: list[
         embeds_BRH, hidden_BRH = embeds_BMH[:, :-1], hidden_BMH[:, :-1]
         is_answer_N = batch.answer_BN[0].roll(-1)
         anchor_R = torch.arange(len(is_answer_N), device=target.device)
-        chance_NK = torch.zeros(len(is_answer_N), drafter.config.num_depths, device=target.device)
+        prob_NK = torch.zeros(len(is_answer_N), drafter.config.num_depths, device=target.device)
         for depth in range(drafter.config.num_depths):
             normed_BRH, _ = drafter(embeds_BRH, hidden_BRH, batch.position_BN[:, anchor_R] + depth, attend)
             index_R = is_answer_N[anchor_R].nonzero().squeeze(1)
             parts = normed_BRH[0, index_R].split(LOGIT_ROWS)
             anchor_R = anchor_R[index_R]
-            chance_NK[anchor_R, depth] = torch.cat(
-                [drafter.logits(part).float().softmax(-1).amax(-1) for part in parts]
-            )
+            prob_NK[anchor_R, depth] = torch.cat([drafter.logits(part).float().softmax(-1).amax(-1) for part in parts])
             attend.keep(index_R, anchor_R)
             embeds_BRH, hidden_BRH = (x[:, -1:].expand(-1, len(anchor_R), -1) for x in (embeds_BMH, hidden_BMH))
-        found |= {index: chance_NK[anchors].cpu().numpy() for index, anchors in answer_anchors(data, indices).items()}
+        found |= {index: prob_NK[anchors].cpu().numpy() for index, anchors in answer_anchors(data, indices).items()}
     return [found[index] for index in walked]
 
 

@@ -3,12 +3,12 @@
 Enters: new steps by head and workload (`cluster.counts.CounterDeltas`). Leaves: cumulative acceptance rates with
 intervals, and a snapshot.
 
-The cumulative acceptance rate S_i is the chance that a step accepts its first i drafts: the tokens that draft i adds to
-a step on average. So a step at K gives L(K) = 1 + S_1 + ... + S_K tokens.
+The cumulative acceptance rate S_i is the probability that a step accepts its first i drafts: the tokens that draft i
+adds to a step on average. So a step at K gives L(K) = 1 + S_1 + ... + S_K tokens.
 
 A step that verifies k drafts and accepts j is a trial of the conditional acceptance rates a_1 .. a_min(j + 1, k): at
 j = k the next one is censored. With a P-EAGLE head draft i does not depend on k, so steps at any K inform the same a_i.
-Each a_i gets a Beta posterior, and S_i is the product a_1 .. a_i. Its prior is worth `PRIOR_STEPS` trials around the
+Each a_i gets a Beta posterior, and S_i is the product a_1 .. a_i. Its prior counts as `PRIOR_STEPS` trials around the
 mean of the head's other workloads together, whose own prior is a published curve. A step counts half after
 `half_life_steps` further steps of its workload. Each head has evidence of its own: a change of heads voids nothing.
 """
@@ -32,9 +32,9 @@ PUBLISHED_RATES = (0.80, 0.64, 0.50, 0.39, 0.30, 0.22, 0.17)
 INTERVAL_WIDTH = 1.645
 """Standard deviations on either side: 90 % of a normal distribution."""
 PRIOR_STEPS = 40.0
-"""Trials of each position that the parent's mean is worth to a workload, and the published curve to the parent."""
+"""Trials of each position that the parent's mean counts as for a workload, and the published curve to the parent."""
 DESIGN_EFFECT = 4.0
-"""Steps worth one independent step, because steps of one request resemble each other. In
+"""Steps that count as one independent step, because steps of one request resemble each other. In
 benchmarks/results/2026-11-21-traces-smollm2-135m.npz the variance of a_i between requests is 3.6 times the binomial one
 (median over tasks and positions, quartiles 2.4 and 4.8)."""
 MAX_HEADS, MAX_WORKLOADS = 4, 64

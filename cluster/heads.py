@@ -166,7 +166,7 @@ class HeadChange:
 # ---- the comparison of two heads
 
 TRIAL_ERROR, WATCH_ERROR = 0.005, 0.001
-"""Chance that a trial promotes a candidate that is not better; that a watch rolls back a head that is as good."""
+"""Probability that a trial promotes a candidate that is not better; that a watch rolls back a head that is as good."""
 
 MIN_GAIN, MAX_LOSS = 0.01, 0.03
 """A candidate that surely gains less is dropped. A head that surely loses more is rolled back: it is compared with
@@ -183,7 +183,7 @@ MAX_EVIDENCE_STEPS = 50_000
 """Beyond it older steps of a head and workload count half: a new head is compared with what this one does of late."""
 
 REQUEST_CORRELATION = 0.4
-"""Correlation of accepted drafts between steps of one request: its m steps are worth m / (1 + 0.4 (m - 1)) independent
+"""Correlation of accepted drafts between steps of one request: its m steps count as m / (1 + 0.4 (m - 1)) independent
 ones. Easy and hard stretches of an answer come together: in the recorded answers of `tests/support/head_traffic.py` it
 is 0.14 to 0.44, by task."""
 
@@ -234,8 +234,8 @@ class HeadComparison(NamedTuple):
 def compare_heads(
     new: Mapping[str, HeadEvidence], old: Mapping[str, HeadEvidence], error: float
 ) -> HeadComparison | None:
-    """Compare each workload with itself; None without enough evidence. error: chance that the interval ever leaves out
-    the true gain. It is that of the normal mixture (Robbins 1970; Howard et al. 2021), prior: `EXPECTED_GAIN`."""
+    """Compare each workload with itself; None without enough evidence. error: probability that the interval ever leaves
+    out the true gain. It is that of the normal mixture (Robbins 1970; Howard et al. 2021), prior: `EXPECTED_GAIN`."""
     shared = [name for name in new.keys() & old.keys() if min(new[name].num_requests, old[name].num_requests) > 0]
     for head in (old, new):
         num_requests = sum(head[name].num_requests for name in shared)

@@ -33,7 +33,7 @@ OWNED_ENGINE_KEYS = {
     "spec_model": "set drafter.head",
     "spec_tokens": "set drafter.max_draft_tokens",
     "num_speculative_tokens": "set drafter.max_draft_tokens",
-    "scheduler_cls": "the target's scheduler trims each request to its K and cannot be replaced here",
+    "scheduler_cls": "the target's scheduler verifies at most K drafts of each request and cannot be replaced here",
     "async_scheduling": "on for GPUs, off for CPUs, where vLLM does not support it",
     "worker_cls": "the target's worker cannot be replaced here",
     "distributed_executor_backend": "it follows from target.bundle",

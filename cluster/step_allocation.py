@@ -53,8 +53,8 @@ def allocate(
     return depths, best
 
 
-WORTH_LEVELS = (0.02, *(round(0.05 * number, 2) for number in range(1, 20)), 0.98)
-"""Chances at which the drafts of a batch are counted where the drafter says each one's (`best_total`)."""
+PROBABILITY_LEVELS = (0.02, *(round(0.05 * number, 2) for number in range(1, 20)), 0.98)
+"""Cumulative probabilities at which the drafts of a batch are counted (`best_total`)."""
 
 
 def best_total(counts: Sequence[float], num_requests: int, max_total: int, seconds: Array) -> tuple[int, float]:
@@ -62,15 +62,15 @@ def best_total(counts: Sequence[float], num_requests: int, max_total: int, secon
     many tokens per second.
 
     Args:
-        counts: of the batch's drafts, how many have each of `WORTH_LEVELS` or more as the chance that they and all
-            before them are accepted.
+        counts: of the batch's drafts, how many reach each of `PROBABILITY_LEVELS` with the probability that they and
+            all before them are accepted.
         max_total: the most drafts.
         seconds: of a step with 0 .. `max_total` drafts.
     """
-    levels = (*WORTH_LEVELS, 1.0)
+    levels = (*PROBABILITY_LEVELS, 1.0)
     known = np.minimum([0.0, *reversed(counts), max_total], max_total)
-    worth = [(low + high) / 2 for low, high in zip((0.0, *levels), levels, strict=False)]
-    gained = np.concatenate([[0.0], np.cumsum(np.diff(known) * worth[::-1])])
+    cumulative = [(low + high) / 2 for low, high in zip((0.0, *levels), levels, strict=False)]
+    gained = np.concatenate([[0.0], np.cumsum(np.diff(known) * cumulative[::-1])])
     tokens_per_s = (num_requests + np.interp(np.arange(max_total + 1), known, gained)) / seconds
     best = int(tokens_per_s.argmax())
     return best, float(tokens_per_s[best])

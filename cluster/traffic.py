@@ -30,7 +30,7 @@ LENGTH_HALF_LIFE = 200
 """Ended requests of a workload after which one counts half in its mean lengths."""
 
 POOLED_REQUESTS = 10
-"""Requests that the mean of all workloads is worth to one of them."""
+"""Requests that the mean of all workloads counts as for one of them."""
 
 
 @dataclass(slots=True)

@@ -181,9 +181,9 @@ class ParallelPass:
         sampled_M = rows.sample_rows_BD.flatten()
         # Rows that are padded samples read the last row, whose draft is dropped below.
         logits_MV = drafter.logits(normed_1NH[0, sampled_M])
-        ids_M, chance_M = torch.empty_like(sampled_M), torch.empty_like(sampled_M, dtype=torch.float32)
-        best_tokens(logits_MV, ids_M, chance_M)
-        drafts_M = torch.where(sampled_M < 0, NO_DRAFT, pack(self._target_ids_V[ids_M], chance_M))
+        ids_M, prob_M = torch.empty_like(sampled_M), torch.empty_like(sampled_M, dtype=torch.float32)
+        best_tokens(logits_MV, ids_M, prob_M)
+        drafts_M = torch.where(sampled_M < 0, NO_DRAFT, pack(self._target_ids_V[ids_M], prob_M))
         return drafts_M.view(rows.sample_rows_BD.shape)
 
 

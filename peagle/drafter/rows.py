@@ -167,61 +167,61 @@ def _place_hidden_kernel(
 
 # Drafts: how they travel, and how they are found
 #
-# A draft is one int32, from 0 on: the token and the drafter's chance of it, given the drafts before it. -1 (`NO_DRAFT`)
-# is no draft.
+# A draft is one int32, from 0 on: the token and the drafter's probability of it, given the drafts before it. -1
+# (`NO_DRAFT`) is no draft.
 #
 #     bits 0 .. 19     token id in the target's vocabulary
-#     bits 20 .. 30    chance, rounded to steps of 1/2047
+#     bits 20 .. 30    probability, rounded to steps of 1/2047
 #
-# Where code needs a number for no draft, it is token 0 with chance 0.
+# Where code needs a number for no draft, it is token 0 with probability 0.
 
 
 TOKEN_BITS = 20
 MAX_VOCABULARY = 1 << TOKEN_BITS
-CHANCE_STEPS = (1 << 31 - TOKEN_BITS) - 1
+PROB_STEPS = (1 << 31 - TOKEN_BITS) - 1
 
 _TOKEN_BITS, _TOKEN_MASK = tl.constexpr(TOKEN_BITS), tl.constexpr(MAX_VOCABULARY - 1)
-_CHANCE_STEPS, _CHANCE_STEP = tl.constexpr(CHANCE_STEPS), tl.constexpr(1.0 / CHANCE_STEPS)
+_PROB_STEPS, _PROB_STEP = tl.constexpr(PROB_STEPS), tl.constexpr(1.0 / PROB_STEPS)
 _DEPTH, _NUM_LANES, _NUM_WARPS = 4, 2048, 8  # a thread has eight lanes, whole
 _FLOOR = tl.constexpr(-3.0e38)
 
 
-def pack(ids: Tensor, chance: Tensor) -> Tensor:
-    """Drafts of these tokens, as they travel. A chance that is no number is 0."""
-    steps = (chance.float().nan_to_num(0.0) * CHANCE_STEPS + 0.5).int()
+def pack(ids: Tensor, probability: Tensor) -> Tensor:
+    """Drafts of these tokens, as they travel. A probability that is no number is 0."""
+    steps = (probability.float().nan_to_num(0.0) * PROB_STEPS + 0.5).int()
     return steps << TOKEN_BITS | ids.int()
 
 
 def unpack(drafts: Tensor) -> tuple[Tensor, Tensor]:
-    """Token ids, int64, and chances, float32, of drafts as they travel; 0 and 0 where there is none."""
+    """Token ids, int64, and probabilities, float32, of drafts as they travel; 0 and 0 where there is none."""
     found = drafts.clamp(min=0)
-    return (found & MAX_VOCABULARY - 1).long(), (found >> TOKEN_BITS).float() * (1.0 / CHANCE_STEPS)
+    return (found & MAX_VOCABULARY - 1).long(), (found >> TOKEN_BITS).float() * (1.0 / PROB_STEPS)
 
 
 @triton.jit
 def unpack_in_kernel(draft):
     """As `unpack`."""
     found = tl.maximum(draft, 0)
-    return (found & _TOKEN_MASK).to(tl.int64), (found >> _TOKEN_BITS).to(tl.float32) * _CHANCE_STEP
+    return (found & _TOKEN_MASK).to(tl.int64), (found >> _TOKEN_BITS).to(tl.float32) * _PROB_STEP
 
 
-def best_tokens(logits_NV: Tensor, ids_N: Tensor, chance_N: Tensor) -> None:
-    """Most likely token of each row (the first of equal ones) into ids_N, int64, its probability into chance_N,
+def best_tokens(logits_NV: Tensor, ids_N: Tensor, prob_N: Tensor) -> None:
+    """Most likely token of each row (the first of equal ones) into ids_N, int64, its probability into prob_N,
     float32."""
     if not uses_kernel(logits_NV) or logits_NV.dtype == torch.float64:
         best_N, ids = logits_NV.max(dim=-1)
         ids_N.copy_(ids)
-        chance_N.copy_((best_N.float() - logits_NV.float().logsumexp(dim=-1)).exp())
+        prob_N.copy_((best_N.float() - logits_NV.float().logsumexp(dim=-1)).exp())
         return
     num_rows, vocabulary = logits_NV.shape
     _best_tokens_kernel[(num_rows,)](
-        logits_NV, logits_NV.stride(0), ids_N, chance_N, vocabulary,
+        logits_NV, logits_NV.stride(0), ids_N, prob_N, vocabulary,
         DEPTH=_DEPTH, NUM_LANES=_NUM_LANES, num_warps=_NUM_WARPS,
     )  # fmt: skip
 
 
 @triton.jit
-def _best_tokens_kernel(logits_NV, stride, ids_N, chance_N, vocabulary, DEPTH: tl.constexpr, NUM_LANES: tl.constexpr):
+def _best_tokens_kernel(logits_NV, stride, ids_N, prob_N, vocabulary, DEPTH: tl.constexpr, NUM_LANES: tl.constexpr):
     """One program a row.
 
     Each lane keeps the maximum, its token and the sum of the columns that it reads, DEPTH at a time. Lanes meet once,
@@ -244,4 +244,4 @@ def _best_tokens_kernel(logits_NV, stride, ids_N, chance_N, vocabulary, DEPTH: t
         best_L = new_L
     best = tl.max(best_L, axis=0)
     tl.store(ids_N + row, tl.min(tl.where(best_L == best, token_L, 2147483647), axis=0))
-    tl.store(chance_N + row, 1.0 / tl.sum(total_L * tl.exp(best_L - best), axis=0))
+    tl.store(prob_N + row, 1.0 / tl.sum(total_L * tl.exp(best_L - best), axis=0))

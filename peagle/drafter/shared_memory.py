@@ -177,10 +177,11 @@ class Ring:
         slot.payload_RH[: len(hidden_RH)].copy_(hidden_RH, non_blocking=True)
         publish_step(slot, number, torch.cat([start_B, num_valid_B, next_tokens_R]))
 
-    def wait(self, number: int, timeout_s: float, out_BK: Tensor, chance_BK: Tensor) -> None:
-        """Wait for the drafts of a step, at most this long, and put them into out_BK, int64, and their chances into
-        chance_BK, float32: 0 where there are none, or when they come later. With tensors on a GPU its stream waits."""
-        wait_for_drafts(self.slot(number), self._abort, number, int(timeout_s * 1e9), out_BK, chance_BK)
+    def wait(self, number: int, timeout_s: float, out_BK: Tensor, prob_BK: Tensor) -> None:
+        """Wait for the drafts of a step, at most this long, and put them into out_BK, int64, and their probabilities
+        into prob_BK, float32: 0 where there are none, or when they come later. With tensors on a GPU its stream
+        waits."""
+        wait_for_drafts(self.slot(number), self._abort, number, int(timeout_s * 1e9), out_BK, prob_BK)
 
     def is_done(self, number: int) -> bool:
         return int(self.slot(number).done[0]) >= number
@@ -288,7 +289,7 @@ def publish_step(slot: Slot, number: int, integers: Tensor) -> None:
 
 
 def wait_for_drafts(
-    slot: Slot, abort: Int64Array, number: int, timeout_ns: int, out_BK: Tensor, chance_BK: Tensor
+    slot: Slot, abort: Int64Array, number: int, timeout_ns: int, out_BK: Tensor, prob_BK: Tensor
 ) -> None:
     """As `Ring.wait`, which ends also when the abort word is set. An answer that is there counts even then, or with no
     time left. `outcome` is written at the end.
@@ -300,15 +301,15 @@ def wait_for_drafts(
     if uses_kernel(out_BK):
         _wait_kernel[(1,)](
             _address(slot.done), _address(abort), _address(slot.drafts_BK), _address(slot.outcome),
-            number, timeout_ns, num_requests * num_columns, out_BK, chance_BK,
+            number, timeout_ns, num_requests * num_columns, out_BK, prob_BK,
             BLOCK=_BLOCK, ON_GPU=not INTERPRETED, num_warps=1,
         )  # fmt: skip
         return
     status, waited_ns = _wait(slot.done, number, abort, timeout_ns)
     out_BK.zero_()
-    chance_BK.zero_()
+    prob_BK.zero_()
     if status == REACHED:
-        for filled_BK, found_BK in zip((out_BK, chance_BK), unpack(torch.from_numpy(slot.drafts_BK)), strict=True):
+        for filled_BK, found_BK in zip((out_BK, prob_BK), unpack(torch.from_numpy(slot.drafts_BK)), strict=True):
             filled_BK.copy_(found_BK[:num_requests])
     slot.outcome[:] = status, waited_ns
 
@@ -362,7 +363,7 @@ def _publish_kernel(
 )
 def _wait_kernel(
     done_at: tl.int64, abort_at: tl.int64, drafts_at: tl.int64, outcome_at: tl.int64,
-    number: tl.int64, timeout_ns: tl.int64, count: tl.int64, out_BK, chance_BK,
+    number: tl.int64, timeout_ns: tl.int64, count: tl.int64, out_BK, prob_BK,
     BLOCK: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     done_1, abort_1 = done_at.to(tl.pointer_type(tl.int64)), abort_at.to(tl.pointer_type(tl.int64))
@@ -383,9 +384,9 @@ def _wait_kernel(
         at = i + tl.arange(0, BLOCK)
         # Volatile: past the caches, which may hold what an earlier step had here.
         draft = tl.load(drafts + at, mask=at < num_found, other=0, volatile=True)
-        token, chance = unpack_in_kernel(draft)
+        token, probability = unpack_in_kernel(draft)
         tl.store(out_BK + at, token, mask=at < count)
-        tl.store(chance_BK + at, chance, mask=at < count)
+        tl.store(prob_BK + at, probability, mask=at < count)
     tl.store(outcome_2 + 1, waited)
     fence(ON_GPU)
     tl.store(outcome_2, status)

@@ -17,7 +17,7 @@ from vllm import __version__ as vllm_version
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from peagle.vllm.trimming import CHOICE_KEY
+from peagle.vllm.draft_budget import CHOICE_KEY
 
 logger = logging.getLogger(__name__)
 
@@ -460,7 +460,7 @@ def _is_wanted(config: VllmConfig, key: str) -> bool:
 
 
 def chooses(config: VllmConfig) -> bool:
-    """Whether the worker may choose the best drafts of a batch (`peagle.vllm.chosen`).
+    """Whether the worker may choose the best drafts of a batch (`peagle.vllm.adaptive_verification`).
 
     Not if `additional_config` refuses it (`CHOICE_KEY`), or if acceptance is synthetic. Not on several GPUs: ranks
     could choose differently. Not with LoRA: vLLM assigns adapters to rows on the host. Raises ValueError if the key is

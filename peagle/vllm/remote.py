@@ -154,18 +154,18 @@ class StepSender:
         return is_sent
 
     def wait(self, sent: Sequence[SentStep], num_requests: int) -> tuple[Tensor, Tensor]:
-        """Drafts [B, K], int64 on the device, and their chances, float32; 0 where there are none. Waits no longer than
-        the links' deadlines: on a GPU its stream, else the host."""
+        """Drafts [B, K], int64 on the device, and their probabilities, float32; 0 where there are none. Waits no longer
+        than the links' deadlines: on a GPU its stream, else the host."""
         drafts_BK = torch.zeros(num_requests, self.shape.max_draft_tokens, dtype=torch.int64, device=self.device)
-        chance_BK = torch.zeros_like(drafts_BK, dtype=torch.float32)
+        prob_BK = torch.zeros_like(drafts_BK, dtype=torch.float32)
         for one in sent:
             if one.index_M is None:
-                one.link.wait(drafts_BK, chance_BK)
+                one.link.wait(drafts_BK, prob_BK)
                 break
             found_MK = drafts_BK.new_empty(len(one.members_M), self.shape.max_draft_tokens)
-            one.link.wait(found_MK, found_chance_MK := torch.empty_like(found_MK, dtype=torch.float32))
-            drafts_BK[one.index_M], chance_BK[one.index_M] = found_MK, found_chance_MK
-        return drafts_BK, chance_BK
+            one.link.wait(found_MK, found_prob_MK := torch.empty_like(found_MK, dtype=torch.float32))
+            drafts_BK[one.index_M], prob_BK[one.index_M] = found_MK, found_prob_MK
+        return drafts_BK, prob_BK
 
     def num_drafts(self, sent: Sequence[SentStep], num_requests: int) -> list[int]:
         """How many drafts each of the batch's requests gets, as far as is known: those that it wants where its step was

@@ -4,8 +4,8 @@ The engine loads no head and has no cache for one; all else is as with a colocat
 order of the GPU's stream: the host waits for nothing, and tokens have left for the client when the stream waits for
 drafts.
 
-In a step whose drafts the GPU chose (`peagle.vllm.chosen`), the host does not know where a request's rows begin. What
-travels then has a place for each row that a request may have, and the places without a row stay empty.
+In a step whose drafts the GPU chose (`peagle.vllm.adaptive_verification`), the host does not know where a request's
+rows begin. What travels then has a place for each row that a request may have, and the places without a row stay empty.
 
 The first rank of a tensor-parallel group sends; the others get its drafts by a broadcast.
 """
@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from peagle.drafter.protocol import Int32Array
-from peagle.vllm.chosen import Chances
+from peagle.vllm.adaptive_verification import DraftProbabilities
 from peagle.vllm.draft_rows import TargetRows, accepted_rows
 from peagle.vllm.remote import EngineStep, RemoteControl, StepSender, check_config, make_sender
 from peagle.vllm.request_args import drafts_wanted, head_of
@@ -55,7 +55,7 @@ class RemoteSpeculator(BaseSpeculator):
         """sender: None on ranks that do not send."""
         self.sender, self._device, self._k_max = sender, device, k_max
         self._known: dict[str, _Known] = {}
-        self.chances = Chances(max_requests, k_max, device)
+        self.probabilities = DraftProbabilities(max_requests, k_max, device)
         self._num_ahead = self._k_max
         self.num_drafts: dict[str, int] = {}
         """By request that the last step wanted drafts for: how many will come, as far as the last answers say."""
@@ -114,9 +114,9 @@ class RemoteSpeculator(BaseSpeculator):
             assert aux_hidden_states, "the target returned no auxiliary hidden states"
             step = self._engine_step(input_batch, target, aux_hidden_states)
             sent = self.sender.send(step)
-            drafts_BK, chance_BK = self.sender.wait(sent, num_requests)
+            drafts_BK, prob_BK = self.sender.wait(sent, num_requests)
             if self._is_choice:
-                self.chances.record(chance_BK, input_batch.idx_mapping, self._num_ahead)
+                self.probabilities.record(prob_BK, input_batch.idx_mapping, self._num_ahead)
             asked = zip(step.request_ids, step.num_drafts_B, self.sender.num_drafts(sent, num_requests), strict=True)
             self.num_drafts = {request_id: count for request_id, depth, count in asked if depth}
         if get_tp_group().world_size > 1:

@@ -8,9 +8,9 @@ only. So fewer verified drafts cost no draft quality and keep the distribution o
 
 Given to vLLM as an import string, `scheduler_cls=SYNC_SCHEDULER` or `ASYNC_SCHEDULER` of `peagle.vllm.engine`, for its
 V1 and its V2 model runner. Where requests bring cumulative acceptance rates and the engine knows its step times, a
-draft budget also leaves out the drafts that do not pay in the next step (`peagle.vllm.trimming`). Where the worker can
-choose which drafts are verified (`peagle.vllm.chosen`), somewhat more drafts are planned than pay, and the plan says
-how many the step verifies. The scheduler knows nothing of how K is decided.
+draft budget also leaves out the drafts that do not pay in the next step (`peagle.vllm.draft_budget`). Where the worker
+can choose which drafts are verified (`peagle.vllm.adaptive_verification`), somewhat more drafts are planned than pay,
+and the plan says how many the step verifies. The scheduler knows nothing of how K is decided.
 """
 
 import copy
@@ -27,6 +27,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from peagle.vllm import compat
+from peagle.vllm.draft_budget import SPARE_DRAFTS, DraftBudget, make_draft_budget
 from peagle.vllm.limits import use_own_backends
 from peagle.vllm.outputs import OutputCoalescer
 from peagle.vllm.rejections import RejectionForecast
@@ -40,7 +41,6 @@ from peagle.vllm.step_notes import (
     steps_text,
     update_plan,
 )
-from peagle.vllm.trimming import MORE_TO_CHOOSE, DraftBudget, make_draft_budget
 from peagle.vllm.turns import count_overtaken, group_of, order_by_turns
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class _PerRequestDepth(_Base):
         self._is_choice = num_chosen is not None
         if num_chosen is not None:
             self._chosen_share = num_chosen / len(requests)
-            most = math.ceil(self._chosen_share) + MORE_TO_CHOOSE
+            most = math.ceil(self._chosen_share) + SPARE_DRAFTS
             depths = [min(most, max_k) for max_k in max_ks]
             self._is_choice = num_chosen < sum(depths)
         for request, depth in zip(requests, depths, strict=True):
@@ -227,7 +227,7 @@ class _PerRequestDepth(_Base):
             num_ready = dict(zip(model_runner_output.req_ids, result.num_ready, strict=True))
             self._mark_missing(num_ready, scheduler_output)
         if self._draft_budget is not None and (counts := result.list_acceptance_counts()) is not None:
-            self._draft_budget.record_worth(*counts)
+            self._draft_budget.record_level_counts(*counts)
         if num_admitted is not None:
             self._mark_unverified(dict(zip(model_runner_output.req_ids, num_admitted, strict=True)), scheduler_output)
             self._chosen_step = []
@@ -368,7 +368,7 @@ class PerRequestDepthAsyncScheduler(_PerRequestDepth, AsyncScheduler):
         self._is_choice = may_choose
         drafting = [request for request in found if not request.is_prefill_chunk and request.spec_token_ids]
         max_k = self._limit_drafts(drafting)
-        ranks_drafts = self._is_choice or (may_choose and budget is not None and budget.wants_worth)
+        ranks_drafts = self._is_choice or (may_choose and budget is not None and budget.counts_levels)
         # This step's pass makes the drafts of the next one; if none are verified there, it fills the drafter's cache.
         deepest = max((len(request.spec_token_ids) for request in drafting), default=0)
         self._plan_pass(scheduler_output, max(deepest, min(max_k, 1)), ranks_drafts)

@@ -54,7 +54,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from peagle.drafter.rows import best_tokens
 from peagle.vllm import compat
-from peagle.vllm.chosen import Chances
+from peagle.vllm.adaptive_verification import DraftProbabilities
 from peagle.vllm.draft_rows import DraftRows, TargetRows, write_rows
 from peagle.vllm.engine import capture_sizes
 from peagle.vllm.last_layer import COMPILED_KEY, LastLayer
@@ -253,9 +253,9 @@ class PEagleSpeculator(DraftModelSpeculator):
         self.attended_SA = torch.zeros(most_drafts, self.last_layer.input_size, **shape)
         self.stream_SH = torch.zeros(most_drafts, self.hidden_size, **shape)
         self.draft_ids_S = torch.zeros(most_drafts, dtype=self.draft_tokens.dtype, device=self.device)
-        self.chance_S = torch.zeros(most_drafts, dtype=torch.float32, device=self.device)
-        self.chance_BK = torch.zeros(self.max_num_reqs, self.num_speculative_steps, device=self.device)
-        self.chances = Chances(self.max_num_reqs, self.num_speculative_steps, self.device)
+        self.prob_S = torch.zeros(most_drafts, dtype=torch.float32, device=self.device)
+        self.prob_BK = torch.zeros(self.max_num_reqs, self.num_speculative_steps, device=self.device)
+        self.probabilities = DraftProbabilities(self.max_num_reqs, self.num_speculative_steps, self.device)
         # Row 0 is the shared hidden state of mask rows, the others are the target's rows after `fc`.
         self.reduced_NH = torch.zeros(1 + most_targets, self.hidden_size, **shape)
         with torch.inference_mode():
@@ -408,7 +408,7 @@ class PEagleSpeculator(DraftModelSpeculator):
         self._run_pass(target, lengths_B, most_keys_B, max_query_len, depth, members_M is not None, is_profile)
         if members_M is None:
             if self._is_choice:
-                self.chances.record(self.chance_BK, input_batch.idx_mapping, depth)
+                self.probabilities.record(self.prob_BK, input_batch.idx_mapping, depth)
             return self.draft_tokens[:num_requests]
         drafts_BK = torch.zeros(num_requests, k_max, dtype=self.draft_tokens.dtype, device=self.device)
         drafts_BK[async_tensor_h2d(members_M, device=self.device)] = self.draft_tokens[: len(members_M)]
@@ -528,8 +528,8 @@ class PEagleSpeculator(DraftModelSpeculator):
 
     def _lay_out_drafts(self, num_requests: int, depth: int) -> None:
         """Copy `draft_ids_S` [B * D], one request after another, to the first D columns of `draft_tokens` [B, K_max],
-        and the drafts' probabilities to those of `chance_BK`."""
-        for out_BK, given_S in ((self.draft_tokens, self.draft_ids_S), (self.chance_BK, self.chance_S)):
+        and the drafts' probabilities to those of `prob_BK`."""
+        for out_BK, given_S in ((self.draft_tokens, self.draft_ids_S), (self.prob_BK, self.prob_S)):
             out_BK[:num_requests, :depth] = given_S[: num_requests * depth].view(num_requests, depth)
 
     def _replay_choice(self, num_drafts: int) -> None:
@@ -608,11 +608,11 @@ class PEagleSpeculator(DraftModelSpeculator):
 
     def _choose(self, num_drafts: int) -> None:
         """Run the rest of the last layer for the first `num_drafts` rows that propose drafts. Draft tokens go to
-        `draft_ids_S`, their probabilities to `chance_S`."""
+        `draft_ids_S`, their probabilities to `prob_S`."""
         model = self.model
         normed_SH = self.last_layer(self.attended_SA[:num_drafts], self.stream_SH[:num_drafts])
         draft_ids_S = self.draft_ids_S[:num_drafts]
-        best_tokens(model.logits_processor(model.lm_head, normed_SH), draft_ids_S, self.chance_S[:num_drafts])
+        best_tokens(model.logits_processor(model.lm_head, normed_SH), draft_ids_S, self.prob_S[:num_drafts])
         if model.draft_id_to_target_id is not None:
             draft_ids_S += model.draft_id_to_target_id[draft_ids_S]
 

@@ -18,9 +18,9 @@ from vllm import SamplingParams
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
+from peagle.vllm.draft_budget import document_path
 from peagle.vllm.request_args import DEPTH_KEY
 from peagle.vllm.step_notes import update_plan
-from peagle.vllm.trimming import document_path
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ MAX_STEPS_AHEAD = 2
 
 def write_steps(config: Any, points: list[dict[str, Any]], *, chooses: bool = False) -> None:
     """Write the document: {"device", "max_draft_tokens", "context_tokens", "points", "chooses"}. chooses: whether the
-    worker can choose a step's drafts (`peagle.vllm.chosen`)."""
+    worker can choose a step's drafts (`peagle.vllm.adaptive_verification`)."""
     document = {
         "device": torch.cuda.get_device_name(),
         "max_draft_tokens": config.num_speculative_tokens,

@@ -55,7 +55,7 @@ class StepResult:
             copy to the host is complete when the output is there.
         acceptance_counts: (counts, number of requests) of the step before. Count i is the number of drafts whose
             expected accepted tokens, the cumulative probability of acceptance, are at least level i of
-            `cluster.step_allocation.WORTH_LEVELS`. A list or tensor, as above.
+            `cluster.step_allocation.PROBABILITY_LEVELS`. A list or tensor, as above.
     """
 
     num_ready: list[int] | None = None
@@ -100,8 +100,8 @@ STEP_COSTS_HEADER = "x-peagle-step-costs"
 class VerifiedStep(NamedTuple):
     """One request in one engine step: drafts verified, 1..K, and accepted, 0..verified.
 
-    is_chosen: the worker chose how many (`peagle.vllm.chosen`). It chooses late positions where acceptance is likely,
-    so such a step is no sample of the acceptance rate by position.
+    is_chosen: the worker chose how many (`peagle.vllm.adaptive_verification`). It chooses late positions where
+    acceptance is likely, so such a step is no sample of the acceptance rate by position.
     """
 
     num_verified: int

@@ -34,7 +34,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import AttentionGroup
 
 from peagle.vllm import compat
-from peagle.vllm.chosen import MAX_DRAFTS, Chances, ChosenDrafts
+from peagle.vllm.adaptive_verification import MAX_DRAFTS, AdaptiveVerification, DraftProbabilities
 from peagle.vllm.speculator import PEagleSpeculator, can_renew
 from peagle.vllm.step_measure import measure_steps, write_steps
 from peagle.vllm.step_notes import read_plan, update_result
@@ -186,15 +186,15 @@ class PEagleRunner(RaggedModelRunner):
     """`RaggedModelRunner` with a P-EAGLE speculator, and with graphs for the verification of its drafts."""
 
     adaptive_verification: Any = None
-    """`chosen`, in a step whose drafts it chooses: vLLM's runner then calls it in place of its own manager."""
+    """`selection`, in a step whose drafts it chooses: vLLM's runner then calls it in place of its own manager."""
     verification: Verification | None = None
-    chosen: ChosenDrafts | None = None
-    """Chooses a step's drafts; None where that is not possible (`_choice`)."""
+    selection: AdaptiveVerification | None = None
+    """Chooses a step's drafts; None where that is not possible (`_make_selection`)."""
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """vLLM's. The target's graphs then write auxiliary hidden states into the drafter's buffer."""
         super().initialize_kv_cache(*args, **kwargs)
-        self.chosen = self._choice()
+        self.selection = self._make_selection()
         graphs, views = self.cudagraph_manager, self.speculator.aux_views()
         most_rows = max((desc.num_tokens for descs in graphs._capture_descs.values() for desc in descs), default=0)
         if views and most_rows <= len(views[0]):
@@ -208,11 +208,11 @@ class PEagleRunner(RaggedModelRunner):
         if (verification := Verification.create(self)) is not None:
             num_bytes += verification.capture(num_sampled)
         self.verification = None if profile_only else verification
-        if self.chosen is not None:
-            self.chosen.warm()
+        if self.selection is not None:
+            self.selection.warm()
         return num_bytes
 
-    def _choice(self) -> ChosenDrafts | None:
+    def _make_selection(self) -> AdaptiveVerification | None:
         """None where `compat.chooses` says no, and where attention plans by the host's view of the rows."""
         if not compat.chooses(self.vllm_config):
             return None
@@ -225,16 +225,18 @@ class PEagleRunner(RaggedModelRunner):
         )
         if not is_usual:
             return None
-        chances: Chances = self.speculator.chances
-        return ChosenDrafts(chances, self.input_buffers.query_start_loc, get_max_chunk_logits(self.vocab_size))
+        probabilities: DraftProbabilities = self.speculator.probabilities
+        return AdaptiveVerification(
+            probabilities, self.input_buffers.query_start_loc, get_max_chunk_logits(self.vocab_size)
+        )
 
     def execute_model(self, scheduler_output: "SchedulerOutput", *args: Any, **kwargs: Any) -> Any:
         num_drafts = read_plan(scheduler_output).draft_budget
         if num_drafts is None:
             return super().execute_model(scheduler_output, *args, **kwargs)
-        assert self.chosen is not None
-        manager: Any = self.chosen
-        self.chosen.num_drafts, self.adaptive_verification = num_drafts, manager
+        assert self.selection is not None
+        manager: Any = self.selection
+        self.selection.num_drafts, self.adaptive_verification = num_drafts, manager
         try:
             return super().execute_model(scheduler_output, *args, **kwargs)
         finally:
@@ -243,16 +245,16 @@ class PEagleRunner(RaggedModelRunner):
     def sample_tokens(self, grammar_output: Any) -> Any:
         """vLLM's own. Its output gets a `StepResult`: the drafts of this step that were chosen, and the acceptance
         counts of the step before, whose copy to the host began behind that step's output."""
-        if self.chosen is None:
+        if self.selection is None:
             return super().sample_tokens(grammar_output)
-        chances = self.chosen.chances
-        counts, chances.counts = chances.counts, None
+        probabilities = self.selection.probabilities
+        counts, probabilities.counts = probabilities.counts, None
         output = super().sample_tokens(grammar_output)
         inner = getattr(output, "model_runner_output", output)
         if counts is not None and inner is not None:
             update_result(inner, acceptance_counts=counts)
-        if self.chosen.admitted_B is not None:
-            admitted_B, self.chosen.admitted_B = self.chosen.admitted_B, None
+        if self.selection.admitted_B is not None:
+            admitted_B, self.selection.admitted_B = self.selection.admitted_B, None
             update_result(inner, num_admitted=admitted_B)
         return output
 
@@ -315,5 +317,5 @@ class V2Worker(Worker):
         times = super().compile_or_warm_up_model()
         points = measure_steps(self)
         if self.rank == 0:
-            write_steps(self.vllm_config, points, chooses=getattr(self.model_runner, "chosen", None) is not None)
+            write_steps(self.vllm_config, points, chooses=getattr(self.model_runner, "selection", None) is not None)
         return times

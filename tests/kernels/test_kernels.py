@@ -12,7 +12,7 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 FILES = (
     "test_kernels_attention.py",
-    "test_kernels_chosen.py",
+    "test_kernels_adaptive_verification.py",
     "test_kernels_draft_rows.py",
     "test_kernels_drafts.py",
     "test_kernels_remote_speculator.py",

@@ -92,7 +92,7 @@ def step(one: Any, requests: list[Request], ahead: int, draw: random.Random) -> 
 
 def test_drafts_are_the_reference_s(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts in chunks beside decoding, rejections, requests that come and go, some with K = 0, fewer drafts than
-    K_max ahead, and steps whose drafts were chosen. With the drafts' chances, where the next step may choose."""
+    K_max ahead, and steps whose drafts were chosen. With the drafts' probabilities, where the next step may choose."""
     monkeypatch.setattr(remote_speculator, "get_tp_group", lambda: SimpleNamespace(world_size=1))
     draw, num_compared, number = random.Random(0), 0, 0
     places, live = list(range(NUM_PLACES)), []
@@ -112,19 +112,19 @@ def test_drafts_are_the_reference_s(monkeypatch: pytest.MonkeyPatch) -> None:
                 "peagle_plan": SchedulerPlan(num_drafts_ahead=ahead, ranks_drafts=(is_choice := draw.random() < 0.5))
             }
             one.add(SimpleNamespace(scheduled_new_reqs=[r.as_new() for r in new], **planned))
-            one.chances.chance_SK.fill_(-1.0)
+            one.probabilities.prob_SK.fill_(-1.0)
             draw.shuffle(live)
             if not live:
                 continue
             for request, depth, drafts in step(one, live, ahead, draw):
-                chance_K, found_K = torch.zeros(ahead), one.chances.chance_SK[request.place]
+                prob_K, found_K = torch.zeros(ahead), one.probabilities.prob_SK[request.place]
                 if depth:
                     expected = proposed(0, request.tokens, 0, request.computed, depth)
                     assert drafts[:depth] == expected.token_ids_K.tolist()
-                    chance_K[:depth] = expected.logits_KV.softmax(-1).amax(-1)
+                    prob_K[:depth] = expected.logits_KV.softmax(-1).amax(-1)
                     num_compared += depth
                 if is_choice:
-                    torch.testing.assert_close(found_K[:ahead], chance_K, rtol=0.0, atol=3e-4)
+                    torch.testing.assert_close(found_K[:ahead], prob_K, rtol=0.0, atol=3e-4)
                 assert found_K[ahead if is_choice else 0 :].eq(-1).all()
             for request in [r for r in live if r.computed >= LONGEST - MAX_DEPTH or draw.random() < 0.1]:
                 live.remove(request)

@@ -151,7 +151,7 @@ def make_speculator(drafter: Any, num_drafts: int, with_graphs: bool) -> Any:
     one.stream_SH = torch.zeros(MAX_REQUESTS * num_drafts, one.hidden_size)
     one.last_layer = lambda attended_SA, stream_SH: attended_SA
     one.draft_ids_S = torch.zeros(MAX_REQUESTS * num_drafts + 1, dtype=torch.int64)
-    one.chance_S, one.chance_BK = torch.zeros(MAX_REQUESTS * num_drafts + 1), torch.zeros(MAX_REQUESTS, num_drafts)
+    one.prob_S, one.prob_BK = torch.zeros(MAX_REQUESTS * num_drafts + 1), torch.zeros(MAX_REQUESTS, num_drafts)
     one.graphs, one.choices = (Graphs(one), Graphs(one)) if with_graphs else (None, None)
     return one
 
@@ -204,7 +204,7 @@ def test_drafts_are_the_reference_s(num_drafts: int, with_graphs: bool, monkeypa
                 aux = [view[: len(taps)].copy_(given) for view, given in zip(one.aux_views(), aux, strict=True)]
             last = torch.zeros(MAX_REQUESTS, 1, dtype=torch.int64)
             prefill = torch.zeros(1, MAX_REQUESTS, dtype=torch.int32)
-            expected, chances = [], []
+            expected, probabilities = [], []
             for row, (request, query) in enumerate(batch):
                 context, known = request.computed, request.tokens[request.computed : request.computed + query]
                 columns["ids"] += known + [draw.randrange(vocabulary) for _ in range(query - len(known))]
@@ -227,7 +227,7 @@ def test_drafts_are_the_reference_s(num_drafts: int, with_graphs: bool, monkeypa
                 takes_part = request.max_k > 0 or len(known) > 1 or is_unfinished or context == 0
                 num_usable = min(ahead, MAX_LEN - context - valid + 1) if takes_part else 0
                 expected.append((drafts.token_ids_K.tolist(), num_usable))
-                chances.append(drafts.logits_KV.softmax(-1).amax(-1))
+                probabilities.append(drafts.logits_KV.softmax(-1).amax(-1))
                 columns["prompt"].append(len(known) > 1 or is_unfinished or context == 0)
                 first.append(first[-1] + query)
             one.model.tables_BC = one.block_tables.input_block_tables[0]
@@ -273,9 +273,9 @@ def test_drafts_are_the_reference_s(num_drafts: int, with_graphs: bool, monkeypa
                 assert found[:usable] == wanted[:usable]
                 num_compared += max(0, usable)
             if all(takes_part):
-                for row, (chance_K, (_, usable)) in enumerate(zip(chances, expected, strict=True)):
+                for row, (prob_K, (_, usable)) in enumerate(zip(probabilities, expected, strict=True)):
                     torch.testing.assert_close(
-                        one.chance_BK[row, : max(0, usable)], chance_K[: max(0, usable)], rtol=1e-3, atol=0
+                        one.prob_BK[row, : max(0, usable)], prob_K[: max(0, usable)], rtol=1e-3, atol=0
                     )
             for request in [request for request, _ in batch]:
                 if len(request.tokens) >= MAX_LEN - 1 or draw.random() < 0.05:

@@ -37,7 +37,7 @@ def new_slot(max_num_requests: int, max_draft_tokens: int) -> Slot:
 
 
 class WaitCase:
-    """A wait for the drafts of two requests, which lie in memory for three; those of chance 0 are token ids."""
+    """A wait for the drafts of two requests, which lie in memory for three; those of probability 0 are token ids."""
 
     def __init__(self, wait: Wait, done: int = 0, abort: int = 0) -> None:
         self._wait, self.slot, other = wait, new_slot(3, 3), new_slot(1, 1)
@@ -54,10 +54,10 @@ class WaitCase:
         self.slot.drafts_BK[:] = drafts_BK.numpy()
         device = "cpu" if self._wait is plain_wait else DEVICE
         self.out_BK = torch.full((num_waiting, drafts_BK.shape[1]), 77, device=device)
-        self.chance_BK = self.out_BK.float()
+        self.prob_BK = self.out_BK.float()
 
     def enqueue(self, number: int, timeout_ns: int) -> None:
-        self._wait(self.slot, self.abort_1, number, timeout_ns, self.out_BK, self.chance_BK)
+        self._wait(self.slot, self.abort_1, number, timeout_ns, self.out_BK, self.prob_BK)
 
     def __call__(self, number: int, timeout_ns: int) -> list[list[int]]:
         """The drafts found."""
@@ -95,17 +95,17 @@ def test_more_drafts_than_are_moved_at_once(wait: Wait) -> None:
 
 
 @pytest.mark.parametrize("wait", WAITS)
-def test_drafts_come_with_their_chances(wait: Wait) -> None:
+def test_drafts_come_with_their_probabilities(wait: Wait) -> None:
     case, ids_BK = WaitCase(wait, done=1), torch.tensor([[5, MAX_VOCABULARY - 1, 0], [7, 8, 9]])
     drafts_BK = pack(ids_BK, torch.tensor([[0.25, 1.0, 0.0], [0.5, 0.75, 1e-9]]))
     drafts_BK[0, 2] = -1
     case.set_drafts(drafts_BK, 2)
     assert case(1, 0) == ids_BK.tolist()
-    assert torch.equal(case.chance_BK.cpu(), unpack(drafts_BK)[1])
-    torch.testing.assert_close(case.chance_BK[:, 0].cpu(), torch.tensor([0.25, 0.5]), rtol=0.0, atol=3e-4)
+    assert torch.equal(case.prob_BK.cpu(), unpack(drafts_BK)[1])
+    torch.testing.assert_close(case.prob_BK[:, 0].cpu(), torch.tensor([0.25, 0.5]), rtol=0.0, atol=3e-4)
     case(2, 0)
     assert not case.out_BK.any()
-    assert not case.chance_BK.any()
+    assert not case.prob_BK.any()
 
 
 def test_sequence_numbers_beyond_32_bits_are_compared_whole() -> None:

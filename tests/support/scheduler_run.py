@@ -17,12 +17,12 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from cluster.step_allocation import WORTH_LEVELS
+from cluster.step_allocation import PROBABILITY_LEVELS
+from peagle.vllm.draft_budget import document_path
 from peagle.vllm.engine import engine_kwargs
 from peagle.vllm.request_args import DEPTH_KEY, SURVIVAL_KEY
 from peagle.vllm.scheduler import PerRequestDepthAsyncScheduler, PerRequestDepthScheduler
 from peagle.vllm.step_notes import STEPS_HEADER, SchedulerPlan, read_plan, update_result
-from peagle.vllm.trimming import document_path
 
 BLOCK_SIZE = 16
 TOKEN = 5
@@ -115,7 +115,7 @@ class SchedulerRun:
 def decode(run: SchedulerRun, sure_share: float, *names: str) -> None:
     """Bring requests to decoding, of whose drafts so many a request are nearly sure, and the others hopeless."""
     run.add("before")
-    counts = [round(10 * sure_share) if level <= 0.95 else 0 for level in WORTH_LEVELS]
+    counts = [round(10 * sure_share) if level <= 0.95 else 0 for level in PROBABILITY_LEVELS]
     for _ in range(2):
         run.step(acceptance_counts=(counts, 10))
     run.abort("before")

@@ -524,7 +524,7 @@ def test_a_policy_with_other_settings_goes_on_where_the_one_before_was() -> None
         after.inherit(before)
         choice = after.resolve(Drafting("code", 2, "default"), 1.0)
         assert (choice.source, choice.k) == ("learned", 3)
-        assert len(choice.survival) >= 3, "the scheduler can trim it"
+        assert len(choice.survival) >= 3, "the scheduler can lower it"
         assert after.latency == before.latency
 
 

@@ -165,11 +165,11 @@ def pinned_ring(device: str) -> Iterator[Ring]:
 class StreamTarget(Target):
     """A target whose host, with its tensors on a GPU, never waits for a step."""
 
-    def check_chances(self, drafts_MK: Tensor, chance_MK: Tensor) -> None:
+    def check_chances(self, drafts_MK: Tensor, prob_MK: Tensor) -> None:
         """Of drafts that came, on a CPU, where they are there: of a random head each has some."""
         if drafts_MK.is_cpu:
-            assert chance_MK.gt(0).all()
-            assert chance_MK.lt(1).all()
+            assert prob_MK.gt(0).all()
+            assert prob_MK.lt(1).all()
 
     def begin(self, num_rows: int) -> tuple[torch.Tensor, list[list[int]]]:
         """Where the step's drafts come, and those that must."""
@@ -183,8 +183,8 @@ class StreamTarget(Target):
 
     def _drafts(self, link: Any) -> torch.Tensor:
         out_MK = torch.full((len(self.tokens), SERVED_SHAPE.max_draft_tokens), 77, device=self.pool.device)
-        link.wait(out_MK, chance_MK := out_MK.float())
-        self.check_chances(out_MK, chance_MK)
+        link.wait(out_MK, prob_MK := out_MK.float())
+        self.check_chances(out_MK, prob_MK)
         return out_MK
 
 
@@ -227,13 +227,13 @@ def test_a_wait_ends_with_its_deadline_or_with_the_abort_word(device: str, abort
         out_BK = torch.full((2, SERVED_SHAPE.max_draft_tokens), 77, device=device)
         ring.set_abort(aborted)
         begin_s = time.monotonic()
-        ring.wait(1, 20.0 if aborted else 0.2, out_BK, chance_BK := out_BK.float())
+        ring.wait(1, 20.0 if aborted else 0.2, out_BK, prob_BK := out_BK.float())
         assert out_BK.unique().tolist() == [0]
-        assert chance_BK.unique().tolist() == [0.0]
+        assert prob_BK.unique().tolist() == [0.0]
         assert time.monotonic() - begin_s < 12
         assert eventually(lambda: int(ring.slot(1).outcome[0])) == (ABORTED if aborted else TIMED_OUT)
         ring.write_drafts(1, np.full((2, SERVED_SHAPE.max_draft_tokens), 5, np.int32), 0)
-        ring.wait(1, 0.2, out_BK, chance_BK)
+        ring.wait(1, 0.2, out_BK, prob_BK)
         assert out_BK.unique().tolist() == [5], "an answer that is there counts even when aborted"
         assert eventually(lambda: int(ring.slot(1).outcome[0]) == REACHED)
 

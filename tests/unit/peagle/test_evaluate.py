@@ -85,16 +85,16 @@ def test_every_anchor_accepts_what_drafting_there_gets_right(target: Target, cha
 def test_chances_are_those_of_drafting_there(target: Target, changes: dict) -> None:
     drafter, data = new_drafter(target, **changes), random_data(4)
     found = traces.chances(drafter, target, data, [2, 0])
-    for index, chance_NK in zip([2, 0], found, strict=True):
+    for index, prob_NK in zip([2, 0], found, strict=True):
         ids, prompt = list(data.documents())[index]
         tokens_N, zeros_BN = torch.from_numpy(ids).long(), torch.zeros(1, len(ids), dtype=torch.int64)
         position_BN = torch.arange(len(ids))[None]
         aux_NX = target.states(tokens_N[None], zeros_BN, position_BN, drafter.config.aux_layer_ids)[0][0]
-        assert chance_NK.shape == (len(ids) - prompt - 1, NUM_DEPTHS)
+        assert prob_NK.shape == (len(ids) - prompt - 1, NUM_DEPTHS)
         for newest in range(prompt, len(ids) - 1):
             drafts = DraftSession(drafter).propose(tokens_N[1 : newest + 1], aux_NX[:newest], NUM_DEPTHS)
             expected_K = drafts.logits_KV.softmax(-1).amax(-1)
-            np.testing.assert_allclose(chance_NK[newest - prompt], expected_K.numpy(), rtol=1e-4)
+            np.testing.assert_allclose(prob_NK[newest - prompt], expected_K.numpy(), rtol=1e-4)
 
 
 def test_drafts_know_the_true_prefix_only(target: Target) -> None:

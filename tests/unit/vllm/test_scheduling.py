@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from vllm.v1.request import RequestStatus
 
-from cluster.step_allocation import WORTH_LEVELS, best_total
+from cluster.step_allocation import PROBABILITY_LEVELS, best_total
+from peagle.vllm.draft_budget import SPARE_DRAFTS, timed_step
 from peagle.vllm.request_args import ALL_OF_CLIENT
 from peagle.vllm.step_notes import update_plan
-from peagle.vllm.trimming import MORE_TO_CHOOSE, timed_step
 from tests.support.scheduler_run import (
     SURVIVAL,
     SchedulerRun,
@@ -146,7 +146,7 @@ def test_the_worker_chooses_as_many_drafts_as_pay(choosing: SchedulerRun) -> Non
     decode(choosing, 2.5, "a", "b")
     choosing.add("short", 1, survival=SURVIVAL)
     step = choosing.schedule()
-    most = 3 + MORE_TO_CHOOSE  # five drafts of two requests are three of one
+    most = 3 + SPARE_DRAFTS  # five drafts of two requests are three of one
     assert step.drafts == {"a": most, "b": most, "short": 0}
     assert step.plan.draft_budget == 5
     outputs = choosing.finish(step, {"a": 4}, num_admitted=[4, 1, 0])
@@ -204,13 +204,13 @@ def test_a_chosen_step_takes_the_time_of_its_verified_rows(choosing: SchedulerRu
 def test_the_best_number_of_drafts_gives_the_most_tokens_per_second() -> None:
     """Against every number, with each draft known for itself."""
     rng = np.random.default_rng(0)
-    worth = np.sort((rng.random((40, K_MAX)) ** 0.4).cumprod(axis=1).ravel())[::-1]
-    counts = [int((worth >= level).sum()) for level in WORTH_LEVELS]
+    cumulative = np.sort((rng.random((40, K_MAX)) ** 0.4).cumprod(axis=1).ravel())[::-1]
+    counts = [int((cumulative >= level).sum()) for level in PROBABILITY_LEVELS]
     for per_row in (1e-5, 1e-4, 3e-4, 1e-3):
-        seconds = 0.01 + per_row * np.arange(40, 40 + len(worth) + 1)
-        rates = (40 + np.concatenate([[0.0], np.cumsum(worth)])) / seconds
-        found, rate = best_total(counts, 40, len(worth), seconds)
+        seconds = 0.01 + per_row * np.arange(40, 40 + len(cumulative) + 1)
+        rates = (40 + np.concatenate([[0.0], np.cumsum(cumulative)])) / seconds
+        found, rate = best_total(counts, 40, len(cumulative), seconds)
         assert rates[found] > 0.998 * rates.max()
         assert rate == pytest.approx(rates[found], rel=0.01)
         assert best_total(counts, 40, 10, seconds[:11])[0] <= 10
-    assert best_total([0] * len(WORTH_LEVELS), 40, 10, seconds[:11])[0] == 0
+    assert best_total([0] * len(PROBABILITY_LEVELS), 40, 10, seconds[:11])[0] == 0

@@ -1,4 +1,5 @@
-"""Tests of `peagle.vllm.chosen`: its kernels, on a GPU or interpreted, against numpy, and what a runner asks of it."""
+"""Tests of `peagle.vllm.adaptive_verification`: its kernels, on a GPU or interpreted, against numpy, and what a runner
+asks of it."""
 
 from types import SimpleNamespace
 
@@ -7,20 +8,20 @@ import pytest
 import torch
 
 from benchmarks.replayed import accept
-from cluster.step_allocation import WORTH_LEVELS
-from peagle.vllm.chosen import Chances, ChosenDrafts, choose_drafts
+from cluster.step_allocation import PROBABILITY_LEVELS
+from peagle.vllm.adaptive_verification import AdaptiveVerification, DraftProbabilities, choose_drafts
 from tests.support.kernel_device import DEVICE, needs_kernel
 
 pytestmark = needs_kernel
 
 
-def plain_choice(chance_BK: np.ndarray, limit_B: np.ndarray, num_drafts: int) -> list[int]:
+def plain_selection(prob_BK: np.ndarray, limit_B: np.ndarray, num_drafts: int) -> list[int]:
     """Drafts of each request, one draft after another: the best that is next of its request."""
-    worth_BK = np.cumprod(np.nan_to_num(chance_BK).astype(np.float32), axis=1, dtype=np.float32)
+    cumulative_BK = np.cumprod(np.nan_to_num(prob_BK).astype(np.float32), axis=1, dtype=np.float32)
     given = [0] * len(limit_B)
     for _ in range(num_drafts):
         left = [b for b in range(len(limit_B)) if given[b] < limit_B[b]]
-        best = max(left, key=lambda b: (worth_BK[b, given[b]], -b))
+        best = max(left, key=lambda b: (cumulative_BK[b, given[b]], -b))
         given[best] += 1
     return given
 
@@ -29,17 +30,17 @@ def plain_choice(chance_BK: np.ndarray, limit_B: np.ndarray, num_drafts: int) ->
 def test_the_best_drafts_of_the_batch_are_chosen(seed: int) -> None:
     rng = np.random.default_rng(seed)
     num_places, num_requests, k_max = 20, int(rng.integers(1, 18)), int(rng.integers(1, 9))
-    chance_SK = rng.random((num_places, k_max)).astype(np.float32)
-    if seed % 2:  # many of equal worth
-        chance_SK = (chance_SK * 3).round() / 3
-    chance_SK[rng.integers(num_places)] = np.nan
+    prob_SK = rng.random((num_places, k_max)).astype(np.float32)
+    if seed % 2:  # many of equal probability
+        prob_SK = (prob_SK * 3).round() / 3
+    prob_SK[rng.integers(num_places)] = np.nan
     place_B = rng.permutation(num_places)[:num_requests]
     limit_B, rest_B = rng.integers(0, k_max + 1, num_requests), rng.integers(1, 5, num_requests)
     up_to_B1, first_row_B1 = (torch.full((num_places + 1,), -7, dtype=torch.int32, device=DEVICE) for _ in range(2))
     for num_drafts in sorted({0, 1, int(limit_B.sum()) // 2, int(limit_B.sum())} & set(range(int(limit_B.sum()) + 1))):
         admitted_B = torch.full((num_places,), -7, dtype=torch.int32, device=DEVICE)
         choose_drafts(
-            torch.from_numpy(chance_SK).to(DEVICE),
+            torch.from_numpy(prob_SK).to(DEVICE),
             torch.from_numpy(place_B).to(DEVICE),
             *(torch.from_numpy(x).to(DEVICE, torch.int32) for x in (limit_B, rest_B)),
             num_drafts,
@@ -48,7 +49,7 @@ def test_the_best_drafts_of_the_batch_are_chosen(seed: int) -> None:
             up_to_B1,
             first_row_B1,
         )
-        expected = plain_choice(chance_SK[place_B], limit_B, num_drafts)
+        expected = plain_selection(prob_SK[place_B], limit_B, num_drafts)
         assert admitted_B[:num_requests].tolist() == expected
         assert (admitted_B[num_requests:] == -7).all()
         assert up_to_B1[: num_requests + 1].tolist() == [0, *np.cumsum(np.array(expected) + 1)]
@@ -64,12 +65,12 @@ def wait_for_the_host() -> None:
 
 def test_the_runner_is_told_a_step_that_adds_up() -> None:
     query_start_loc = torch.zeros(9, dtype=torch.int32, device=DEVICE)
-    chances = Chances(8, 3, torch.device(DEVICE))
-    chosen = ChosenDrafts(chances, query_start_loc, max_logits=100)
+    probabilities = DraftProbabilities(8, 3, torch.device(DEVICE))
+    chosen = AdaptiveVerification(probabilities, query_start_loc, max_logits=100)
     chosen.warm()
     assert chosen.admitted_B is None
-    assert chances.counts is None
-    chances.chance_SK[:3] = torch.tensor([[0.9, 0.9, 0.9], [0.1, 0.9, 0.9], [0.5, 0.5, 0.5]])
+    assert probabilities.counts is None
+    probabilities.prob_SK[:3] = torch.tensor([[0.9, 0.9, 0.9], [0.1, 0.9, 0.9], [0.5, 0.5, 0.5]])
     chosen.num_drafts = 4
     planned = {"a": [-1] * 3, "b": [-1] * 3, "c": [-1] * 2}
     assert chosen.get_num_tokens({"a": 4, "b": 4, "c": 3, "prompt": 50}, planned) == 4 + 3 + 50
@@ -86,27 +87,27 @@ def test_the_runner_is_told_a_step_that_adds_up() -> None:
     assert up_to_B1.tolist() == [0, 4, 5, 7, 8]
     assert first_row_B1.tolist() == [0, 4, 5, 7, 57, 57, 57, 57, 57]
     assert num_drafts == 4
-    few = ChosenDrafts(chances, query_start_loc, max_logits=6)
+    few = AdaptiveVerification(probabilities, query_start_loc, max_logits=6)
     few.num_drafts = 4
     assert few.get_num_tokens({"a": 4, "b": 4, "c": 3, "prompt": 50}, planned) == 2 + 3 + 50
     assert few.num_drafts == 2
 
 
-def test_chances_are_recorded_and_counted_by_their_worth() -> None:
-    chances, generator = Chances(9, 5, torch.device(DEVICE)), torch.Generator().manual_seed(0)
-    chance_BK = torch.rand(6, 5, generator=generator).pow(0.3)
+def test_probabilities_are_recorded_and_counted_by_level() -> None:
+    probabilities, generator = DraftProbabilities(9, 5, torch.device(DEVICE)), torch.Generator().manual_seed(0)
+    prob_BK = torch.rand(6, 5, generator=generator).pow(0.3)
     place_B = torch.tensor([7, 0, 3])
-    chances.record(chance_BK.to(DEVICE), place_B.to(DEVICE), 4)
-    assert chances.counts is not None
+    probabilities.record(prob_BK.to(DEVICE), place_B.to(DEVICE), 4)
+    assert probabilities.counts is not None
     wait_for_the_host()
-    counts_L, num_requests = chances.counts
-    worth_BK = chance_BK[:3, :4].cumprod(1)
+    counts_L, num_requests = probabilities.counts
+    cumulative_BK = prob_BK[:3, :4].cumprod(1)
     assert num_requests == 3
-    assert counts_L.tolist() == [int((worth_BK >= level).sum()) for level in WORTH_LEVELS]
+    assert counts_L.tolist() == [int((cumulative_BK >= level).sum()) for level in PROBABILITY_LEVELS]
     assert len(set(counts_L.tolist())) > 5
-    assert torch.equal(chances.chance_SK[place_B, :4].cpu(), chance_BK[:3, :4])
-    assert not chances.chance_SK[:, 4].any()
-    assert not chances.chance_SK[[1, 2, 4, 5, 6, 8]].any()
+    assert torch.equal(probabilities.prob_SK[place_B, :4].cpu(), prob_BK[:3, :4])
+    assert not probabilities.prob_SK[:, 4].any()
+    assert not probabilities.prob_SK[[1, 2, 4, 5, 6, 8]].any()
 
 
 def test_replayed_requests_accept_what_their_answers_did() -> None:

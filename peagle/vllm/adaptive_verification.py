@@ -1,12 +1,14 @@
-"""Verifies the drafts of a batch that are most likely accepted, by the drafter's own probabilities.
+"""Adaptive verification: the drafts of a batch that are most likely accepted are verified, by the drafter's own
+probabilities.
 
 The scheduler decides how many drafts a step verifies, B, and the most of each request. The GPU decides which: the
-drafts are made there while the host plans the step. A draft's chance is its probability under the drafter's
-distribution. Its worth is the chance that it and all drafts before it are accepted. The B drafts of most worth are
-verified. The chance is a property of the distribution and not of a drawn token, so the output keeps the target's
-distribution.
+drafts are made there while the host plans the step. The probability of a draft is the drafter's, given the drafts
+before it. Its cumulative probability is the product of its own and of all before it. The B drafts of the greatest
+cumulative probability are verified. Both are properties of the distribution and not of a drawn token, so the output
+keeps the target's distribution.
 
-`ChosenDrafts` replaces vLLM's `AdaptiveVerificationManager` in the runner, in steps with a draft budget.
+`AdaptiveVerification` replaces vLLM's `AdaptiveVerificationManager` in the runner, in steps with a draft budget. vLLM's
+own rule brings 0.95 of its tokens/s (docs/performance.md).
 
 B requests, S places of requests in the runner, K drafts at most.
 """
@@ -22,43 +24,43 @@ import triton.language as tl
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from cluster.step_allocation import WORTH_LEVELS
+from cluster.step_allocation import PROBABILITY_LEVELS
 
 MAX_DRAFTS = 4096
 """Most drafts of a step: one program reads all of them."""
 
 
-class Chances:
-    """Chances of the newest drafts of an engine's requests."""
+class DraftProbabilities:
+    """Probabilities of the newest drafts of an engine's requests."""
 
     def __init__(self, max_requests: int, k_max: int, device: torch.device) -> None:
-        self.chance_SK = torch.zeros(max_requests, k_max, dtype=torch.float32, device=device)
-        """By the runner's place of a request: chance of each draft, given the ones before it."""
-        self._levels_L = torch.tensor(WORTH_LEVELS, dtype=torch.float32, device=device)
-        self._counts_L = torch.zeros(len(WORTH_LEVELS), dtype=torch.int32, device=device)
+        self.prob_SK = torch.zeros(max_requests, k_max, dtype=torch.float32, device=device)
+        """By the runner's place of a request: probability of each draft, given the ones before it."""
+        self._levels_L = torch.tensor(PROBABILITY_LEVELS, dtype=torch.float32, device=device)
+        self._counts_L = torch.zeros(len(PROBABILITY_LEVELS), dtype=torch.int32, device=device)
         self.counts: tuple[Tensor, int] | None = None
-        """Drafts of the newest batch that reach each of `WORTH_LEVELS`, on their way to the host, and its number of
-        requests."""
+        """Drafts of the newest batch that reach each of `PROBABILITY_LEVELS`, on their way to the host, and its number
+        of requests."""
 
-    def record(self, chance_BK: Tensor, place_B: Tensor, depth: int) -> None:
-        """Record the first `depth` chances of a batch's requests."""
-        num_requests, k_max = len(place_B), chance_BK.shape[1]
-        _record_kernel[(len(WORTH_LEVELS),)](
-            chance_BK, place_B, self.chance_SK, self._levels_L, self._counts_L, num_requests, depth,
+    def record(self, prob_BK: Tensor, place_B: Tensor, depth: int) -> None:
+        """Record the first `depth` probabilities of a batch's requests."""
+        num_requests, k_max = len(place_B), prob_BK.shape[1]
+        _record_kernel[(len(PROBABILITY_LEVELS),)](
+            prob_BK, place_B, self.prob_SK, self._levels_L, self._counts_L, num_requests, depth,
             K=k_max, COLUMNS=triton.next_power_of_2(k_max), ROWS=triton.next_power_of_2(num_requests), num_warps=8,
         )  # fmt: skip
         self.counts = self._counts_L.to("cpu", non_blocking=True), num_requests
 
 
-class ChosenDrafts:
+class AdaptiveVerification:
     """Replaces vLLM's `AdaptiveVerificationManager` in steps whose drafts are chosen. It has the methods that the
     runner calls in a step: `add_request`, then `get_num_tokens`, `compact_batch` and `reallocate_drafts`."""
 
-    def __init__(self, chances: Chances, query_start_loc: Tensor, max_logits: int) -> None:
+    def __init__(self, probabilities: DraftProbabilities, query_start_loc: Tensor, max_logits: int) -> None:
         """query_start_loc: the runner's buffer [max_requests + 1], int32. max_logits: rows of logits that vLLM verifies
         in one part; it would split more rows by the host's view of the requests."""
-        max_requests, device = len(chances.chance_SK), query_start_loc.device
-        self.chances, self._max_logits = chances, max_logits
+        max_requests, device = len(probabilities.prob_SK), query_start_loc.device
+        self.probabilities, self._max_logits = probabilities, max_logits
         self.num_drafts = 0
         """B of the step that is prepared next."""
         self.admitted_B: Tensor | None = None
@@ -74,8 +76,8 @@ class ChosenDrafts:
             place_B = torch.arange(size, device=self._admitted_B.device)
             self.num_drafts, self._limit_B, self._rest_B = 0, np.zeros(size, np.int32), np.ones(size, np.int32)
             self.reallocate_drafts([""] * size, place_B)
-            self.chances.record(self.chances.chance_SK[:size].clone(), place_B, 1)
-        self.admitted_B = self.chances.counts = None
+            self.probabilities.record(self.probabilities.prob_SK[:size].clone(), place_B, 1)
+        self.admitted_B = self.probabilities.counts = None
 
     def add_request(self, req_idx: int) -> None:
         """A new request has no drafts in its first step."""
@@ -97,7 +99,7 @@ class ChosenDrafts:
         self._limit_B = num_draft_tokens_per_req
         self._rest_B = num_scheduled_tokens - num_draft_tokens_per_req
         # As many of each depth as there may be, one depth after another.
-        depth_D = np.arange(1 + self.chances.chance_SK.shape[1])
+        depth_D = np.arange(1 + self.probabilities.prob_SK.shape[1])
         up_to_D = np.minimum(self._limit_B[:, None], depth_D).sum(axis=0)
         depth = int(up_to_D.searchsorted(self.num_drafts, side="right")) - 1
         given_B = np.minimum(self._limit_B, depth)
@@ -113,7 +115,7 @@ class ChosenDrafts:
         planned_np[:, :num_requests] = self._limit_B, self._rest_B
         planned = async_tensor_h2d(planned_np, device=self._admitted_B.device)
         choose_drafts(
-            self.chances.chance_SK,
+            self.probabilities.prob_SK,
             idx_mapping,
             planned[0],
             planned[1],
@@ -128,7 +130,7 @@ class ChosenDrafts:
 
 
 def choose_drafts(
-    chance_SK: Tensor,
+    prob_SK: Tensor,
     place_B: Tensor,
     limit_B: Tensor,
     rest_B: Tensor,
@@ -138,10 +140,11 @@ def choose_drafts(
     up_to_B1: Tensor,
     first_row_B1: Tensor,
 ) -> None:
-    """Choose the `num_drafts` best drafts of a batch; one program. At equal worth, those of earlier requests.
+    """Choose the `num_drafts` best drafts of a batch; one program. At an equal cumulative probability, those of earlier
+    requests.
 
     Args:
-        chance_SK: of each draft of the requests at these places, given the ones before it; NaN counts as 0.
+        prob_SK: of each draft of the requests at these places, given the ones before it; NaN counts as 0.
         limit_B, rest_B: int32, drafts that a request may have, and its rows that are no drafts.
         num_drafts: at most the sum of limit_B.
         num_rows: of the step, `num_drafts` and the sum of rest_B.
@@ -149,9 +152,9 @@ def choose_drafts(
         up_to_B1: int32, gets the rows of logits before each request, and in all: one more than its drafts each.
         first_row_B1: int32, gets the rows before each request; behind the last one `num_rows`.
     """
-    num_requests, k_max = len(place_B), chance_SK.shape[1]
+    num_requests, k_max = len(place_B), prob_SK.shape[1]
     _choose_kernel[(1,)](
-        chance_SK, place_B, limit_B, rest_B, admitted_B, up_to_B1, first_row_B1,
+        prob_SK, place_B, limit_B, rest_B, admitted_B, up_to_B1, first_row_B1,
         num_requests, len(first_row_B1), num_drafts, num_rows,
         K=k_max, COLUMNS=triton.next_power_of_2(k_max), ROWS=triton.next_power_of_2(num_requests), num_warps=8,
     )  # fmt: skip
@@ -159,37 +162,38 @@ def choose_drafts(
 
 @triton.jit(do_not_specialize=["num_requests", "num_depths"])
 def _record_kernel(
-    chance_BK, place_B, chance_SK, levels_L, counts_L, num_requests, num_depths,
+    prob_BK, place_B, prob_SK, levels_L, counts_L, num_requests, num_depths,
     K: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program a level of worth; the first one also records."""
+    """One program a level of cumulative probability; the first one also records."""
     level = tl.program_id(0)
     request, depth = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     is_request = request < num_requests
     place = tl.load(place_B + request, mask=is_request, other=0)
     is_draft = is_request[:, None] & (depth[None, :] < num_depths) & (depth[None, :] < K)
-    chance = tl.load(chance_BK + request[:, None] * K + depth[None, :], mask=is_draft, other=0.0)
+    probability = tl.load(prob_BK + request[:, None] * K + depth[None, :], mask=is_draft, other=0.0)
     if level == 0:
-        tl.store(chance_SK + place[:, None] * K + depth[None, :], chance, mask=is_draft)
-    worth = tl.where(is_draft, tl.cumprod(tl.where(chance == chance, chance, 0.0), axis=1), -1.0)
-    tl.store(counts_L + level, tl.sum((worth >= tl.load(levels_L + level)).to(tl.int32)))
+        tl.store(prob_SK + place[:, None] * K + depth[None, :], probability, mask=is_draft)
+    cumulative = tl.where(is_draft, tl.cumprod(tl.where(probability == probability, probability, 0.0), axis=1), -1.0)
+    tl.store(counts_L + level, tl.sum((cumulative >= tl.load(levels_L + level)).to(tl.int32)))
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_drafts", "num_rows"])
 def _choose_kernel(
-    chance_SK, place_B, limit_B, rest_B, admitted_B, up_to_B1, first_row_B1,
+    prob_SK, place_B, limit_B, rest_B, admitted_B, up_to_B1, first_row_B1,
     num_requests, num_places, num_drafts, num_rows,
     K: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Finds the worth of the last verified draft bit by bit: floats from 0 on have the order of their bits."""
+    """Finds the cumulative probability of the last verified draft bit by bit: floats from 0 on have the order of their
+    bits."""
     request, depth = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     is_request = request < num_requests
     place = tl.load(place_B + request, mask=is_request, other=0)
     limit = tl.load(limit_B + request, mask=is_request, other=0)
     may_be = (depth[None, :] < limit[:, None]) & (depth[None, :] < K)
-    chance = tl.load(chance_SK + place[:, None] * K + depth[None, :], mask=may_be, other=0.0)
-    worth = tl.cumprod(tl.where(chance == chance, chance, 0.0), axis=1)
-    bits = tl.where(may_be, worth.to(tl.int32, bitcast=True), -1)
+    probability = tl.load(prob_SK + place[:, None] * K + depth[None, :], mask=may_be, other=0.0)
+    cumulative = tl.cumprod(tl.where(probability == probability, probability, 0.0), axis=1)
+    bits = tl.where(may_be, cumulative.to(tl.int32, bitcast=True), -1)
     least = 0
     for index in range(31):
         higher = least | (1 << (30 - index))

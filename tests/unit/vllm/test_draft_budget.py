@@ -1,4 +1,4 @@
-"""The scheduler's trimming by load: never deeper than K, least where least is lost, and what it learns from steps."""
+"""The scheduler's draft budget by load: never above K, least where least is lost, and what it learns from steps."""
 
 import logging
 import random
@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from cluster.step_allocation import WORTH_LEVELS
+from cluster.step_allocation import PROBABILITY_LEVELS
 from cluster.step_latency import StepLatency, StepLatencyModel, TimedStep
-from peagle.vllm.request_args import SURVIVAL_KEY, WORKLOAD_KEY
-from peagle.vllm.step_notes import update_plan
-from peagle.vllm.trimming import (
+from peagle.vllm.draft_budget import (
     CHOICE_INTERVAL_STEPS,
     MIN_DRAFTED,
     REPORT_INTERVAL_S,
@@ -23,6 +21,8 @@ from peagle.vllm.trimming import (
     make_draft_budget,
     timed_step,
 )
+from peagle.vllm.request_args import SURVIVAL_KEY, WORKLOAD_KEY
+from peagle.vllm.step_notes import update_plan
 from tests.support.step_tables import Table
 from tests.unit.cluster.test_step_latency import cpu, dear_drafter
 
@@ -75,7 +75,7 @@ def test_requests_that_name_no_workload_speak_for_themselves() -> None:
         assert depths[id(doubtful)] <= 2
 
 
-def test_load_trims_and_never_deepens() -> None:
+def test_load_lowers_k_and_never_raises_it() -> None:
     usual = [0.7, 0.5, 0.35, 0.25, 0.18]
     alone, many = (draft_budget().depths([request(usual) for _ in range(n)], [3] * n) for n in (1, 16))
     assert alone == [3]
@@ -269,7 +269,7 @@ def test_costs_are_reported_when_new_and_not_more_often_than_they_are_read() -> 
 
 
 def test_the_start_document_is_read_and_a_damaged_one_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    config: Any = SimpleNamespace(instance_id="test-trimming", device_config=SimpleNamespace(device_type="cuda"))
+    config: Any = SimpleNamespace(instance_id="test-draft-budget", device_config=SimpleNamespace(device_type="cuda"))
     path = document_path(config.instance_id)
     assert make_draft_budget(config, 0) is None
     try:
@@ -289,8 +289,8 @@ def test_the_start_document_is_read_and_a_damaged_one_left_out(caplog: pytest.Lo
 
 
 SPREAD = [0.8, 0.64, 0.5, 0.4, 0.3]
-WORTHS = {0.95: 1.9, 0.5: 1.4, 0.1: 1.4}
-"""Drafts of a request by their worth, by the drafter; in all they are worth what `SPREAD` is."""
+AT_PROBABILITY = {0.95: 1.9, 0.5: 1.4, 0.1: 1.4}
+"""Drafts of a request by cumulative probability; their sum is that of `SPREAD`."""
 
 
 def test_drafts_are_chosen_where_that_brings_more() -> None:
@@ -306,7 +306,10 @@ def test_drafts_are_chosen_where_that_brings_more() -> None:
         chosen.append(num_chosen is not None)
         seconds = (0.005 + 0.0001 * num_tokens) * rng.uniform(0.95, 1.05)
         found.model.observe(TimedStep(seconds, 32, num_tokens))
-        if chosen[-1] or found.wants_worth:
-            counts = [32 * sum(num for worth, num in WORTHS.items() if worth >= level) for level in WORTH_LEVELS]
-            found.record_worth([int(count) for count in counts], 32)
+        if chosen[-1] or found.counts_levels:
+            counts = [
+                32 * sum(num for cumulative, num in AT_PROBABILITY.items() if cumulative >= level)
+                for level in PROBABILITY_LEVELS
+            ]
+            found.record_level_counts([int(count) for count in counts], 32)
     assert sum(chosen[num_steps // 2 :]) > (1 - 2 / CHOICE_INTERVAL_STEPS) * (num_steps - num_steps // 2)

@@ -52,12 +52,12 @@ so acceptance stays known. All requests of such a step take part: a pass is as l
 
 CHOICE_KEY = "peagle_choice"
 """Key of vLLM's `additional_config`: bool, verify the best drafts of a batch rather than each request's first ones
-(`peagle.vllm.chosen`), where possible. Absent: true."""
+(`peagle.vllm.adaptive_verification`), where possible. Absent: true."""
 
-WORTH_KEPT = 0.9
-"""Decay of the moving average of the worth of drafts, per step."""
+LEVELS_KEPT = 0.9
+"""Decay of the moving average of the counts of drafts by their cumulative probability, per step."""
 
-MORE_TO_CHOOSE = 3
+SPARE_DRAFTS = 3
 """Drafts beyond the mean that a request may have in a step whose drafts are chosen. The drafter's pass makes as many,
 and few of the best drafts have a later position."""
 
@@ -67,8 +67,9 @@ CHOICE_INTERVAL_STEPS = 50
 MIN_CHOICE_GAIN = 0.02
 """Relative gain of tokens per second from which drafts are chosen: choosing takes time that no model knows."""
 
-WORTH_INTERVAL_STEPS = 8
-"""Steps from one that measures the worth of drafts to the next, while first drafts are verified: it takes time."""
+LEVELS_INTERVAL_STEPS = 8
+"""Steps from one that counts drafts by their cumulative probability to the next, while first drafts are verified: it
+takes time."""
 
 MIN_DRAFTED = 100
 """Requests with drafts, summed over steps, before a pass may be left out: acceptance has been measured by then."""
@@ -127,7 +128,7 @@ class DraftBudget:
     """Decides the drafts of one step after another. One for each engine."""
 
     def __init__(self, model: StepLatencyModel, *, chooses: bool = False) -> None:
-        """chooses: the worker can choose which drafts of a step are verified (`peagle.vllm.chosen`)."""
+        """chooses: the worker can choose which drafts of a step are verified (`peagle.vllm.adaptive_verification`)."""
         self.model, self.chooses = model, chooses
         self._last_s: float | None = None
         self._reported_s, self._reported_steps = -math.inf, 0
@@ -139,7 +140,7 @@ class DraftBudget:
         self.num_chosen: int | None = None
         """Drafts that the worker should choose, by the last call of `depths`. None if each request's first drafts are
         as good, and in steps that verify all."""
-        self._worth: NDArray[np.float64] | None = None  # drafts of a request, by their worth
+        self._at_level: NDArray[np.float64] | None = None  # drafts of a request, by cumulative probability
         # Read once a request, not once a step. Requests of a workload share the survival of its newest request: it is
         # the best estimate, and requests with the same survival are decided together.
         self._workload_of: OrderedDict[str, str | None] = OrderedDict()
@@ -187,22 +188,23 @@ class DraftBudget:
     def _best_choice(self, num: int, most: int, prompt_tokens: int, rate: float) -> int | None:
         """Number of drafts that the worker should choose, of at most `most` drafts of `num` requests. None if that is
         hardly better than the first drafts of each request, which give `rate` tokens per second."""
-        if not self.chooses or self._worth is None:
+        if not self.chooses or self._at_level is None:
             return None
         seconds = self._newest_latency().curve(num, most, prompt_tokens, is_drafted=True)
-        num_chosen, chosen_rate = best_total((num * self._worth).tolist(), num, most, seconds)
+        num_chosen, chosen_rate = best_total((num * self._at_level).tolist(), num, most, seconds)
         return num_chosen if chosen_rate > (1.0 + MIN_CHOICE_GAIN) * rate else None
 
     @property
-    def wants_worth(self) -> bool:
-        """Whether the worth of the next step's drafts is to be measured although none of them will be chosen."""
-        return self.model.num_steps % WORTH_INTERVAL_STEPS == 0
+    def counts_levels(self) -> bool:
+        """Whether the next step's drafts are counted by their cumulative probability although none will be chosen."""
+        return self.model.num_steps % LEVELS_INTERVAL_STEPS == 0
 
-    def record_worth(self, counts: Sequence[int], num_requests: int) -> None:
-        """Record the worth of a step's drafts: counts of drafts of at least each of `WORTH_LEVELS` of
+    def record_level_counts(self, counts: Sequence[int], num_requests: int) -> None:
+        """Record how many of a step's drafts have at least each of `PROBABILITY_LEVELS` of
         `cluster.step_allocation`."""
-        worth = np.array(counts, np.float64) / num_requests
-        self._worth = worth if self._worth is None else WORTH_KEPT * self._worth + (1.0 - WORTH_KEPT) * worth
+        newest = np.array(counts, np.float64) / num_requests
+        before = newest if self._at_level is None else self._at_level
+        self._at_level = LEVELS_KEPT * before + (1.0 - LEVELS_KEPT) * newest
 
     def makes_drafts(self, requests: "list[Request]", max_ks: list[int], prompt_tokens: int) -> bool:
         """Whether the drafter's pass runs in the step of these requests, so that the next one has drafts to verify.
