@@ -4,13 +4,12 @@ feed them through links as an engine does."""
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -76,34 +75,30 @@ def running(server: DrafterServer) -> Iterator[DrafterServer]:
 
 
 class DrafterProcess:
-    """A drafter that can be killed, stopped and started again."""
+    """A drafter that can be killed, stopped and started again. It is forked from a process that has imported torch."""
 
     def __init__(self, port: int = 0, heads: tuple[int, ...] = (0,), delay_s: float = 0.0) -> None:
-        arguments = [str(port), ",".join(map(str, heads)), str(delay_s)]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.transport_harness", *arguments],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        self.address: str = json.loads(self.process.stdout.readline())["address"]
+        context = get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        ours, theirs = context.Pipe(duplex=False)
+        self.process = context.Process(target=serve_until_killed, args=(theirs, port, heads, delay_s), daemon=True)
+        self.process.start()
+        theirs.close()
+        with ours:
+            self.address: str = ours.recv()
 
     @property
     def port(self) -> int:
         return int(self.address.rpartition(":")[2])
 
     def signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
+        os.kill(self.process.pid, number)
         if number == signal.SIGSTOP:  # on a busy machine its threads run on for a moment
             eventually(lambda: Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        self.process.join()
 
     def __enter__(self) -> DrafterProcess:
         return self
@@ -225,15 +220,9 @@ class Target:
         self.firsts = list(self.ends)
 
 
-def main() -> None:
-    port, heads, delay_s = int(sys.argv[1]), tuple(map(int, sys.argv[2].split(","))), float(sys.argv[3])
+def serve_until_killed(said: Connection, port: int, heads: tuple[int, ...], delay_s: float) -> None:
     torch.set_num_threads(1)
     server = make_server(heads, port, delay_s)
     server.start()
-    sys.stdout.write(json.dumps({"address": server.address}) + "\n")
-    sys.stdout.flush()
+    said.send(server.address)
     signal.pause()
-
-
-if __name__ == "__main__":
-    main()
