@@ -694,7 +694,8 @@ class AutoscalingSettings(Section):
     }
 
     policy: Literal["acceptance", "queue_length"] = Field(
-        description="`acceptance`: demand and capacity in tokens/s; `queue_length`: Serve's own rule."
+        default="acceptance",
+        description="`acceptance`: demand and capacity in tokens/s; `queue_length`: Serve's own rule.",
     )
     target: ReplicaRange = Field(description="Bounds of the number of targets.")
     drafter: ReplicaRange | None = Field(

@@ -63,7 +63,7 @@ SPECULATIVE_CONFIG = {
     "parallel_drafting": True,
 }
 QUEUE = {"policy": "queue_length", "target": {"min": 1, "max": 3}}
-ACCEPTANCE = {"policy": "acceptance", "target": {"min": 1, "max": 3}}
+ACCEPTANCE = {"target": {"min": 1, "max": 3}}
 DRAFT_TYPES = dict.fromkeys(("draft_tensor_parallel_size", "quantization", "rejection_sample_method"), Any)
 ENGINE_TYPES = {
     **dict.fromkeys(
