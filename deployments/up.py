@@ -116,8 +116,8 @@ def up(path: Path, *, detach: bool = False, timeout_s: float = 900.0, say: Say =
             if settings.callers is None:
                 say("no callers in the settings: no API key is asked for, and every workload tag is trusted")
             deploy(serve, live_form(config, settings))
-            wait_until_ready(serve, config, time.monotonic() + timeout_s, say)
-            say(usage(base_url(config), settings.model.id, needs_key=settings.callers is not None))
+            wait_until_ready(serve, config, time.monotonic() + timeout_s, say, Downloads(settings))
+            say(usage(base_url(config), settings.model.id, dashboard, needs_key=settings.callers is not None))
             if detach:
                 say(f"Stop it with: {_tool('ray')} stop")
                 stack.pop_all()
@@ -457,7 +457,52 @@ def deploy(serve: Any, config: Mapping[str, Any]) -> None:
         raise UpError(f"Ray Serve refused the config: {str(error).strip()[-2000:]}") from error
 
 
-def wait_until_ready(serve: Any, config: Mapping[str, Any], deadline_s: float, say: Say) -> None:
+class Downloads:
+    """What comes from the Hugging Face hub into the cache of this machine, as replicas that start fill it."""
+
+    def __init__(self, settings: ClusterSettings) -> None:
+        names = {settings.model.source, settings.drafter.head if settings.drafter else ""}
+        self._names = [name for name in sorted(names) if "/" in name and "://" not in name and not Path(name).exists()]
+        self._total: int | None = None
+        self._first: tuple[float, int] | None = None
+
+    def describe(self, now_s: float) -> str:
+        """Bytes and time left; "" while nothing comes."""
+        from huggingface_hub import constants
+
+        folders = [Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "blobs") for name in self._names]
+        size = 0
+        for file in (file for folder in folders for file in folder.glob("*")):
+            with contextlib.suppress(OSError):  # a part that is complete gets another name
+                size += file.stat().st_size
+        if self._first is None:
+            self._first = now_s, size
+            self._total = self._ask_total()
+        (began_s, before), total = self._first, self._total or 0
+        if size == before:
+            return ""
+        left_s = (total - size) * (now_s - began_s) / (size - before)
+        left = f" of {total / 1e6:,.0f} MB, {left_s:.0f} s left" if total > size else " MB"
+        return f"; downloaded {size / 1e6:,.0f}{left}"
+
+    def _ask_total(self) -> int | None:
+        """Bytes of the files that vLLM loads; None where the hub does not say it."""
+        from huggingface_hub import HfApi
+
+        try:
+            found = [HfApi().model_info(name, files_metadata=True, timeout=10) for name in self._names]
+        except Exception:  # noqa: BLE001  # offline, or a repository that needs a token: the replica's error says it
+            return None
+        total = 0
+        for files in (info.siblings or [] for info in found):
+            tensors = [file for file in files if file.rfilename.endswith(".safetensors")]
+            total += sum(file.size or 0 for file in tensors or files)
+        return total
+
+
+def wait_until_ready(
+    serve: Any, config: Mapping[str, Any], deadline_s: float, say: Say, downloads: Downloads | None = None
+) -> None:
     """Return when the service answers requests; say on the way what it waits for.
 
     Raises UpError when an application fails, or at `deadline_s` (of time.monotonic()).
@@ -473,7 +518,7 @@ def wait_until_ready(serve: Any, config: Mapping[str, Any], deadline_s: float, s
             return
         now_s, line = time.monotonic(), "; ".join(progress(name, state) for name, state in states.items())
         if line and (line != said or now_s - said_s >= HEARTBEAT_S):
-            say(line)
+            say(line + (downloads.describe(now_s) if downloads else ""))
             said, said_s = line, now_s
         if now_s > deadline_s:
             raise UpError(f"not ready in time; last state: {line}\n" + "\n".join(map(_reasons, states.values())))
@@ -571,7 +616,7 @@ def _tool(name: str) -> str:
     return str(Path(sys.executable).with_name(name))
 
 
-def usage(url: str, model: str, *, needs_key: bool = False) -> str:
+def usage(url: str, model: str, dashboard: str, *, needs_key: bool = False) -> str:
     """What to type to talk to the service: the URL, a curl line and a Python line that work as they stand, or once
     API_KEY holds a caller's key where the service `needs_key`."""
     question = "Write a factorial in Python."
@@ -586,7 +631,8 @@ def usage(url: str, model: str, *, needs_key: bool = False) -> str:
     )
     return (
         f"\nReady: {url}/v1   (model {model}{', API_KEY stands for the key of a caller' if needs_key else ''})\n"
-        f"Page:  {url}/\n\n"
+        f"Page:  {url}/\n"
+        f"Ray:   {dashboard}/\n\n"
         f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json'{key_header} -d '{body}'\n\n"
         f'{sys.executable} -c "{client}"\n\n'
         # Ray's command-line tools send the cluster's token only when they are told that there is one.

@@ -35,6 +35,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from peagle.vllm import compat
 from peagle.vllm.chosen import MAX_DRAFTS, Chances, ChosenDrafts
+from peagle.vllm.device import describe_device
 from peagle.vllm.speculator import PEagleSpeculator, can_renew
 from peagle.vllm.step_measure import measure_steps, write_steps
 from peagle.vllm.step_notes import read_plan, update_result
@@ -305,6 +306,9 @@ class V2Worker(Worker):
         if isinstance(runner, PEagleRunner):
             runner.speculator = self.make_speculator()
         return runner
+
+    def describe_device(self) -> dict[str, Any]:
+        return describe_device(self.device)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """vLLM's. Sampled requests are then verified by `CoupledSampler`, where it can."""

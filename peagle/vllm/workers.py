@@ -16,6 +16,7 @@ from vllm.v1.worker import cpu_worker
 from peagle.vllm import compat
 from peagle.vllm.coupling import CoupledModelRunner
 from peagle.vllm.cpu_drafting import ChunkedProposer, PassSkipper
+from peagle.vllm.device import describe_device
 from peagle.vllm.remote import RemoteControl
 from peagle.vllm.remote_cpu import RemoteDrafts
 
@@ -57,6 +58,9 @@ class CPUWorker(cpu_worker.CPUWorker):
             runner.input_batch.logitsprocs = LogitsProcessors(
                 kind(self.vllm_config, runner.device, False) for kind in BUILTIN_LOGITS_PROCESSORS
             )
+
+    def describe_device(self) -> dict[str, Any]:
+        return describe_device(self.device)
 
 
 class RemoteCPUWorker(RemoteControl, CPUWorker):

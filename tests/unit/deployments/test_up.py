@@ -7,13 +7,16 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from huggingface_hub import constants
 
 from deployments import up
 from deployments.cli import main
@@ -330,6 +333,42 @@ def test_each_replica_that_stops_or_is_back_is_said_once_and_so_is_a_controller_
     assert "controller died" in away
     assert again == "Serve says again how it is"
     assert back == "target c runs; 2 of 2 run"
+
+
+@pytest.mark.parametrize("is_reachable", [True, False])
+def test_a_download_is_told_in_bytes_with_the_time_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_reachable: bool
+) -> None:
+    files = {"model-1.safetensors": 3_000_000, "model-2.safetensors": 1_000_000, "pytorch_model.bin": 4_000_000}
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            siblings = [{"rfilename": name, "size": size} for name, size in files.items()]
+            body = json.dumps({"id": "org/model", "siblings": siblings}).encode()
+            self.send_response(200 if is_reachable else 404)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    raw = config()
+    raw["applications"][0]["args"]["model"] = {"source": "org/model", "id": "model"}
+    settings = read_config(Path(write(tmp_path / "c.yaml", raw)))[1]
+    blobs = tmp_path / "models--org--model" / "blobs"
+    blobs.mkdir(parents=True)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
+        thread = threading.Thread(target=hub.serve_forever)
+        thread.start()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        downloads = up.Downloads(settings)
+        assert downloads.describe(0.0) == "", "nothing has come yet"
+        hub.shutdown()
+        thread.join()
+    (blobs / "part.incomplete").write_bytes(bytes(1_000_000))
+    left = " of 4 MB, 30 s left" if is_reachable else " MB"
+    assert downloads.describe(10.0) == f"; downloaded 1{left}"
 
 
 def test_a_head_of_another_target_is_refused_before_ray_starts(tmp_path: Path) -> None:
