@@ -13,7 +13,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -44,6 +43,9 @@ HISTOGRAMS = {
     "peagle_time_per_output_token_seconds_bucket": "tpot_s",
 }
 ANSWERS, KV_CACHE = "peagle_answers_total", "vllm:kv_cache_usage_perc"
+SHOWN = ("node", "devices", "num_running", "num_queued")
+"""What a row shows of a target's report."""
+
 SERIES = ("tokens_per_s", "speed_up", "num_running", "num_queued", "num_failed", "ttft_s", "tpot_s", "kv_cache")
 
 
@@ -83,17 +85,6 @@ def quantile(buckets: Mapping[float, float], share: float) -> float | None:
     return float(np.interp(share * total, [0.0, *(buckets[end] for end in finite)], [0.0, *finite]))
 
 
-@dataclass(slots=True)
-class Replica:
-    """kv_cache: share of its KV cache that is in use, None where it is not known."""
-
-    deployment: str
-    heard_s: float
-    report: TargetReport | DrafterReport
-    tokens_per_s: float = 0.0
-    kv_cache: float | None = None
-
-
 class ServiceHistory:
     """Not thread-safe. `clock`: Unix time."""
 
@@ -101,7 +92,7 @@ class ServiceHistory:
         self._clock = clock
         self._points: deque[tuple[dict[str, float | None], Array]] = deque(maxlen=MAX_POINTS)
         self._events: dict[str, deque[dict[str, Any]]] = {}
-        self._replicas: dict[str, Replica] = {}
+        self._replicas: dict[str, dict[str, Any]] = {}  # rows of the document
         self._ks: dict[str, int] = {}
         self._began_s: float | None = None
         self._now, self._readings = np.zeros(5), list[tuple[int, int]]()  # of the point that has begun
@@ -118,14 +109,15 @@ class ServiceHistory:
         """Note who reports, who is new, and who is gone: those that were heard of longest ago, of as many as run no
         more. One of the `num_ready` that run may be silent."""
         for report in reports:
-            if (known := self._replicas.get(report.replica)) is None:
-                self._replicas[report.replica] = Replica(deployment, now_s, report)
+            if report.replica not in self._replicas:
+                row = {"replica": report.replica, "deployment": deployment, "tokens_per_s": 0.0, "kv_cache": None}
+                self._replicas[report.replica] = row
                 self.add_event("replica", f"{deployment} {report.replica} runs ({num_ready} running)")
-            else:
-                known.heard_s, known.report = now_s, report
-        names = [name for name, known in self._replicas.items() if known.deployment == deployment]
-        for name in sorted(names, key=lambda name: self._replicas[name].heard_s)[: max(0, len(names) - num_ready)]:
-            if now_s - self._replicas[name].heard_s >= GONE_S:
+            self._replicas[report.replica] |= {name: getattr(report, name, None) for name in SHOWN}
+            self._replicas[report.replica]["heard_s"] = now_s
+        names = [name for name, row in self._replicas.items() if row["deployment"] == deployment]
+        for name in sorted(names, key=lambda name: self._replicas[name]["heard_s"])[: max(0, len(names) - num_ready)]:
+            if now_s - self._replicas[name]["heard_s"] >= GONE_S:
                 del self._replicas[name]
                 self.add_event("replica", f"{deployment} {name} is gone ({num_ready} running)")
 
@@ -137,9 +129,9 @@ class ServiceHistory:
             self._began_s = now_s
             return
         for name, seconds in deltas.seconds.items():
-            if (known := self._replicas.get(name)) is not None and seconds > 0:
-                rate = deltas.tokens[name] / seconds
-                known.tokens_per_s += (1.0 - math.exp(-seconds / RATE_S)) * (rate - known.tokens_per_s)
+            if (row := self._replicas.get(name)) is not None and seconds > 0:
+                weight, rate = 1.0 - math.exp(-seconds / RATE_S), deltas.tokens[name] / seconds
+                row["tokens_per_s"] = _rounded(row["tokens_per_s"] + weight * (rate - row["tokens_per_s"]))
         counts = sum((found.counts for found in deltas.recent.values()), Counts())
         self._now += decoded(sum(deltas.tokens.values()), counts, load, latency)
         self._readings.append((sum(r.num_running for r in reports), sum(r.num_queued for r in reports)))
@@ -170,7 +162,7 @@ class ServiceHistory:
         counters: dict[tuple[str, ...], float] = {}
         for name, labels, value in samples:
             if name == KV_CACHE and labels["replica"] in self._replicas:
-                self._replicas[labels["replica"]].kv_cache = value
+                self._replicas[labels["replica"]]["kv_cache"] = _rounded(value)
             elif name in HISTOGRAMS or (name == ANSWERS and labels["status"] >= "500"):
                 key, end = (name, *labels.values()), float(labels.get("le", "inf"))
                 before = self._counters.get(key, 0.0)
@@ -185,7 +177,7 @@ class ServiceHistory:
         }
         if not self._points:
             grown = {}  # counted before the router started
-        caches = [known.kv_cache for known in self._replicas.values() if known.kv_cache is not None]
+        caches = [row["kv_cache"] for row in self._replicas.values() if row["kv_cache"] is not None]
         return {
             "time_s": round(self._clock()),
             **{name: quantile(grown.get((name, ""), {}), 0.5) for name in HISTOGRAMS.values()},
@@ -217,15 +209,7 @@ class ServiceHistory:
                 "p95": self.times(share=0.95),
             },
             "replicas": [
-                {
-                    "replica": name,
-                    "deployment": known.deployment,
-                    "silent_s": round(now_s - known.heard_s, 1),
-                    "tokens_per_s": _rounded(known.tokens_per_s),
-                    "kv_cache": _rounded(known.kv_cache),
-                    **{field: getattr(known.report, field, None) for field in SHOWN},
-                }
-                for name, known in sorted(self._replicas.items())
+                {**row, "silent_s": round(now_s - row["heard_s"], 1)} for _, row in sorted(self._replicas.items())
             ],
             "history": {
                 "time_s": [point["time_s"] for point, _ in self._points],
@@ -233,10 +217,6 @@ class ServiceHistory:
             },
             "events": sorted(events, key=lambda event: -float(event["time_s"])),
         }
-
-
-SHOWN = ("node", "devices", "num_running", "num_queued")
-"""Of a target's report."""
 
 
 def _rounded(value: float | None) -> float | None:

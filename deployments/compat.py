@@ -228,14 +228,6 @@ class KVChannel:
         internal_kv._internal_kv_put(self._prefix + name, value, namespace=KV_NAMESPACE)
 
 
-def dashboard_url() -> str | None:
-    """Of this process's Ray cluster; None where none runs, or it is not known."""
-    from ray.experimental import internal_kv
-
-    address = internal_kv._internal_kv_get("dashboard", namespace="dashboard")
-    return f"http://{address.decode()}/" if address else None
-
-
 def listening_host() -> str:
     """The address that Serve's HTTP listens on. Asks Serve's controller."""
     from ray.serve.context import _get_global_client

@@ -102,7 +102,6 @@ class Router:
         self._heads = make_head_manager(settings)
         self._state.restore(self.k_policy, self._heads)
         self._head_counts, self._counts_are_new = HeadCounts(), False
-        self._dashboard = compat.dashboard_url()
         self._history = ServiceHistory()
         self._history.add_event("router", "the router has started")
         self._monitor = ReplicaMonitor(self._target, TargetReport, self._observe)
@@ -275,7 +274,6 @@ class Router:
             **drafting_document(reports, by_head, drafters),
             **self._history.document(time.monotonic()),
             "settings": self._settings.model_dump(mode="json", exclude_none=True, include=SHOWN_SETTINGS),
-            "dashboard": self._dashboard,
             "head_changes": [] if self._heads is None else self._heads.document(),
             "autoscaling": self._scaling_document(),
             "learner": None if self._learner is None else learner_document(self._learner.reports),

@@ -41,7 +41,7 @@ from deployments.host import TERMINATE_S
 from peagle.schema import read_yaml
 
 POLL_INTERVAL_S = 1.0
-WATCH_INTERVAL_S = 2.0
+WATCH_INTERVAL_S, ROUTER_TIMEOUT_S = 2.0, 10.0
 HEARTBEAT_S = 10.0
 MIN_LOGICAL_CPUS = 8
 RAY_STOP_S = 30.0
@@ -123,7 +123,8 @@ def up(path: Path, *, detach: bool = False, timeout_s: float = 900.0, say: Say =
                 stack.pop_all()
                 return
             say("Ctrl-C stops the service.")
-            watch(serve, config, say)
+            name = config["applications"][0].get("name", "default")
+            watch(ray.serve.get_deployment_handle(ROUTER_NAME, name), say)
         except KeyboardInterrupt:
             pass
 
@@ -291,7 +292,9 @@ def ray_cluster(config: Mapping[str, Any], settings: ClusterSettings, detach: bo
                 raise UpError(f"RAY_ADDRESS={address}: {error}") from error
     with contextlib.ExitStack() as stack:
         if context is None:
-            _require_free_port(*_address(config))
+            host, port = _address(config)
+            if reason := _why_taken(host, port):
+                raise UpError(f"{host}:{port} cannot be used ({reason}); set http_options.port in the YAML")
             num_cpus = num_logical_cpus(settings)
             say(f"starting Ray on this machine ({num_cpus} logical CPUs)")
             local = {} if detach else LOCAL_ENVIRONMENT
@@ -311,7 +314,7 @@ def ray_environment(say: Say) -> dict[str, str]:
         del made["RAY_SERVE_ENABLE_HA_PROXY"]
         return made
     for name, port in HAPROXY_PORTS.items():
-        while not _is_free("0.0.0.0", port):
+        while _why_taken("0.0.0.0", port):
             port += 1
         made[name] = str(port)
     return made
@@ -354,21 +357,13 @@ def _own_ray(num_cpus: int, environ: Mapping[str, str], detach: bool) -> Iterato
             host.kill()
 
 
-def _is_free(host: str, port: int) -> bool:
-    try:
-        socket.create_server((host, port)).close()
-    except OSError:
-        return False
-    return True
-
-
-def _require_free_port(host: str, port: int) -> None:
+def _why_taken(host: str, port: int) -> str:
+    """ "" for a port that is free."""
     try:
         socket.create_server((host, port)).close()
     except OSError as error:
-        raise UpError(
-            f"{host}:{port} cannot be used ({os.strerror(error.errno or 0)}); set http_options.port in the YAML"
-        ) from error
+        return os.strerror(error.errno or 0)
+    return ""
 
 
 # ---- the service
@@ -463,41 +458,28 @@ class Downloads:
     def __init__(self, settings: ClusterSettings) -> None:
         names = {settings.model.source, settings.drafter.head if settings.drafter else ""}
         self._names = [name for name in sorted(names) if "/" in name and "://" not in name and not Path(name).exists()]
-        self._total: int | None = None
-        self._first: tuple[float, int] | None = None
+        self._began: tuple[float, int, int] | None = None
 
     def describe(self, now_s: float) -> str:
-        """Bytes and time left; "" while nothing comes."""
-        from huggingface_hub import constants
+        """Bytes, and the time left where the hub says the size; "" while nothing comes."""
+        from huggingface_hub import HfApi, constants
 
-        folders = [Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "blobs") for name in self._names]
-        size = 0
-        for file in (file for folder in folders for file in folder.glob("*")):
-            with contextlib.suppress(OSError):  # a part that is complete gets another name
-                size += file.stat().st_size
-        if self._first is None:
-            self._first = now_s, size
-            self._total = self._ask_total()
-        (began_s, before), total = self._first, self._total or 0
+        size, total = 0, 0
+        for name in self._names:
+            for file in Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "blobs").glob("*"):
+                with contextlib.suppress(OSError):  # a part that is complete gets another name
+                    size += file.stat().st_size
+            if self._began is None:
+                with contextlib.suppress(Exception):  # offline, or no access: the replica's own error says it
+                    files = HfApi().model_info(name, files_metadata=True, timeout=10).siblings or []
+                    tensors = [file for file in files if file.rfilename.endswith(".safetensors")]
+                    total += sum(file.size or 0 for file in tensors or files)
+        self._began = began_s, before, total = self._began or (now_s, size, total)
         if size == before:
             return ""
         left_s = (total - size) * (now_s - began_s) / (size - before)
         left = f" of {total / 1e6:,.0f} MB, {left_s:.0f} s left" if total > size else " MB"
         return f"; downloaded {size / 1e6:,.0f}{left}"
-
-    def _ask_total(self) -> int | None:
-        """Bytes of the files that vLLM loads; None where the hub does not say it."""
-        from huggingface_hub import HfApi
-
-        try:
-            found = [HfApi().model_info(name, files_metadata=True, timeout=10) for name in self._names]
-        except Exception:  # noqa: BLE001  # offline, or a repository that needs a token: the replica's error says it
-            return None
-        total = 0
-        for files in (info.siblings or [] for info in found):
-            tensors = [file for file in files if file.rfilename.endswith(".safetensors")]
-            total += sum(file.size or 0 for file in tensors or files)
-        return total
 
 
 def wait_until_ready(
@@ -525,56 +507,25 @@ def wait_until_ready(
         time.sleep(POLL_INTERVAL_S)
 
 
-NOT_RUNNING = frozenset({"STARTING", "STOPPING"})
-"""States of replicas. A new controller finds those that run as RECOVERING."""
-
-
-def watch(serve: Any, config: Mapping[str, Any], say: Say) -> None:
-    """Say of each replica that it has stopped, and of each new one that it runs. Does not return."""
-    running, problem = _running(_states(serve, config)), ""
+def watch(router: Any, say: Say) -> None:
+    """Say what the router notes of replicas and heads. `router`: its deployment handle. Does not return."""
+    seen: Any = None
+    is_away = False
     while True:
         time.sleep(WATCH_INTERVAL_S)
         try:
-            found = _states(serve, config)
-        except Exception as error:  # noqa: BLE001  # a controller that starts again, or a dashboard that is busy
-            if not problem:
-                problem = f"{type(error).__name__}: {str(error).strip()[:200]}"
-                _say_now(say, f"Serve does not say how it is ({problem}); requests are answered all the same")
+            events = router.drafting.remote().result(timeout_s=ROUTER_TIMEOUT_S)["events"]
+        except Exception as error:  # noqa: BLE001  # a router that starts again, or is busy
+            if not is_away:
+                is_away = True
+                now = time.strftime("%H:%M:%S")
+                say(f"{now} the router does not answer ({type(error).__name__}); requests are served all the same")
             continue
-        if problem:
-            problem = ""
-            _say_now(say, "Serve says again how it is")
-        now_running = _running(found)
-        for replica in running.keys() - now_running.keys():
-            _say_now(say, f"{running[replica]} {replica} has stopped; {_share(running[replica], found)}")
-        for replica in now_running.keys() - running.keys():
-            _say_now(say, f"{now_running[replica]} {replica} runs; {_share(now_running[replica], found)}")
-        running = now_running
-
-
-def _say_now(say: Say, line: str) -> None:
-    say(f"{time.strftime('%H:%M:%S')} {line}")
-
-
-def _replicas(states: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Deployment, name and state of each replica."""
-    return [
-        (deployment, replica["replica_id"], replica["state"])
-        for state in states.values()
-        for deployment, detail in state.get("deployments", {}).items()
-        for replica in detail.get("replicas", [])
-    ]
-
-
-def _running(states: Mapping[str, Any]) -> dict[str, str]:
-    """Deployments of the replicas that run, by the replica's name."""
-    return {name: deployment for deployment, name, state in _replicas(states) if state not in NOT_RUNNING}
-
-
-def _share(deployment: str, states: Mapping[str, Any]) -> str:
-    """How many replicas of a deployment run, of those that there are to be."""
-    found = [state for name, _, state in _replicas(states) if name == deployment and state != "STOPPING"]
-    return f"{sum(state not in NOT_RUNNING for state in found)} of {len(found)} run"
+        is_away = False
+        for event in reversed(events if seen is not None else ()):
+            if event not in seen and event["kind"] != "k":
+                say(f"{time.strftime('%H:%M:%S', time.localtime(event['time_s']))} {event['text']}")
+        seen = events
 
 
 def _answers(url: str) -> bool:

@@ -78,7 +78,6 @@ def documents() -> dict[str, Any]:
         "autoscaling": decision,
         "head_changes": swapped(0, 0.5, 120).manager.document(),
         "settings": {},
-        "dashboard": None,
     }
     return {
         "service": service,

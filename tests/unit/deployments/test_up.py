@@ -7,17 +7,15 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
-from huggingface_hub import constants
 
+from cluster.history import ServiceHistory
 from deployments import up
 from deployments.cli import main
 from deployments.up import UpError, live_form, read_config
@@ -302,70 +300,48 @@ def test_processes_segments_and_sockets_of_a_session_are_found_and_ended(tmp_pat
     assert done.stdout.strip() == "found", done.stdout + done.stderr
 
 
-def test_each_replica_that_stops_or_is_back_is_said_once_and_so_is_a_controller_that_is_away(
+def test_each_event_of_replicas_and_heads_is_said_once_and_so_is_a_router_that_is_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def states(*replicas: tuple[str, str]) -> dict[str, Any]:
-        found = [{"replica_id": name, "state": state} for name, state in replicas]
-        return {"applications": {"default": {"deployments": {"target": {"replicas": found}}}}}
-
-    answers = iter([
-        states(("a", "RUNNING"), ("b", "RUNNING")),
-        states(("a", "RUNNING"), ("b", "STOPPING"), ("c", "STARTING")),
-        ConnectionError("controller died"), ConnectionError("controller died"),
-        states(("a", "RECOVERING"), ("c", "STARTING")),
-        states(("a", "RUNNING"), ("c", "RUNNING")),
-        KeyboardInterrupt(),
+    history = ServiceHistory()
+    notes: Any = iter([
+        ("router", "the router has started"), ("replica", "target b is gone (1 running)"), ("k", "K of code 5 to 4"),
+        ConnectionError, ConnectionError, ("replica", "target c runs (2 running)"), KeyboardInterrupt,
     ])  # fmt: skip
 
-    def get_serve_details() -> Any:
-        answer = next(answers)
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
+    def result(timeout_s: float) -> Any:
+        note = next(notes)
+        if isinstance(note, type):
+            raise note
+        history.add_event(*note)
+        return history.document(0.0)
 
     said: list[str] = []
     monkeypatch.setattr(up, "WATCH_INTERVAL_S", 0.0)
     with pytest.raises(KeyboardInterrupt):
-        up.watch(SimpleNamespace(get_serve_details=get_serve_details), config(), said.append)
-    lost, away, again, back = [line.split(" ", 1)[1] for line in said]
-    assert lost == "target b has stopped; 1 of 2 run"
-    assert "controller died" in away
-    assert again == "Serve says again how it is"
-    assert back == "target c runs; 2 of 2 run"
+        up.watch(SimpleNamespace(drafting=SimpleNamespace(remote=lambda: SimpleNamespace(result=result))), said.append)
+    gone, away, back = [line.split(" ", 1)[1] for line in said]
+    assert (gone, back) == ("target b is gone (1 running)", "target c runs (2 running)")
+    assert away == "the router does not answer (ConnectionError); requests are served all the same"
 
 
 @pytest.mark.parametrize("is_reachable", [True, False])
 def test_a_download_is_told_in_bytes_with_the_time_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_reachable: bool
 ) -> None:
-    files = {"model-1.safetensors": 3_000_000, "model-2.safetensors": 1_000_000, "pytorch_model.bin": 4_000_000}
-
-    class Hub(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            siblings = [{"rfilename": name, "size": size} for name, size in files.items()]
-            body = json.dumps({"id": "org/model", "siblings": siblings}).encode()
-            self.send_response(200 if is_reachable else 404)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
+    sizes = {"model-1.safetensors": 3_000_000, "model-2.safetensors": 1_000_000, "pytorch_model.bin": 4_000_000}
+    siblings = [{"rfilename": name, "size": size} for name, size in sizes.items()]
+    info = SimpleNamespace(json=lambda: {"id": "org/model", "siblings": siblings})
+    found = {"get": lambda *_, **__: info} if is_reachable else {}
+    monkeypatch.setattr("huggingface_hub.hf_api.get_session", lambda: SimpleNamespace(**found))
+    monkeypatch.setattr("huggingface_hub.hf_api.hf_raise_for_status", lambda _: None)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     raw = config()
     raw["applications"][0]["args"]["model"] = {"source": "org/model", "id": "model"}
-    settings = read_config(Path(write(tmp_path / "c.yaml", raw)))[1]
+    downloads = up.Downloads(read_config(Path(write(tmp_path / "c.yaml", raw)))[1])
+    assert downloads.describe(0.0) == "", "nothing has come yet"
     blobs = tmp_path / "models--org--model" / "blobs"
     blobs.mkdir(parents=True)
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
-        thread = threading.Thread(target=hub.serve_forever)
-        thread.start()
-        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-        downloads = up.Downloads(settings)
-        assert downloads.describe(0.0) == "", "nothing has come yet"
-        hub.shutdown()
-        thread.join()
     (blobs / "part.incomplete").write_bytes(bytes(1_000_000))
     left = " of 4 MB, 30 s left" if is_reachable else " MB"
     assert downloads.describe(10.0) == f"; downloaded 1{left}"
