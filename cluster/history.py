@@ -215,7 +215,7 @@ class ServiceHistory:
                 "time_s": [point["time_s"] for point, _ in self._points],
                 **{name: [_rounded(point.get(name)) for point, _ in self._points] for name in SERIES},
             },
-            "events": sorted(events, key=lambda event: -float(event["time_s"])),
+            "events": sorted(events, key=lambda event: float(event["time_s"]))[::-1],
         }
 
 

@@ -106,7 +106,7 @@ class Router:
         self._history.add_event("router", "the router has started")
         self._monitor = ReplicaMonitor(self._target, TargetReport, self._observe)
         self._drafter = drafter
-        self._drafters = None if drafter is None else ReplicaMonitor(drafter, DrafterReport, self._manage_heads)
+        self._drafters = None if drafter is None else ReplicaMonitor(drafter, DrafterReport, self._observe_drafters)
         self._handing_out: asyncio.Task[None] | None = None
         self._learner = None if learner is None else ReplicaMonitor(learner, LearnerReport, lambda _: None)
         self._autoscaler: Autoscaler | None = None
@@ -192,10 +192,13 @@ class Router:
             self._heads.events.clear()
             self._state.save_soon(self.k_policy, self._heads, is_urgent=True)
 
-    def _manage_heads(self, drafters: Sequence[DrafterReport]) -> None:
-        """Take in what drafters report, and hand the desired heads to all, also to one that has just started."""
+    def _observe_drafters(self, drafters: Sequence[DrafterReport]) -> None:
         assert self._drafters is not None
         self._history.observe_replicas(DRAFTER_NAME, drafters, self._drafters.num_ready or 0, time.monotonic())
+        self._manage_heads(drafters)
+
+    def _manage_heads(self, drafters: Sequence[DrafterReport]) -> None:
+        """Take in what drafters report, and hand the desired heads to all, also to one that has just started."""
         if self._heads is None or (self._handing_out and not self._handing_out.done()):
             return
         self._heads.observe_drafters(drafters)
