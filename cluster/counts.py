@@ -230,7 +230,6 @@ class CounterDeltas:
             left out, because whose they were is not known.
         replicas: that reported.
         tokens, seconds: by replica, new output tokens and the time they took, where it is at most `MAX_GAP_S`.
-        restarted: replicas whose counters fell.
         head, heads: digests of the heads that most replicas of the newest round drafted with, by default and by
             workload; "" until one is known.
     """
@@ -241,7 +240,6 @@ class CounterDeltas:
     replicas: list[str] = field(default_factory=list)
     tokens: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
-    restarted: list[str] = field(default_factory=list)
     head: str = ""
     heads: dict[str, str] = field(default_factory=dict)
 
@@ -289,8 +287,6 @@ class DeltaTracker:
             added, has_restarted = self.difference(report)
             last = None if has_restarted else self._last.get(report.replica)
             deltas.replicas.append(report.replica)
-            if has_restarted:
-                deltas.restarted.append(report.replica)
             seconds = report.uptime_s - (0.0 if last is None else last.uptime_s)
             is_recent = seconds <= MAX_GAP_S
             if is_recent:

@@ -288,6 +288,7 @@ class V2Worker(Worker):
     """Drop-in for vLLM's GPU worker."""
 
     model_runner: Any
+    describe_device = describe_device
 
     def make_speculator(self) -> Any:
         """The speculator of a `PEagleRunner`."""
@@ -306,9 +307,6 @@ class V2Worker(Worker):
         if isinstance(runner, PEagleRunner):
             runner.speculator = self.make_speculator()
         return runner
-
-    def describe_device(self) -> dict[str, Any]:
-        return describe_device(self.device)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """vLLM's. Sampled requests are then verified by `CoupledSampler`, where it can."""

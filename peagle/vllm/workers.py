@@ -44,6 +44,7 @@ class CPUWorker(cpu_worker.CPUWorker):
     """Drop-in for vLLM's class of the same name."""
 
     runner_class: type[CPURunner | RemoteCPURunner] = CPURunner
+    describe_device = describe_device
 
     def init_device(self) -> None:
         """Build vLLM's model runner, then change how it samples."""
@@ -58,9 +59,6 @@ class CPUWorker(cpu_worker.CPUWorker):
             runner.input_batch.logitsprocs = LogitsProcessors(
                 kind(self.vllm_config, runner.device, False) for kind in BUILTIN_LOGITS_PROCESSORS
             )
-
-    def describe_device(self) -> dict[str, Any]:
-        return describe_device(self.device)
 
 
 class RemoteCPUWorker(RemoteControl, CPUWorker):

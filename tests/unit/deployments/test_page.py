@@ -3,9 +3,11 @@
 import base64
 import hashlib
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from cluster.counts import Counts
 from cluster.history import ServiceHistory
@@ -90,7 +92,7 @@ def documents() -> dict[str, Any]:
         "past": service["history"],
         "replica": service["replicas"][0],
         "happened": service["events"][0],
-        "device": describe_device(None),
+        "device": describe_device(SimpleNamespace(device=torch.device("cpu"))),
         "scaling": decision,
         "pool": decision["target"],
         "field": {**drafting_field(Drafting("code", 3, "learned", "why"), "a", Counts()), "reason": "why"},
