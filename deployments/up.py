@@ -423,24 +423,18 @@ def _update(
 
 def _check_room(settings: ClusterSettings, restarts: bool) -> None:
     """Raises UpError where the cluster cannot hold the replicas, or not a new one beside those it replaces."""
-    total: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
-    lacking = [
-        f"{number:g} {name} of {total.get(name, 0.0):g}"
-        for name, number in resources(settings).items()
-        if number > total.get(name, 0.0) + 1e-6
-    ]
-    if lacking:
-        raise UpError(f"the cluster is too small for this config: it needs {', '.join(lacking)}; the service goes on")
-    missing = [
-        f"{number:g} {name}, {free.get(name, 0.0):g} free"
-        for name, number in replica_resources(settings).items()
-        if number > free.get(name, 0.0) + 1e-6
-    ]
+
+    def lacking(needed: Mapping[str, float], there: Mapping[str, float]) -> str:
+        short = [name for name, number in needed.items() if number > there.get(name, 0.0) + 1e-6]
+        return ", ".join(f"{needed[name]:g} {name} of {there.get(name, 0.0):g}" for name in short)
+
+    if found := lacking(resources(settings), ray.cluster_resources()):  # type: ignore[no-untyped-call]
+        raise UpError(f"the cluster is too small for this config: it needs {found}; the service goes on")
+    missing = lacking(replica_resources(settings), ray.available_resources())  # type: ignore[no-untyped-call]
     if restarts and missing and settings.autoscaling is None:
         raise UpError(
             "this config starts the engines anew, and there is no room for a new replica beside the old one "
-            f"({'; '.join(missing)}): stop the service first, or add a node; the service goes on"
+            f"({missing} free): stop the service first, or add a node; the service goes on"
         )
 
 

@@ -136,6 +136,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(up, "POLL_INTERVAL_S", 0.0)
     monkeypatch.setattr(up.ray, "cluster_resources", lambda: found.total)
     monkeypatch.setattr(up.ray, "available_resources", lambda: found.free)
+    monkeypatch.setattr(up.ray.serve, "get_deployment_handle", lambda *_: None)
     monkeypatch.setattr(up.ray.serve, "shutdown", lambda: found.stopped.append(True))
     yield found
     for number, handler in before.items():
