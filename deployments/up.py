@@ -8,6 +8,7 @@ Decides nothing about the service: that is in the YAML and in `deployments.app`.
 import contextlib
 import copy
 import json
+import logging
 import os
 import secrets
 import signal
@@ -124,6 +125,7 @@ def up(path: Path, *, detach: bool = False, timeout_s: float = 900.0, say: Say =
                 return
             say("Ctrl-C stops the service.")
             name = config["applications"][0].get("name", "default")
+            logging.getLogger("ray.serve").setLevel(logging.ERROR)  # of the handle
             watch(ray.serve.get_deployment_handle(ROUTER_NAME, name), say)
         except KeyboardInterrupt:
             pass

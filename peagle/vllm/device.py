@@ -1,6 +1,5 @@
 """What a worker of an engine runs on, as the service shows it: a method of our workers."""
 
-import os
 from typing import Any
 
 import psutil
@@ -13,4 +12,4 @@ def describe_device(worker: Any) -> dict[str, Any]:
         free, total = torch.cuda.mem_get_info(worker.device)
         return {"name": torch.cuda.get_device_name(worker.device), "used_bytes": total - free, "total_bytes": total}
     used, total = psutil.Process().memory_info().rss, psutil.virtual_memory().total
-    return {"name": f"CPU, {len(os.sched_getaffinity(0))} cores", "used_bytes": used, "total_bytes": total}
+    return {"name": f"CPU, {torch.get_num_threads()} threads", "used_bytes": used, "total_bytes": total}
