@@ -178,6 +178,8 @@ class TargetReport:
         weights: digest of the target's, where heads learn from it; else "".
         num_queued: requests that wait in the replica in front of its engine.
         uptime_s: seconds for which the replica has counted.
+        node: name of its machine.
+        devices: of its engine's workers (`peagle.vllm.device`).
     """
 
     replica: str
@@ -192,6 +194,8 @@ class TargetReport:
     weights: str = ""
     num_queued: int = 0
     uptime_s: float = 0.0
+    node: str = ""
+    devices: tuple[Mapping[str, Any], ...] = ()
 
     def head_of(self, workload: str) -> str:
         """Digest of the head that drafts for a workload."""
@@ -225,7 +229,7 @@ class CounterDeltas:
         by_head: steps by head and workload. Steps between two reports of which only the second names the head are
             left out, because whose they were is not known.
         replicas: that reported.
-        restarted: replicas whose counters fell.
+        tokens, seconds: by replica, new output tokens and the time they took, where it is at most `MAX_GAP_S`.
         head, heads: digests of the heads that most replicas of the newest round drafted with, by default and by
             workload; "" until one is known.
     """
@@ -234,7 +238,8 @@ class CounterDeltas:
     recent: dict[str, WorkloadCounts] = field(default_factory=dict)
     by_head: dict[str, dict[str, Counts]] = field(default_factory=dict)
     replicas: list[str] = field(default_factory=list)
-    restarted: list[str] = field(default_factory=list)
+    tokens: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
     head: str = ""
     heads: dict[str, str] = field(default_factory=dict)
 
@@ -282,9 +287,12 @@ class DeltaTracker:
             added, has_restarted = self.difference(report)
             last = None if has_restarted else self._last.get(report.replica)
             deltas.replicas.append(report.replica)
-            if has_restarted:
-                deltas.restarted.append(report.replica)
-            is_recent = report.uptime_s - (0.0 if last is None else last.uptime_s) <= MAX_GAP_S
+            seconds = report.uptime_s - (0.0 if last is None else last.uptime_s)
+            is_recent = seconds <= MAX_GAP_S
+            if is_recent:
+                before = 0 if last is None else last.num_output_tokens
+                deltas.tokens[report.replica] = max(0, report.num_output_tokens - before)
+                deltas.seconds[report.replica] = seconds
             for name, counts in added.items():
                 for sums in (deltas.workloads, deltas.recent) if is_recent else (deltas.workloads,):
                     sums[name] = sums[name] + counts if name in sums else counts
@@ -315,7 +323,12 @@ class DeltaTracker:
         workloads = {name: counts.copy() for name, counts in report.workloads.items()}
         self._last.pop(report.replica, None)
         self._last[report.replica] = TargetReport(
-            report.replica, "", report.head, dict(report.heads), workloads, uptime_s=report.uptime_s
+            report.replica,
+            head=report.head,
+            heads=dict(report.heads),
+            workloads=workloads,
+            num_output_tokens=report.num_output_tokens,
+            uptime_s=report.uptime_s,
         )
         while len(self._last) > self.MAX_REPLICAS:
             self._last.popitem(last=False)

@@ -246,6 +246,11 @@ class KPolicy:
         """Step latency of the engines together, as they last reported it."""
         return average_latency([found for _, found in self._latencies.values()]) if self._latencies else self._guess
 
+    @property
+    def num_requests(self) -> float:
+        """Mean requests of a replica's step."""
+        return sum(self._load.values())
+
     def observe(self, reports: Iterable[TargetReport], now_s: float) -> CounterDeltas | None:
         """Take in what the replicas say, all of them at once, and decide anew; `now_s` is monotonic. What is new in the
         reports, None without any. A report that cannot be is logged and left out, and never raises."""
@@ -283,7 +288,7 @@ class KPolicy:
 
     def _decide(self) -> None:
         ks, latency = {name: choice.k for name, choice in self._choices.items()}, self.latency
-        is_cold, num_requests = self.posteriors.num_steps < MIN_STEPS, sum(self._load.values())
+        is_cold, num_requests = self.posteriors.num_steps < MIN_STEPS, self.num_requests
         loaded = [self._demand(name, load, is_cold) for name, load in self._load.items()]
         plan, beside, choices = None, list[Demand](), dict[str, Drafting]()
         if num_requests >= MIN_SHARED:
@@ -356,7 +361,7 @@ class KPolicy:
         silent_s, latency, engines = now_s - self._observed_s, self.latency, len(self._latencies)
         start = "measured by the engines at their start, and" if latency.is_measured else "learned"
         start += f" over {latency.num_steps:.0f} steps of {engines} engine{'s' * (engines != 1)}"
-        load, drafts = sum(self._load.values()), sum(self._load.get(row["workload"], 0) * row["k"] for row in rows)
+        load, drafts = self.num_requests, sum(self._load.get(row["workload"], 0) * row["k"] for row in rows)
         step_s = latency.seconds(max(1.0, load), max(1.0, load) * (1 + drafts / load)) if engines and load else None
         return {
             "max_draft_tokens": self.policy.max_draft_tokens,

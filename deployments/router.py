@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.core import Metric
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
@@ -31,10 +32,11 @@ from cluster.heads import (
     HeadRef,
     base_workload,
 )
+from cluster.history import POINT_S, ServiceHistory
 from cluster.k_policy import PolicyUpdate
 from cluster.learning import LearnerReport
 from cluster.settings import ClusterSettings, live_config
-from deployments import TARGET_NAME, compat
+from deployments import DRAFTER_NAME, TARGET_NAME, compat
 from deployments.autoscaling import Autoscaler, capacity_model, read_pools
 from deployments.replicas import POLL_TIMEOUT_S, REPLICA_LOST, ReplicaMonitor, settings_with
 from deployments.telemetry import (
@@ -59,6 +61,13 @@ from peagle.heads import candidate_directory, candidate_files, keep_candidate
 logger = logging.getLogger(__name__)
 
 FIRST_POLL_S = 2.0
+SHOWN_SETTINGS: Any = {
+    **dict.fromkeys(("model", "depth", "limits", "autoscaling"), True),
+    "target": {"num_replicas", "bundle", "front_ends"},
+    "drafter": {"head", "heads_by_workload", "method", "placement", "max_draft_tokens"},
+}
+"""Those that `GET /drafting` names: no environment, callers, or arguments of others."""
+
 SEND_TIMEOUT_S = 120.0
 """For the files of a head to reach drafters on other nodes."""
 
@@ -93,9 +102,11 @@ class Router:
         self._heads = make_head_manager(settings)
         self._state.restore(self.k_policy, self._heads)
         self._head_counts, self._counts_are_new = HeadCounts(), False
+        self._history = ServiceHistory()
+        self._history.add_event("router", "the router has started")
         self._monitor = ReplicaMonitor(self._target, TargetReport, self._observe)
         self._drafter = drafter
-        self._drafters = None if drafter is None else ReplicaMonitor(drafter, DrafterReport, self._manage_heads)
+        self._drafters = None if drafter is None else ReplicaMonitor(drafter, DrafterReport, self._observe_drafters)
         self._handing_out: asyncio.Task[None] | None = None
         self._learner = None if learner is None else ReplicaMonitor(learner, LearnerReport, lambda _: None)
         self._autoscaler: Autoscaler | None = None
@@ -110,6 +121,7 @@ class Router:
         for monitor in (self._monitor, self._drafters, self._learner):
             if monitor is not None:
                 monitor.start()
+        self._recording = asyncio.get_running_loop().create_task(self._record_forever())
 
     async def reconfigure(self, user_config: Mapping[str, Any] | None) -> None:
         """Take other limits, callers, depths and aliases while requests run (`cluster.settings.live_config`)."""
@@ -176,8 +188,14 @@ class Router:
         if self._heads is not None and self._heads.events:
             for event in self._heads.events:
                 logger.warning("%s", event)
+                self._history.add_event("head", event)
             self._heads.events.clear()
             self._state.save_soon(self.k_policy, self._heads, is_urgent=True)
+
+    def _observe_drafters(self, drafters: Sequence[DrafterReport]) -> None:
+        assert self._drafters is not None
+        self._history.observe_replicas(DRAFTER_NAME, drafters, self._drafters.num_ready or 0, time.monotonic())
+        self._manage_heads(drafters)
 
     def _manage_heads(self, drafters: Sequence[DrafterReport]) -> None:
         """Take in what drafters report, and hand the desired heads to all, also to one that has just started."""
@@ -221,12 +239,28 @@ class Router:
             families += drafter_metrics(await self._drafters.refresh(), reports)
         if self._learner is not None:
             families += learner_metrics(self._learner.reports)
+        return prometheus_text(families + await self._replica_families())
+
+    async def _replica_families(self) -> list[Metric]:
+        """What each replica's front end and engine count themselves."""
+        families: list[Metric] = []
         with contextlib.suppress(*REPLICA_LOST, TimeoutError):  # what nobody counts is not shown
             for answer in await compat.ask_each(self._target, "front_end_metrics", POLL_TIMEOUT_S):
                 if isinstance(answer, tuple):
                     replica, found = answer
                     families += labelled(found, replica=replica)
-        return prometheus_text(families)
+        return families
+
+    async def _record_forever(self) -> None:
+        while True:
+            await asyncio.sleep(POINT_S)
+            try:
+                families = await self._replica_families()
+                samples = [(one.name, one.labels, one.value) for family in families for one in family.samples]
+                ks = {row["workload"]: row["k"] for row in self._document()["workloads"]}
+                self._history.add_point(samples, ks, time.monotonic())
+            except Exception:
+                logger.exception("the page lacks a point of its history")
 
     async def drafting(self) -> dict[str, Any]:
         """What is known of each workload's acceptance, and the K it gets (`peagle view` shows it); the heads that
@@ -235,9 +269,14 @@ class Router:
         reports = self._monitor.reports
         drafters = () if self._drafters is None else self._drafters.reports
         by_head = self._head_counts.by_head(live_heads(reports))
+        document = self._document()
+        for row in document["workloads"]:
+            row |= self._history.times(row["workload"])
         return {
-            **self._document(),
+            **document,
             **drafting_document(reports, by_head, drafters),
+            **self._history.document(time.monotonic()),
+            "settings": self._settings.model_dump(mode="json", exclude_none=True, include=SHOWN_SETTINGS),
             "head_changes": [] if self._heads is None else self._heads.document(),
             "autoscaling": self._scaling_document(),
             "learner": None if self._learner is None else learner_document(self._learner.reports),
@@ -255,11 +294,14 @@ class Router:
         return {"model": self._settings.model.id, **self.k_policy.document(time.monotonic())}
 
     def _observe(self, reports: Sequence[TargetReport]) -> None:
-        deltas = self.k_policy.observe(reports, time.monotonic())
+        now_s, policy = time.monotonic(), self.k_policy
+        self._history.observe_replicas(TARGET_NAME, reports, self._monitor.num_ready or 0, now_s)
+        deltas = policy.observe(reports, now_s)
         if self._autoscaler is not None:
             self._autoscaler.observe(deltas, reports, self.k_policy)
         if deltas is None:
             return
+        self._history.observe(reports, deltas, policy.num_requests, policy.latency, now_s)
         self._head_counts.add(deltas)
         # The first reports count from the targets' start, and heads may have changed since.
         if self._heads is not None and self._counts_are_new:

@@ -16,6 +16,7 @@ import functools
 import json
 import logging
 import os
+import socket
 import time
 from argparse import Namespace
 from collections.abc import AsyncIterator, Mapping, MutableMapping, Sequence
@@ -129,6 +130,8 @@ class TargetServer(LLMServer):
         if settings.drafter is not None and drafter is None:
             digest = head_digest(head_dir) if head_dir is not None else target_digest(target_dir)
             self.front_end.heads = (digest,)
+        # Once: an engine takes its memory at its start, and each question holds up a step.
+        self._devices = tuple(await self._client.collective_rpc("describe_device"))
         self._router, self._num_targets = router, 1
         self._learning = asyncio.get_running_loop().create_task(self._learn_forever())
         self._links: DrafterLinks | None = None
@@ -179,6 +182,8 @@ class TargetServer(LLMServer):
             weights=self._weights,
             num_queued=self.front_end.admission.num_queued,
             uptime_s=time.monotonic() - self._started_s,
+            node=socket.gethostname(),
+            devices=self._devices,
         )
 
     async def check_health(self) -> None:

@@ -8,6 +8,7 @@ Decides nothing about the service: that is in the YAML and in `deployments.app`.
 import contextlib
 import copy
 import json
+import logging
 import os
 import secrets
 import signal
@@ -41,7 +42,7 @@ from deployments.host import TERMINATE_S
 from peagle.schema import read_yaml
 
 POLL_INTERVAL_S = 1.0
-WATCH_INTERVAL_S = 2.0
+WATCH_INTERVAL_S, ROUTER_TIMEOUT_S = 2.0, 10.0
 HEARTBEAT_S = 10.0
 MIN_LOGICAL_CPUS = 8
 RAY_STOP_S = 30.0
@@ -116,14 +117,16 @@ def up(path: Path, *, detach: bool = False, timeout_s: float = 900.0, say: Say =
             if settings.callers is None:
                 say("no callers in the settings: no API key is asked for, and every workload tag is trusted")
             deploy(serve, live_form(config, settings))
-            wait_until_ready(serve, config, time.monotonic() + timeout_s, say)
-            say(usage(base_url(config), settings.model.id, needs_key=settings.callers is not None))
+            wait_until_ready(serve, config, time.monotonic() + timeout_s, say, Downloads(settings))
+            say(usage(base_url(config), settings.model.id, dashboard, needs_key=settings.callers is not None))
             if detach:
                 say(f"Stop it with: {_tool('ray')} stop")
                 stack.pop_all()
                 return
             say("Ctrl-C stops the service.")
-            watch(serve, config, say)
+            name = config["applications"][0].get("name", "default")
+            logging.getLogger("ray.serve").setLevel(logging.ERROR)  # of the handle
+            watch(ray.serve.get_deployment_handle(ROUTER_NAME, name), say)
         except KeyboardInterrupt:
             pass
 
@@ -291,7 +294,9 @@ def ray_cluster(config: Mapping[str, Any], settings: ClusterSettings, detach: bo
                 raise UpError(f"RAY_ADDRESS={address}: {error}") from error
     with contextlib.ExitStack() as stack:
         if context is None:
-            _require_free_port(*_address(config))
+            host, port = _address(config)
+            if reason := _why_taken(host, port):
+                raise UpError(f"{host}:{port} cannot be used ({reason}); set http_options.port in the YAML")
             num_cpus = num_logical_cpus(settings)
             say(f"starting Ray on this machine ({num_cpus} logical CPUs)")
             local = {} if detach else LOCAL_ENVIRONMENT
@@ -311,7 +316,7 @@ def ray_environment(say: Say) -> dict[str, str]:
         del made["RAY_SERVE_ENABLE_HA_PROXY"]
         return made
     for name, port in HAPROXY_PORTS.items():
-        while not _is_free("0.0.0.0", port):
+        while _why_taken("0.0.0.0", port):
             port += 1
         made[name] = str(port)
     return made
@@ -354,21 +359,13 @@ def _own_ray(num_cpus: int, environ: Mapping[str, str], detach: bool) -> Iterato
             host.kill()
 
 
-def _is_free(host: str, port: int) -> bool:
-    try:
-        socket.create_server((host, port)).close()
-    except OSError:
-        return False
-    return True
-
-
-def _require_free_port(host: str, port: int) -> None:
+def _why_taken(host: str, port: int) -> str:
+    """ "" for a port that is free."""
     try:
         socket.create_server((host, port)).close()
     except OSError as error:
-        raise UpError(
-            f"{host}:{port} cannot be used ({os.strerror(error.errno or 0)}); set http_options.port in the YAML"
-        ) from error
+        return os.strerror(error.errno or 0)
+    return ""
 
 
 # ---- the service
@@ -428,24 +425,18 @@ def _update(
 
 def _check_room(settings: ClusterSettings, restarts: bool) -> None:
     """Raises UpError where the cluster cannot hold the replicas, or not a new one beside those it replaces."""
-    total: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
-    lacking = [
-        f"{number:g} {name} of {total.get(name, 0.0):g}"
-        for name, number in resources(settings).items()
-        if number > total.get(name, 0.0) + 1e-6
-    ]
-    if lacking:
-        raise UpError(f"the cluster is too small for this config: it needs {', '.join(lacking)}; the service goes on")
-    missing = [
-        f"{number:g} {name}, {free.get(name, 0.0):g} free"
-        for name, number in replica_resources(settings).items()
-        if number > free.get(name, 0.0) + 1e-6
-    ]
+
+    def lacking(needed: Mapping[str, float], there: Mapping[str, float]) -> str:
+        short = [name for name, number in needed.items() if number > there.get(name, 0.0) + 1e-6]
+        return ", ".join(f"{needed[name]:g} {name} of {there.get(name, 0.0):g}" for name in short)
+
+    if found := lacking(resources(settings), ray.cluster_resources()):  # type: ignore[no-untyped-call]
+        raise UpError(f"the cluster is too small for this config: it needs {found}; the service goes on")
+    missing = lacking(replica_resources(settings), ray.available_resources())  # type: ignore[no-untyped-call]
     if restarts and missing and settings.autoscaling is None:
         raise UpError(
             "this config starts the engines anew, and there is no room for a new replica beside the old one "
-            f"({'; '.join(missing)}): stop the service first, or add a node; the service goes on"
+            f"({missing} free): stop the service first, or add a node; the service goes on"
         )
 
 
@@ -457,7 +448,39 @@ def deploy(serve: Any, config: Mapping[str, Any]) -> None:
         raise UpError(f"Ray Serve refused the config: {str(error).strip()[-2000:]}") from error
 
 
-def wait_until_ready(serve: Any, config: Mapping[str, Any], deadline_s: float, say: Say) -> None:
+class Downloads:
+    """What comes from the Hugging Face hub into the cache of this machine, as replicas that start fill it."""
+
+    def __init__(self, settings: ClusterSettings) -> None:
+        names = {settings.model.source, settings.drafter.head if settings.drafter else ""}
+        self._names = [name for name in sorted(names) if "/" in name and "://" not in name and not Path(name).exists()]
+        self._began: tuple[float, int, int] | None = None
+
+    def describe(self, now_s: float) -> str:
+        """Bytes, and the time left where the hub says the size; "" while nothing comes."""
+        from huggingface_hub import HfApi, constants
+
+        size, total = 0, 0
+        for name in self._names:
+            for file in Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "blobs").glob("*"):
+                with contextlib.suppress(OSError):  # a part that is complete gets another name
+                    size += file.stat().st_size
+            if self._began is None:
+                with contextlib.suppress(Exception):  # offline, or no access: the replica's own error says it
+                    files = HfApi().model_info(name, files_metadata=True, timeout=10).siblings or []
+                    tensors = [file for file in files if file.rfilename.endswith(".safetensors")]
+                    total += sum(file.size or 0 for file in tensors or files)
+        self._began = began_s, before, total = self._began or (now_s, size, total)
+        if size == before:
+            return ""
+        left_s = (total - size) * (now_s - began_s) / (size - before)
+        left = f" of {total / 1e6:,.0f} MB, {left_s:.0f} s left" if total > size else " MB"
+        return f"; downloaded {size / 1e6:,.0f}{left}"
+
+
+def wait_until_ready(
+    serve: Any, config: Mapping[str, Any], deadline_s: float, say: Say, downloads: Downloads | None = None
+) -> None:
     """Return when the service answers requests; say on the way what it waits for.
 
     Raises UpError when an application fails, or at `deadline_s` (of time.monotonic()).
@@ -473,63 +496,32 @@ def wait_until_ready(serve: Any, config: Mapping[str, Any], deadline_s: float, s
             return
         now_s, line = time.monotonic(), "; ".join(progress(name, state) for name, state in states.items())
         if line and (line != said or now_s - said_s >= HEARTBEAT_S):
-            say(line)
+            say(line + (downloads.describe(now_s) if downloads else ""))
             said, said_s = line, now_s
         if now_s > deadline_s:
             raise UpError(f"not ready in time; last state: {line}\n" + "\n".join(map(_reasons, states.values())))
         time.sleep(POLL_INTERVAL_S)
 
 
-NOT_RUNNING = frozenset({"STARTING", "STOPPING"})
-"""States of replicas. A new controller finds those that run as RECOVERING."""
-
-
-def watch(serve: Any, config: Mapping[str, Any], say: Say) -> None:
-    """Say of each replica that it has stopped, and of each new one that it runs. Does not return."""
-    running, problem = _running(_states(serve, config)), ""
+def watch(router: Any, say: Say) -> None:
+    """Say what the router notes of replicas and heads. `router`: its deployment handle. Does not return."""
+    seen: Any = None
+    is_away = False
     while True:
         time.sleep(WATCH_INTERVAL_S)
         try:
-            found = _states(serve, config)
-        except Exception as error:  # noqa: BLE001  # a controller that starts again, or a dashboard that is busy
-            if not problem:
-                problem = f"{type(error).__name__}: {str(error).strip()[:200]}"
-                _say_now(say, f"Serve does not say how it is ({problem}); requests are answered all the same")
+            events = router.drafting.remote().result(timeout_s=ROUTER_TIMEOUT_S)["events"]
+        except Exception as error:  # noqa: BLE001  # a router that starts again, or is busy
+            if not is_away:
+                is_away = True
+                now = time.strftime("%H:%M:%S")
+                say(f"{now} the router does not answer ({type(error).__name__}); requests are served all the same")
             continue
-        if problem:
-            problem = ""
-            _say_now(say, "Serve says again how it is")
-        now_running = _running(found)
-        for replica in running.keys() - now_running.keys():
-            _say_now(say, f"{running[replica]} {replica} has stopped; {_share(running[replica], found)}")
-        for replica in now_running.keys() - running.keys():
-            _say_now(say, f"{now_running[replica]} {replica} runs; {_share(now_running[replica], found)}")
-        running = now_running
-
-
-def _say_now(say: Say, line: str) -> None:
-    say(f"{time.strftime('%H:%M:%S')} {line}")
-
-
-def _replicas(states: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Deployment, name and state of each replica."""
-    return [
-        (deployment, replica["replica_id"], replica["state"])
-        for state in states.values()
-        for deployment, detail in state.get("deployments", {}).items()
-        for replica in detail.get("replicas", [])
-    ]
-
-
-def _running(states: Mapping[str, Any]) -> dict[str, str]:
-    """Deployments of the replicas that run, by the replica's name."""
-    return {name: deployment for deployment, name, state in _replicas(states) if state not in NOT_RUNNING}
-
-
-def _share(deployment: str, states: Mapping[str, Any]) -> str:
-    """How many replicas of a deployment run, of those that there are to be."""
-    found = [state for name, _, state in _replicas(states) if name == deployment and state != "STOPPING"]
-    return f"{sum(state not in NOT_RUNNING for state in found)} of {len(found)} run"
+        is_away = False
+        for event in reversed(events if seen is not None else ()):
+            if event not in seen and event["kind"] != "k":
+                say(f"{time.strftime('%H:%M:%S', time.localtime(event['time_s']))} {event['text']}")
+        seen = events
 
 
 def _answers(url: str) -> bool:
@@ -571,7 +563,7 @@ def _tool(name: str) -> str:
     return str(Path(sys.executable).with_name(name))
 
 
-def usage(url: str, model: str, *, needs_key: bool = False) -> str:
+def usage(url: str, model: str, dashboard: str, *, needs_key: bool = False) -> str:
     """What to type to talk to the service: the URL, a curl line and a Python line that work as they stand, or once
     API_KEY holds a caller's key where the service `needs_key`."""
     question = "Write a factorial in Python."
@@ -586,7 +578,8 @@ def usage(url: str, model: str, *, needs_key: bool = False) -> str:
     )
     return (
         f"\nReady: {url}/v1   (model {model}{', API_KEY stands for the key of a caller' if needs_key else ''})\n"
-        f"Page:  {url}/\n\n"
+        f"Page:  {url}/\n"
+        f"Ray:   {dashboard}/\n\n"
         f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json'{key_header} -d '{body}'\n\n"
         f'{sys.executable} -c "{client}"\n\n'
         # Ray's command-line tools send the cluster's token only when they are told that there is one.

@@ -35,6 +35,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from peagle.vllm import compat
 from peagle.vllm.adaptive_verification import MAX_DRAFTS, AdaptiveVerification, DraftProbabilities
+from peagle.vllm.device import describe_device
 from peagle.vllm.speculator import PEagleSpeculator, can_renew
 from peagle.vllm.step_measure import measure_steps, write_steps
 from peagle.vllm.step_notes import read_plan, update_result
@@ -289,6 +290,7 @@ class V2Worker(Worker):
     """Drop-in for vLLM's GPU worker."""
 
     model_runner: Any
+    describe_device = describe_device
 
     def make_speculator(self) -> Any:
         """The speculator of a `PEagleRunner`."""

@@ -16,6 +16,7 @@ from vllm.v1.worker import cpu_worker
 from peagle.vllm import compat
 from peagle.vllm.coupling import CoupledModelRunner
 from peagle.vllm.cpu_drafting import ChunkedProposer, PassSkipper
+from peagle.vllm.device import describe_device
 from peagle.vllm.remote import RemoteControl
 from peagle.vllm.remote_cpu import RemoteDrafts
 
@@ -43,6 +44,7 @@ class CPUWorker(cpu_worker.CPUWorker):
     """Drop-in for vLLM's class of the same name."""
 
     runner_class: type[CPURunner | RemoteCPURunner] = CPURunner
+    describe_device = describe_device
 
     def init_device(self) -> None:
         """Build vLLM's model runner, then change how it samples."""

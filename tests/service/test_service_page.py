@@ -62,11 +62,11 @@ def test_the_page_in_a_browser_shows_the_service_and_which_tokens_were_drafted(s
             assert tab.text("model") == service.model
             tab.wait_for("document.querySelectorAll('#workloads svg polyline').length >= 2")
             tab.wait_for("document.getElementById('ttft').textContent !== '-'")
-            assert {"code", "chat"} <= set(
-                tab.run("[...document.querySelectorAll('#workloads h3')].map(h => h.textContent)")
-            )
-            assert "K = 7 pinned" in tab.run("document.getElementById('workloads').innerText")
-            assert tab.text("targets") == "1"
+            names = "[...document.querySelectorAll('#workloads tbody button')].map(one => one.textContent)"
+            assert {"code", "chat"} <= set(tab.run(names))
+            assert "7 pinned" in tab.run("document.getElementById('workloads').innerText")
+            assert "CPU" in tab.text("replicas")
+            assert "target" in tab.text("events")
             assert tab.run("document.documentElement.scrollWidth <= innerWidth"), "it needs no sideways scrolling"
             tab.picture(tmp_path / f"page-{width}.png")
             assert (tmp_path / f"page-{width}.png").stat().st_size > 10_000
@@ -86,9 +86,20 @@ def test_the_page_in_a_browser_shows_the_service_and_which_tokens_were_drafted(s
         last = [{"token": text, "bytes": list(text.encode())} for text in ("a", "é", "<end>")]
         choice = {"delta": {"content": "aé"}, "logprobs": {"content": last}, "finish_reason": "stop"}
         tab.run("document.getElementById('answer').replaceChildren()")
-        answer = "{tokens: 0, drafted: 0, steps: 0, decoder: new TextDecoder()}"
+        answer = "{place: $('answer'), tokens: 0, drafted: 0, steps: 0, decoder: new TextDecoder()}"
         tab.run(f"take({json.dumps({'choices': [choice]})}, {answer})")
         assert tab.run("[...document.querySelectorAll('#answer .drafted')].map(one => one.textContent)") == ["a", "é"]
+        tab.press("compare")
+        tab.wait_for("document.getElementById('compared').textContent !== ''")
+        assert tab.run("document.querySelectorAll('#plain .drafted').length") == 0
+        assert "tokens/s with drafts" in tab.text("compared")
+        # Rows stay the same nodes when they are sorted, and a page that has no answer greys its numbers.
+        tab.run("window.row = document.querySelector('#workloads tbody tr')")
+        tab.run("[...document.querySelectorAll('#workloads th button')].slice(0, 2).forEach(one => one.click())")
+        assert tab.run("window.row.isConnected && document.querySelectorAll('#workloads svg').length > 0")
+        tab.run("window.fetch = () => Promise.reject(new TypeError('no network'))")
+        tab.wait_for("document.body.classList.contains('stale')")
+        assert tab.text("state").startswith("no answer; numbers are")
         assert tab.problems == []
 
 

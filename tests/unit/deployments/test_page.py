@@ -3,16 +3,20 @@
 import base64
 import hashlib
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from cluster.counts import Counts
+from cluster.history import ServiceHistory
 from cluster.k_policy import KPolicy
 from cluster.request import DepthPolicy, Drafting
 from deployments.front_end import drafting_field
 from deployments.routes import live_page
 from deployments.telemetry import drafting_document
+from peagle.vllm.device import describe_device
 from tests.support.autoscaling_harness import Controller
 from tests.support.counted import counts_of
 from tests.support.scaling_cases import GOOD
@@ -57,19 +61,25 @@ def test_what_the_service_says_is_only_ever_text() -> None:
 
 def documents() -> dict[str, Any]:
     """By the name that the page's script gives it, an example of each part of what it reads, made by the real code."""
-    control = KPolicy(DepthPolicy(3, 3, 3))
+    control, history = KPolicy(DepthPolicy(3, 3, 3)), ServiceHistory()
     reports = [report("a", "t1", [link("h:1", "up", {})], code=counts_of([(3, 2)]))]
     control.observe(reports, 0.0)
+    history.observe_replicas("target", reports, 1, 0.0)
+    history.add_point((), {}, 15.0)
+    for row in (document := control.document(1.0))["workloads"]:
+        row |= history.times(row["workload"])
     scaled = Controller()
     scaled.serve(60, 1.0, GOOD)
     decision = scaled.router.document
     assert decision is not None
     service = {
         "model": "m",
-        **control.document(1.0),
+        **document,
+        **history.document(15.0),
         **drafting_document(reports, {"a": counts_of([(3, 2)])}, [drafter("r1", "a")]),
         "autoscaling": decision,
         "head_changes": swapped(0, 0.5, 120).manager.document(),
+        "settings": {},
     }
     return {
         "service": service,
@@ -78,6 +88,11 @@ def documents() -> dict[str, Any]:
         "changed": service["head_changes"][0],
         "drafter": service["drafters"][0],
         "link": service["links"][0],
+        "speed": service["speed"],
+        "past": service["history"],
+        "replica": service["replicas"][0],
+        "happened": service["events"][0],
+        "device": describe_device(SimpleNamespace(device=torch.device("cpu"))),
         "scaling": decision,
         "pool": decision["target"],
         "field": {**drafting_field(Drafting("code", 3, "learned", "why"), "a", Counts()), "reason": "why"},
@@ -90,6 +105,10 @@ def test_every_field_that_the_page_reads_is_one_that_the_service_sends() -> None
     assert {name for name, _ in read} == found.keys(), "a name that the script no longer uses"
     assert not [f"{name}.{field}" for name, field in read if field not in found[name]]
     assert set(found["row"]["survival"]) >= {"mean", "low", "high"}
+    tiles = re.findall(r'^  \["[^"]+", "(\w+)", \w+, "\w+"\],$', PAGE, flags=re.MULTILINE)
+    assert len(tiles) == 6
+    assert set(tiles) <= found["past"].keys()
+    assert found["speed"]["p50"].keys() == found["speed"]["p95"].keys() == {"ttft_s", "tpot_s"}
     sources = re.search(r"SOURCES = \{(.*?)\}", PAGE)
     assert sources is not None
     assert set(re.findall(r"(\w+):", sources[1])) == {"request", "workload", "learned", "probe", "default"}

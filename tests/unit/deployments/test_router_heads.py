@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.heads import DesiredHeads, HeadManager, HeadProposal
+from cluster.history import ServiceHistory
 from cluster.settings import DrafterSettings
 from deployments import drafter as of_drafters
 from deployments.drafter import HeadLoader
@@ -76,7 +77,7 @@ def router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     router: Any = Router.__new__(Router)
     router.__dict__ |= {
         "_heads": HeadManager({}, 1, 0.1), "_state": StateStore(None), "_handing_out": None,
-        "k_policy": k_policy_with_counts(), "_monitor": SimpleNamespace(reports=()),
+        "k_policy": k_policy_with_counts(), "_monitor": SimpleNamespace(reports=()), "_history": ServiceHistory(),
     }  # fmt: skip
     return router
 
@@ -102,6 +103,8 @@ def test_a_candidate_reaches_drafters_on_other_nodes_and_those_that_start_later(
         await rounds(router, drafters)
         assert await drafters.drafting() == [[str(head), trial.name]] * 2
         assert (await router.head_back()).state == "dropped"
+        told = [event["text"] for event in router._history.document(0.0)["events"]]
+        assert [text.partition(":")[0].rpartition(" ")[2] for text in told] == ["dropped", "running", "loading"]
 
     asyncio.run(run())
 

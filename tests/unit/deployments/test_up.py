@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from cluster.history import ServiceHistory
 from deployments import up
 from deployments.cli import main
 from deployments.up import UpError, live_form, read_config
@@ -135,6 +136,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(up, "POLL_INTERVAL_S", 0.0)
     monkeypatch.setattr(up.ray, "cluster_resources", lambda: found.total)
     monkeypatch.setattr(up.ray, "available_resources", lambda: found.free)
+    monkeypatch.setattr(up.ray.serve, "get_deployment_handle", lambda *_: None)
     monkeypatch.setattr(up.ray.serve, "shutdown", lambda: found.stopped.append(True))
     yield found
     for number, handler in before.items():
@@ -299,37 +301,51 @@ def test_processes_segments_and_sockets_of_a_session_are_found_and_ended(tmp_pat
     assert done.stdout.strip() == "found", done.stdout + done.stderr
 
 
-def test_each_replica_that_stops_or_is_back_is_said_once_and_so_is_a_controller_that_is_away(
+def test_each_event_of_replicas_and_heads_is_said_once_and_so_is_a_router_that_is_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def states(*replicas: tuple[str, str]) -> dict[str, Any]:
-        found = [{"replica_id": name, "state": state} for name, state in replicas]
-        return {"applications": {"default": {"deployments": {"target": {"replicas": found}}}}}
-
-    answers = iter([
-        states(("a", "RUNNING"), ("b", "RUNNING")),
-        states(("a", "RUNNING"), ("b", "STOPPING"), ("c", "STARTING")),
-        ConnectionError("controller died"), ConnectionError("controller died"),
-        states(("a", "RECOVERING"), ("c", "STARTING")),
-        states(("a", "RUNNING"), ("c", "RUNNING")),
-        KeyboardInterrupt(),
+    history = ServiceHistory()
+    notes: Any = iter([
+        ("router", "the router has started"), ("replica", "target b is gone (1 running)"), ("k", "K of code 5 to 4"),
+        ConnectionError, ConnectionError, ("replica", "target c runs (2 running)"), KeyboardInterrupt,
     ])  # fmt: skip
 
-    def get_serve_details() -> Any:
-        answer = next(answers)
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
+    def result(timeout_s: float) -> Any:
+        note = next(notes)
+        if isinstance(note, type):
+            raise note
+        history.add_event(*note)
+        return history.document(0.0)
 
     said: list[str] = []
     monkeypatch.setattr(up, "WATCH_INTERVAL_S", 0.0)
     with pytest.raises(KeyboardInterrupt):
-        up.watch(SimpleNamespace(get_serve_details=get_serve_details), config(), said.append)
-    lost, away, again, back = [line.split(" ", 1)[1] for line in said]
-    assert lost == "target b has stopped; 1 of 2 run"
-    assert "controller died" in away
-    assert again == "Serve says again how it is"
-    assert back == "target c runs; 2 of 2 run"
+        up.watch(SimpleNamespace(drafting=SimpleNamespace(remote=lambda: SimpleNamespace(result=result))), said.append)
+    gone, away, back = [line.split(" ", 1)[1] for line in said]
+    assert (gone, back) == ("target b is gone (1 running)", "target c runs (2 running)")
+    assert away == "the router does not answer (ConnectionError); requests are served all the same"
+
+
+@pytest.mark.parametrize("is_reachable", [True, False])
+def test_a_download_is_told_in_bytes_with_the_time_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_reachable: bool
+) -> None:
+    sizes = {"model-1.safetensors": 3_000_000, "model-2.safetensors": 1_000_000, "pytorch_model.bin": 4_000_000}
+    siblings = [{"rfilename": name, "size": size} for name, size in sizes.items()]
+    info = SimpleNamespace(json=lambda: {"id": "org/model", "siblings": siblings})
+    found = {"get": lambda *_, **__: info} if is_reachable else {}
+    monkeypatch.setattr("huggingface_hub.hf_api.get_session", lambda: SimpleNamespace(**found))
+    monkeypatch.setattr("huggingface_hub.hf_api.hf_raise_for_status", lambda _: None)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    raw = config()
+    raw["applications"][0]["args"]["model"] = {"source": "org/model", "id": "model"}
+    downloads = up.Downloads(read_config(Path(write(tmp_path / "c.yaml", raw)))[1])
+    assert downloads.describe(0.0) == "", "nothing has come yet"
+    blobs = tmp_path / "models--org--model" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / "part.incomplete").write_bytes(bytes(1_000_000))
+    left = " of 4 MB, 30 s left" if is_reachable else " MB"
+    assert downloads.describe(10.0) == f"; downloaded 1{left}"
 
 
 def test_a_head_of_another_target_is_refused_before_ray_starts(tmp_path: Path) -> None:
