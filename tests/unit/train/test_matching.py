@@ -12,10 +12,10 @@ from peagle.train.data import (
     PackedBatches,
     check_data_fits,
     check_tokenizer,
-    tokenize_file,
     tokenizer_hash,
     write_manifest,
 )
+from peagle.train.prompts import tokenize_source
 
 
 def data_folder(folder: Path, tokens: list[int], **manifest: object) -> Path:
@@ -89,7 +89,7 @@ def test_given_answers_become_training_data(target_dir, tmp_path) -> None:
     turns = [{"role": role, "content": role} for role in ("user", "assistant", "user", "assistant")]
     lines = [{"prompt": "What is 1 + 1?", "answer": "2, I think."}, {"messages": turns}]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    totals = tokenize_file(target_dir, file, tmp_path / "out")
+    totals = tokenize_source(target_dir, file, tmp_path / "out")
     data = Conversations.load(tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(target_dir)
     answers = [tokenizer.decode(tokens[prompt:]) for tokens, prompt in data.documents()]
@@ -99,4 +99,4 @@ def test_given_answers_become_training_data(target_dir, tmp_path) -> None:
     assert totals["num_earlier_answers"] == 1
     check_data_fits(tmp_path / "out", target_dir)
     with pytest.raises(ValueError, match="holds data already"):
-        tokenize_file(target_dir, file, tmp_path / "out")
+        tokenize_source(target_dir, file, tmp_path / "out")

@@ -8,13 +8,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from peagle.train.data import (
-    ChatTemplate,
-    Conversations,
-    Prompt,
-    read_jsonl,
-    tokenize_file,
-)
+from peagle.train.data import Conversations
+from peagle.train.prompts import ChatTemplate, Prompt, read_prompts, tokenize_source
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +39,7 @@ def test_every_form_of_a_line(tmp_path, caplog) -> None:
         {"messages": [{"role": "system", "content": "s"}, user("a"), assistant("b"), user("c")]},
         {"messages": [user("a"), assistant("b"), user("c"), assistant("d")]},
     )
-    read = read_jsonl(file)
+    read = read_prompts(file)
     assert [[one["content"] for one in prompt.messages] for prompt in read] == [
         ["one"],
         ["two"],
@@ -54,13 +49,14 @@ def test_every_form_of_a_line(tmp_path, caplog) -> None:
     ]
     assert [prompt.answer for prompt in read] == [None, None, "3", None, "d"]
     assert [prompt.category for prompt in read] == ["default", "c", "default", "default", "default"]
-    assert "1 later entries of `turns`" in caplog.text
+    assert "1 messages behind the prompt and its answer are not used" in caplog.text
+    assert "columns that are not read: task_id\n" in caplog.text
 
 
 def test_line_ends_that_json_allows_inside_a_string(tmp_path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_bytes('\ufeff{"prompt": "a\u2028b\x85c"}\r\n{"prompt": "d"}'.encode())
-    assert [prompt.messages[0]["content"] for prompt in read_jsonl(file)] == ["a\u2028b\x85c", "d"]
+    assert [prompt.messages[0]["content"] for prompt in read_prompts(file)] == ["a\u2028b\x85c", "d"]
 
 
 @pytest.mark.parametrize(
@@ -72,12 +68,13 @@ def test_line_ends_that_json_allows_inside_a_string(tmp_path) -> None:
         (b'{"prompt": "a"} {"prompt": "b"}', "Invalid JSON"),
         (b'{"prompt": "\xff"}', "invalid unicode"),
         (b'["a"]', "wrong type: expected a mapping, got a list"),
-        (b"{}", "needs one of `messages`, `prompt`, `turns`; has none"),
-        (b'{"text": "a"}', "unknown key text"),
-        (b'{"prompt": "a", "turns": ["b"]}', "has ['prompt', 'turns']"),
-        (b'{"prompt": " "}', "prompt: String should match"),
-        (b'{"prompt": "a", "answer": ""}', "answer: String should match"),
-        (b'{"turns": []}', "turns: List should have at least 1 item"),
+        (b"{}", "needs one of messages, conversations, instruction, prompt, turns; has no column"),
+        (b'{"text": "a", "id": 3}', "instruction, prompt, turns; has text, id"),
+        (b'{"prompt": " "}', "messages.0.content: String should match"),
+        (b'{"prompt": "a", "answer": ""}', "messages.1.content: String should match"),
+        (b'{"turns": []}', "wrong type at messages.0.content: expected a string, got a list"),
+        (b'{"conversations": [{"from": "someone", "value": "a"}]}', "messages.0.role must be 'system', 'user'"),
+        (b'{"instruction": "a", "output": 3}', "wrong type at messages.1.content: expected a string"),
         (b'{"messages": "a"}', "wrong type at messages: expected a list"),
         (
             b'{"messages": [{"role": "developer", "content": "a"}]}',
@@ -89,16 +86,11 @@ def test_line_ends_that_json_allows_inside_a_string(tmp_path) -> None:
             "messages.0.weight is of the role assistant",
         ),
         (b'{"messages": [{"role": "user", "content": "a", "reasoning": "b"}]}', "did you mean reasoning_content?"),
-        (b'{"messages": [{"role": "user", "content": "a"}], "functions": []}', "unknown key functions"),
-        (b'{"messages": [{"role": "user", "content": "a"}], "answer": "b"}', "`answer` goes with `prompt`"),
-        (
-            b'{"prompt": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}',
-            "`tools` goes with `messages`",
-        ),
+        (b'{"prompt": "a", "tools": "["}', "tools must be JSON"),
         (
             b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": '
             b'[{"function": {"name": "f", "arguments": "{"}}]}]}',
-            "messages.1.tool_calls.0.function.arguments must be a JSON object",
+            "messages.1.tool_calls.0.function.arguments must be JSON",
         ),
         (
             b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "weight": 2}]}',
@@ -111,8 +103,8 @@ def test_line_ends_that_json_allows_inside_a_string(tmp_path) -> None:
 def test_a_wrong_line_is_named(tmp_path, line: bytes, message: str) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_bytes(b'{"prompt": "good"}\n' + line + b'\n{"prompt": "good"}\n')
-    with pytest.raises(ValueError, match="1 of 3 lines are wrong") as caught:
-        read_jsonl(file)
+    with pytest.raises(ValueError, match="1 of 3 rows are wrong") as caught:
+        read_prompts(file)
     assert f"{file}:2: " in str(caught.value)
     assert message in str(caught.value)
 
@@ -120,8 +112,8 @@ def test_a_wrong_line_is_named(tmp_path, line: bytes, message: str) -> None:
 def test_all_wrong_lines_are_reported_at_once(tmp_path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "good"}\n' + "{\n" * 12)
-    with pytest.raises(ValueError, match="12 of 13 lines are wrong") as caught:
-        read_jsonl(file)
+    with pytest.raises(ValueError, match="12 of 13 rows are wrong") as caught:
+        read_prompts(file)
     named = str(caught.value).split("\n")[1:]
     assert [line.split(":")[1] for line in named[:10]] == [str(number) for number in range(2, 12)]
     assert named[10:] == ["  and 2 more"]
@@ -130,11 +122,11 @@ def test_all_wrong_lines_are_reported_at_once(tmp_path) -> None:
 def test_missing_answers_and_empty_files(tmp_path) -> None:
     file = tmp_path / "prompts.jsonl"
     write(file, {"prompt": "a", "answer": "b"}, {"prompt": "a"}, {"messages": [user("a")]})
-    with pytest.raises(ValueError, match=r"2 of 3 lines.*\n.*:2: no answer.*\n.*:3: no answer"):
-        read_jsonl(file, need_answers=True)
+    with pytest.raises(ValueError, match=r"2 of 3 rows.*\n.*:2: no answer.*\n.*:3: no answer"):
+        read_prompts(file, need_answers=True)
     file.write_text("")
-    with pytest.raises(ValueError, match="holds no prompts"):
-        read_jsonl(file)
+    with pytest.raises(ValueError, match="holds no conversations"):
+        read_prompts(file)
 
 
 def test_turns_are_rendered_as_the_template_does(template) -> None:
@@ -194,7 +186,7 @@ def tokenized(target: Path, folder: Path, *lines: dict[str, Any]) -> tuple[list[
     """Prompt and answer of each line, as text, and the totals."""
     folder.mkdir()
     write(folder / "lines.jsonl", *lines)
-    totals = tokenize_file(target, folder / "lines.jsonl", folder / "data")
+    totals = tokenize_source(target, folder / "lines.jsonl", folder / "data")
     tokenizer = AutoTokenizer.from_pretrained(target)
     documents = Conversations.load(folder / "data").documents()
     return [(tokenizer.decode(ids[:begin]), tokenizer.decode(ids[begin:])) for ids, begin in documents], totals

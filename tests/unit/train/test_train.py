@@ -121,7 +121,7 @@ def test_a_chain_ends_at_a_draft_that_is_not_the_token(small) -> None:
     tokens_BN = (states.last_BNS @ states.lm_head_VS.T).argmax(-1).roll(1, dims=1)
     tokens_BN[0, other] = (tokens_BN[0, other] + 1) % 64
     normed_RH = (2 * states.last_BNS.flatten(0, 1)[label_T.clamp_max(batch.tokens_BN.numel() - 1)]).requires_grad_()
-    score = ChunkedLoss("soft", 64)
+    score = ChunkedLoss(64)
     PassLosses(trainer.recipe, score, drafter, rows, chain_BN, tokens_BN, states)(normed_RH).backward()
     moved_T = normed_RH.grad.abs().sum(-1) > 0
     anchor_T = label_T - offset_T - 1
