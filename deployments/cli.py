@@ -44,6 +44,7 @@ def clock() -> Callable[[str], None]:
 
 def log_to_stderr() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
 
 
 def say_version(is_wanted: bool) -> None:

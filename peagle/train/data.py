@@ -338,36 +338,18 @@ def tokenizer_hash(target_dir: str | Path) -> str | None:
 
 
 def load_tokenizer(target_dir: str | Path) -> Any:
-    """The target's tokenizer, checked (`check_tokenizer`). Raises ValueError for files that cannot be read as one."""
+    """The target's tokenizer. Raises ValueError for files that cannot be read as one."""
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(target_dir)
+        return AutoTokenizer.from_pretrained(target_dir)
     except Exception as error:  # transformers and tokenizers raise what they like, Exception itself too
         raise ValueError(f"the tokenizer in {target_dir} cannot be loaded: {error}") from error
-    check_tokenizer(tokenizer, target_dir)
-    return tokenizer
 
 
 def special_ids(tokenizer: Any) -> frozenset[int]:
     added = tokenizer.added_tokens_decoder.items()
     return frozenset([*tokenizer.all_special_ids, *(token_id for token_id, token in added if token.special)])
-
-
-def check_tokenizer(tokenizer: Any, target_dir: str | Path) -> None:
-    """Raises ValueError when the tokenizer makes ids that the target's embedding table does not have, special ones
-    aside: some targets name tokens of inputs that their text model lacks.
-    """
-    vocab_size = read_target_config(target_dir)["vocab_size"]
-    special = special_ids(tokenizer)
-    beyond = {token_id: token for token, token_id in tokenizer.get_vocab().items() if token_id >= vocab_size}
-    plain = sorted(token_id for token_id in beyond if token_id not in special)
-    if plain:
-        raise ValueError(
-            f"tokenizer and target do not match: the tokenizer in {target_dir} has {len(plain)} tokens beyond the "
-            f"target's vocab_size = {vocab_size} (config.json), the first {beyond[plain[0]]!r} = {plain[0]}: "
-            "put the target's own tokenizer files there"
-        )
 
 
 def check_data_fits(folder: str | Path, target_dir: str | Path, batches: PackedBatches | None = None) -> None:

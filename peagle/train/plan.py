@@ -13,19 +13,17 @@ from peagle.config import DrafterConfig
 from peagle.model import Drafter
 from peagle.train.recipe import Recipe
 
-_GIB = 2**30
-
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """num_trainable: parameters of the drafter; num_bytes: memory of each part, `rows` (activations) roughly.
+    """num_trainable: parameters of the drafter; gib: memory of each part, `rows` (activations) roughly; available: GiB.
 
-    The sum is between 0.9 and 1.25 times the measured peak of the runs of `configs/train` on GPUs.
+    The sum is between 0.9 and 1.25 times the peaks that the heads of `configs/train` had on GPUs.
     """
 
     num_trainable: int
-    num_bytes: dict[str, int]
-    available: int
+    gib: dict[str, float]
+    available: float
 
     @classmethod
     def make(
@@ -33,36 +31,36 @@ class Plan:
     ) -> Plan:
         """target: its `config.json`. Loads no weights."""
         with torch.device("meta"):
-            drafter = Drafter(config)
-        owned = sum(parameter.numel() for parameter in drafter.parameters())
-        owned += target["vocab_size"] * config.hidden_size * recipe.drafter.trainable_embedding
-        on_gpu = device.type == "cuda"
-        width, batch = 2 if on_gpu else 4, recipe.batch
-        num_tokens = batch.num_sequences * batch.max_tokens
-        shares = [1.0 if recipe.drafter.method == "eagle3" else recipe.cod.ratio**g for g in range(config.num_depths)]
-        num_rows = round(num_tokens * sum(shares))
-        num_logits = target["vocab_size"] + 2 * config.draft_vocab_size
+            num_owned = sum(parameter.numel() for parameter in Drafter(config).parameters())
+        num_owned += target["vocab_size"] * config.hidden_size * recipe.drafter.trainable_embedding
+        on_gpu, batch = device.type == "cuda", recipe.batch
+        width, num_tokens = 2 if on_gpu else 4, batch.num_sequences * batch.max_tokens
+        ratio = 1.0 if recipe.drafter.method == "eagle3" else recipe.cod.ratio
+        num_rows = num_tokens * sum(ratio**offset for offset in range(config.num_depths))
+        stored = sum(path.stat().st_size for path in target_dir.glob("*.safetensors"))
+        if "quantization_config" not in target:  # else it stays as it is stored
+            stored *= width / (4 if "float32" in (target.get("dtype"), target.get("torch_dtype")) else 2)
+        num_logits = min(recipe.loss.chunk, num_rows) * (target["vocab_size"] + 2 * config.draft_vocab_size)
         kept = config.num_hidden_layers * (8 * config.hidden_size + 3 * config.intermediate_size)
         num_bytes = {
-            "target": _weight_bytes(target_dir, target, width),
-            "drafter, gradients, optimizer, average": owned * 4 * 5,
+            "target": stored,
+            "drafter, gradients, optimizer, average": num_owned * 4 * 5,
             "hidden states": num_tokens * target["hidden_size"] * (target["num_hidden_layers"] + 5) * width,
-            "logits": min(recipe.loss.chunk, num_rows) * num_logits * width,
-            "rows": num_rows * kept * width // batch.num_segments,
+            "logits": num_logits * width,
+            "rows": num_rows * kept * width / batch.num_segments,
         }
-        available = (
-            torch.cuda.mem_get_info(device)[0] if on_gpu else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        )
-        return cls(owned, num_bytes, available)
+        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        available = torch.cuda.mem_get_info(device)[0] if on_gpu else physical
+        return cls(num_owned, {name: size / 2**30 for name, size in num_bytes.items()}, available / 2**30)
 
     def check(self) -> None:
         """Raises ValueError where the parts that are known exceed the device's memory; `rows` is left out."""
-        known = {name: size for name, size in self.num_bytes.items() if name != "rows"}
-        if sum(known.values()) > self.available:
+        known = sum(self.gib.values()) - self.gib["rows"]
+        if known > self.available:
             raise ValueError(
-                f"this run cannot fit: it needs more than {sum(known.values()) / _GIB:.1f} GiB ({_sizes(known)}), and "
-                f"the device has {self.available / _GIB:.1f} GiB. Lower batch.num_sequences (batch.num_accumulated "
-                "keeps the step's size), batch.max_tokens, loss.chunk or drafter.num_layers, or take a smaller target"
+                f"this run cannot fit: it needs more than {known:.1f} GiB ({self._parts()}), and the device has "
+                f"{self.available:.1f} GiB. Lower batch.num_sequences (batch.num_accumulated keeps the step's size), "
+                "batch.max_tokens, loss.chunk or drafter.num_layers, or take a smaller target"
             )
 
     def lines(self, recipe: Recipe, counts: dict[str, int], num_held_out: int, num_workers: int) -> list[str]:
@@ -70,26 +68,15 @@ class Plan:
         batch, schedule = recipe.batch, recipe.schedule
         step = batch.num_sequences * batch.max_tokens * batch.num_accumulated * num_workers
         passes = schedule.max_steps * step / counts["num_tokens"]
-        until = f"{schedule.max_steps:,} steps" + (
-            f" or {schedule.max_minutes:g} minutes" if schedule.max_minutes else ""
-        )
+        limit = "" if schedule.max_minutes is None else f" or {schedule.max_minutes:g} minutes"
         return [
             f"data      {counts['num_conversations']:,} conversations, {counts['num_tokens']:,} tokens, "
             f"{counts['num_answer_tokens']:,} of answers; held out: {num_held_out:,} conversations",
             f"drafter   {self.num_trainable / 1e6:.1f} M trainable parameters",
-            f"schedule  {until}, {step:,} tokens a step, at most {passes:.1f} passes over the data",
-            f"memory    about {sum(self.num_bytes.values()) / _GIB:.1f} of {self.available / _GIB:.1f} GiB "
-            f"({_sizes(self.num_bytes)})",
+            f"schedule  {schedule.max_steps:,} steps{limit}, {step:,} tokens a step, at most {passes:,.1f} passes over "
+            "the data",
+            f"memory    about {sum(self.gib.values()):.1f} of {self.available:.1f} GiB ({self._parts()})",
         ]
 
-
-def _sizes(num_bytes: dict[str, int]) -> str:
-    return "; ".join(f"{name} {size / _GIB:.1f}" for name, size in num_bytes.items())
-
-
-def _weight_bytes(target_dir: Path, target: dict[str, Any], width: int) -> int:
-    """Of its safetensors once loaded with `width` bytes a parameter; quantised ones stay as they are."""
-    stored = sum(path.stat().st_size for path in target_dir.glob("*.safetensors"))
-    if "quantization_config" in target:
-        return stored
-    return stored * width // (4 if target.get("dtype", target.get("torch_dtype")) == "float32" else 2)
+    def _parts(self) -> str:
+        return "; ".join(f"{name} {size:.1f}" for name, size in self.gib.items())

@@ -2,10 +2,13 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 from transformers import AutoTokenizer
 
 from peagle.train.data import Conversations
@@ -51,6 +54,60 @@ def test_every_form_of_a_line(tmp_path, caplog) -> None:
     assert [prompt.category for prompt in read] == ["default", "c", "default", "default", "default"]
     assert "1 messages behind the prompt and its answer are not used" in caplog.text
     assert "columns that are not read: task_id\n" in caplog.text
+
+
+def test_sharegpt_and_alpaca(tmp_path) -> None:
+    file = tmp_path / "chats.jsonl"
+    said = [("system", "s"), ("human", "a"), ("gpt", "b"), ("human", "c"), ("gpt", "d"), ("human", "e")]
+    write(
+        file,
+        {"conversations": [{"from": name, "value": text} for name, text in said], "prompt": "not this"},
+        {"instruction": "Translate.", "input": "Haus", "output": "house"},
+        {"instruction": "Say hello.", "input": "", "output": "hello"},
+    )
+    read = read_prompts(file, need_answers=True)
+    assert read[0].messages == ({"role": "system", "content": "s"}, user("a"), assistant("b"), user("c"))
+    assert [prompt.answer for prompt in read] == ["d", "house", "hello"]
+    assert [prompt.messages[0]["content"] for prompt in read[1:]] == ["Translate.\n\nHaus", "Say hello."]
+    assert [prompt.num_unused for prompt in read] == [1, 0, 0]
+    assert read_prompts(file)[0].messages[-1] == user("e"), "as a prompt, it ends with the user's last message"
+
+
+def test_a_few_wrong_rows_are_named_and_left_out(tmp_path, caplog) -> None:
+    file = tmp_path / "chats.jsonl"
+    write(file, *({"prompt": str(number)} for number in range(39)), {"prompt": ""})
+    assert len(read_prompts(file)) == 39
+    assert f"1 of 40 rows are wrong\n  {file}:40: messages.0.content" in caplog.text
+    write(file, *({"prompt": str(number)} for number in range(18)), {"prompt": ""})
+    with pytest.raises(ValueError, match="1 of 19 rows are wrong"):
+        read_prompts(file)
+
+
+def test_what_the_package_datasets_loads(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of Parquet files stands for a data set of the hub, which the same call loads."""
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    rows = [{"instruction": f"a{n}", "output": f"b{n}", "score": n, "category": None} for n in range(4)]
+    (tmp_path / "set").mkdir()
+    for name, part in (("train", rows[:3]), ("test", rows[3:])):
+        parquet.write_table(pyarrow.Table.from_pylist(part), tmp_path / "set" / f"{name}.parquet")
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    source = str(tmp_path / "set")
+    assert [prompt.answer for prompt in read_prompts(source)] == ["b0", "b1", "b2"]
+    assert [prompt.where for prompt in read_prompts(f"{source}:test")] == [f"{source}:test row 0"]
+    assert len(read_prompts(f"{source}:train[:2]")) == 2
+    assert len(read_prompts(tmp_path / "rows.json")) == 4
+    with pytest.raises(ValueError, match='set:none: the package datasets cannot load it: Unknown split "none"'):
+        read_prompts(f"{source}:none")
+
+
+def test_a_missing_package_is_named_with_the_command(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"org/chats:train\[:9\]: it takes the package datasets .*: pip install"):
+        read_prompts("org/chats:train[:9]")
+    for source in ("missing.jsonl", "runs/missing.jsonl", "org/chats/x/y"):
+        with pytest.raises(FileNotFoundError, match=source):
+            read_prompts(source)
 
 
 def test_line_ends_that_json_allows_inside_a_string(tmp_path) -> None:
