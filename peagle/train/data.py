@@ -93,9 +93,10 @@ class Conversations:
         return hashed.hexdigest()[:16]
 
     def select(self, indices: list[int]) -> Conversations:
-        documents = list(self.documents())
-        chosen = [(tokens.tolist(), prompt) for tokens, prompt in map(documents.__getitem__, indices)]
-        return Conversations.from_lists([t[:n] for t, n in chosen], [t[n:] for t, n in chosen])
+        documents = [tokens for tokens, _ in self.documents()]
+        tokens = np.concatenate([self.tokens[:0], *(documents[index] for index in indices)])
+        at = np.array(indices, dtype=np.int64)
+        return Conversations(tokens, self.lengths[at], self.prompt_lengths[at])
 
     def hold_out(self, share: float) -> tuple[list[int], list[int]]:
         """Indices of the conversations to train on and of those to evaluate on. The prompt's tokens alone decide, so

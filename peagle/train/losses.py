@@ -1,7 +1,7 @@
 """The loss of drafted tokens against the target, without holding logits of all rows at once.
 
 It is the cross-entropy -sum_v p(v) log q(v) of the target's distribution p and the drafter's q, both over the draft
-vocabulary: forward KL(p || q) up to the target's own entropy.
+vocabulary. This is forward KL(p || q) up to the target's own entropy.
 
 `lm_head` is frozen, so the only gradient needed is that of the hidden states, and it is formed chunk by chunk in the
 forward pass: at most one chunk of logits [chunk, V] lives. `cross_entropy` turns logits into their gradient in place.

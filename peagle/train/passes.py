@@ -310,7 +310,7 @@ def _plain_attention(
 
 
 def drafter_config(recipe: Recipe, target: dict[str, Any]) -> DrafterConfig:
-    """Of the recipe's drafter; target: the target's `config.json`."""
+    """The drafter's configuration by the recipe; target: the target's `config.json`."""
     wanted = recipe.drafter
     same = {"num_layers", "num_depths", "ptd_token_id", "fc_norm", "norm_before_residual", "qk_norm", "sliding_window"}
     optional = {"intermediate_size", "draft_vocab_size", "aux_layer_ids"}

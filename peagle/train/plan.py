@@ -37,7 +37,7 @@ class Plan:
         width, num_tokens = 2 if on_gpu else 4, batch.num_sequences * batch.max_tokens
         ratio = 1.0 if recipe.drafter.method == "eagle3" else recipe.cod.ratio
         num_rows = num_tokens * sum(ratio**offset for offset in range(config.num_depths))
-        stored = sum(path.stat().st_size for path in target_dir.glob("*.safetensors"))
+        stored = float(sum(path.stat().st_size for path in target_dir.glob("*.safetensors")))
         if "quantization_config" not in target:  # else it stays as it is stored
             stored *= width / (4 if "float32" in (target.get("dtype"), target.get("torch_dtype")) else 2)
         num_logits = min(recipe.loss.chunk, num_rows) * (target["vocab_size"] + 2 * config.draft_vocab_size)

@@ -26,7 +26,7 @@ from peagle.train.recipe import Recipe
 logger = logging.getLogger(__name__)
 
 MAX_WRONG_SHARE = 0.05
-"""Of the rows of a source: more wrong ones than that are an error."""
+"""More wrong rows of a source than this share of them are an error."""
 
 _MAX_NAMED_ROWS = 10
 _SENTINEL = "\u2063turn\u2063"
@@ -250,7 +250,7 @@ def read_rows(source: str | Path) -> Iterator[tuple[str, Any]]:
 
 
 def keep_good(items: Iterable[Item], make: Callable[[Item], Made], source: str | Path) -> list[Made]:
-    """What `make` makes of each item. Those that it refuses are logged (the first 10 of them) and left out.
+    """What `make` makes of each item. Refused items are left out, and the first 10 are logged.
 
     Raises ValueError, with the same text, where more than `MAX_WRONG_SHARE` of them are refused, or there are none.
     """

@@ -124,9 +124,7 @@ class LossRecipe(Section):
 
 class EvaluateRecipe(Section):
     data: str | None = Field(None, description="Folder of answers; default: no evaluation, or `held_out`.")
-    held_out: float = Field(
-        0.0, ge=0, lt=1, description="Share of the prompts that is evaluated and not trained on; without `data`."
-    )
+    held_out: float = Field(0.0, ge=0, lt=1, description="Share of the prompts to evaluate on instead of training.")
     every_steps: int = Field(2000, ge=1, description="Steps between evaluations.")
     max_conversations: int | None = Field(None, ge=1, description="Conversations of each category in one evaluation.")
 
@@ -140,9 +138,7 @@ class EvaluateRecipe(Section):
 class Recipe(Section):
     target: str = Field(description="Embedded target's name, checkpoint directory, or Hugging Face id.")
     data: str = Field(description="Folder of training conversations, as token ids.")
-    conversations: str | None = Field(
-        None, description="File or Hugging Face data set of which `peagle train` makes `data`; default: none."
-    )
+    conversations: str | None = Field(None, description="Source of which `peagle train` makes `data` if it is missing.")
     output: str = Field(description="Folder of checkpoints and of the finished head.")
     seed: int = Field(0, description="Seed of data order and initialisation.")
     device: Literal["auto", "cuda", "cpu"] = Field("auto", description="Where to train.")

@@ -53,9 +53,7 @@ def test_a_run_that_cannot_fit_is_refused_before_the_target_loads(small) -> None
     (small / "without-weights").mkdir()
     shutil.copy(small / "target" / "config.json", small / "without-weights")
     asked = [f"target={small / 'without-weights'}", "batch.num_sequences=1000000000"]
-    with pytest.raises(
-        ValueError, match=r"cannot fit: it needs more than \d+\.\d GiB .*Lower batch.num_seq"
-    ):
+    with pytest.raises(ValueError, match=r"cannot fit: it needs more than \d+\.\d GiB .*Lower batch.num_seq"):
         Trainer(load(small, "large", *asked))
 
 
