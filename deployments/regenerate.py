@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import openai
+from pydantic import ValidationError
 
 from deployments.batch import answer_file
-from peagle.train.prompts import Message, Prompt, check_is_new, read_prompts, tokenize_prompts
+from peagle.schema import problem_lines
+from peagle.train.prompts import Message, Prompt, check_is_new, keep_good, read_prompts, tokenize_prompts
 from peagle.train.recipe import Recipe
 
 
@@ -48,13 +50,14 @@ async def regenerate(
     requests.write_text("".join(json.dumps(request) + "\n" for _, request in asked.values()), encoding="utf-8")
     _, num_refused = await answer_file(requests, answers, url, api_key, max_running=max_running)
     lines = [json.loads(line) for line in answers.read_bytes().split(b"\n") if line]
-    answered = [
-        _with_answer(asked[line["custom_id"]][0], line["response"]["body"]["choices"][0])
+    found = [
+        (asked[line["custom_id"]][0], line["response"]["body"]["choices"][0])
         for line in lines
         if line["custom_id"] in asked and line["response"]["status_code"] == 200
     ]
-    if not answered:
+    if not found:
         raise ValueError(f"{url} answered none of {len(asked)} prompts; see {answers}")
+    answered = keep_good(found, _with_answer, answers)
     made = {"temperature": temperature, "max_answer_tokens": max_tokens, "model": model}
     return tokenize_prompts(recipe.target_dir(), answered, source, out, **made) | {"num_refused": num_refused}
 
@@ -79,8 +82,12 @@ def _as_sent(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"tool_calls": calls}
 
 
-def _with_answer(prompt: Prompt, choice: dict[str, Any]) -> Prompt:
+def _with_answer(found: tuple[Prompt, dict[str, Any]]) -> Prompt:
+    prompt, choice = found
     message = choice["message"]
     kept = {key: message.get(key) or None for key in ("role", "content", "tool_calls")}
     kept["reasoning_content"] = message.get("reasoning_content") or message.get("reasoning") or None
-    return prompt.with_answer(Message.model_validate(kept), is_whole=choice["finish_reason"] != "length")
+    try:
+        return prompt.with_answer(Message.model_validate(kept), is_whole=choice["finish_reason"] != "length")
+    except ValidationError as error:
+        raise ValueError(f"{prompt.where}: the answer {'; '.join(problem_lines(error, Message))}") from error

@@ -339,9 +339,10 @@ def tokenizer_hash(target_dir: str | Path) -> str | None:
 
 
 def load_tokenizer(target_dir: str | Path) -> Any:
-    """The target's tokenizer. Raises ValueError for files that cannot be read as one."""
+    """The target's tokenizer. Raises ValueError for files that cannot be read as one, and as `read_target_config`."""
     from transformers import AutoTokenizer
 
+    read_target_config(target_dir)
     try:
         return AutoTokenizer.from_pretrained(target_dir)
     except Exception as error:  # transformers and tokenizers raise what they like, Exception itself too

@@ -134,7 +134,8 @@ class Message(_Record):
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "observation": "tool"}
 _LOADERS = {".parquet": "parquet", ".csv": "csv", ".json": "json"}
 _FORMS = ("messages", "conversations", "instruction", "prompt", "turns")
-_COLUMNS = frozenset({*_FORMS, "input", "output", "answer", "tools", "category"})
+_BESIDE: dict[str, tuple[type, ...]] = {"tools": (list, str), "category": (str,)}
+_COLUMNS = frozenset({*_FORMS, *_BESIDE, "input", "output", "answer"})
 
 
 class Row(_Record):
@@ -177,7 +178,7 @@ class Row(_Record):
             answer = row.get("output" if form == "instruction" else "answer")
             given = [{"role": "user", "content": given}]
             given += [] if answer is None else [{"role": "assistant", "content": answer}]
-        kept = {key: row[key] for key in ("tools", "category") if key in row}
+        kept = {key: row[key] for key, kind in _BESIDE.items() if row.get(key) and isinstance(row[key], kind)}
         return {"messages": given, "num_unused": num_unused, **kept}
 
     def as_prompt(self, where: str, *, need_answer: bool) -> Prompt:

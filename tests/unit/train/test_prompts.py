@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from peagle.train.data import Conversations
 from peagle.train.prompts import ChatTemplate, Prompt, read_prompts, tokenize_source
+from peagle.train.recipe import Recipe
 
 
 @pytest.fixture(scope="module")
@@ -335,3 +336,10 @@ def test_a_tokenizer_that_cannot_be_used_is_named(target_dir: Path, template: st
     tokenizer.chat_template, tokenizer.eos_token = template, None
     with pytest.raises(ValueError, match=rf"^tokenizer {tokenizer.name_or_path}.*{message}"):
         ChatTemplate(tokenizer)
+
+
+def test_the_tiny_recipe_has_its_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[3])
+    recipe = Recipe.load("configs/train/tiny.yaml")
+    assert recipe.conversations is not None
+    assert len(read_prompts(recipe.conversations, need_answers=True)) == 109
