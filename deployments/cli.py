@@ -44,6 +44,7 @@ def clock() -> Callable[[str], None]:
 
 def log_to_stderr() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
 
 
 def say_version(is_wanted: bool) -> None:
@@ -256,20 +257,38 @@ def publish(
 def generate(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    prompts: Annotated[Path | None, typer.Option(help="answer the prompts of this JSONL file instead")] = None,
+    prompts: Annotated[str | None, typer.Option(help="answer these: file or Hugging Face data set")] = None,
     out: Annotated[Path | None, typer.Option(help="folder for the answers to --prompts")] = None,
+    url: Annotated[
+        str | None, typer.Option(help="service that serves the target, with OpenAI's API; default: an engine here")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="longest answer to --prompts, in tokens")] = 512,
     temperature: Annotated[float, typer.Option(help="of the answers to --prompts; 0: greedy")] = 0.0,
+    max_running: Annotated[int, typer.Option(min=1, help="requests at a time, with --url")] = 32,
+    api_key: Annotated[str | None, typer.Option(envvar="PEAGLE_API_KEY", help="of the service")] = None,
 ) -> None:
-    """Let the target write training conversations, or answers to given prompts (what `evaluate` walks over)."""
-    if (prompts is None) != (out is None):
-        raise ValueError("--prompts needs --out, and --out needs --prompts")
+    """Let the target write training conversations, or answers to given prompts, to train or evaluate on.
+
+    With --url the same command goes on where an earlier run stopped.
+    """
+    if (prompts is None) != (out is None) or (url is not None and prompts is None):
+        raise ValueError("--prompts needs --out, and --out and --url need --prompts")
     from peagle.train.recipe import Recipe
+
+    loaded = Recipe.load(recipe, overrides)
+    log_to_stderr()
+    if prompts is not None and out is not None and url is not None:
+        from deployments.regenerate import regenerate
+
+        made = regenerate(
+            loaded, prompts, out, url, api_key, max_tokens=max_tokens, temperature=temperature, max_running=max_running
+        )
+        typer.echo(json.dumps(asyncio.run(made)))
+        return
     from peagle.vllm.generate import answer_prompts, run_all
 
     # As an interrupt from the keyboard: `finally` ends the workers.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    loaded = Recipe.load(recipe, overrides)
     if prompts is not None and out is not None:
         answer_prompts(loaded, prompts, out, max_tokens, temperature)
     else:
@@ -279,15 +298,15 @@ def generate(
 @app.command()
 def tokenize(
     recipe: RecipeFile,
-    file: Annotated[Path, typer.Argument(help="JSONL file of conversations")],
+    source: Annotated[str, typer.Argument(help="file, folder or Hugging Face data set of conversations")],
     out: Annotated[Path, typer.Option(help="folder of the data set")],
 ) -> None:
-    """Turn conversations of a JSONL file into training data of the recipe's target."""
-    from peagle.train.data import tokenize_file
+    """Turn conversations into training data of the recipe's target, or into answers to evaluate on."""
+    from peagle.train.prompts import tokenize_source
     from peagle.train.recipe import Recipe
 
     log_to_stderr()
-    typer.echo(json.dumps(tokenize_file(Recipe.load(recipe).target_dir(), file, out)))
+    typer.echo(json.dumps(tokenize_source(Recipe.load(recipe).target_dir(), source, out)))
 
 
 @app.command()
@@ -303,6 +322,10 @@ def train(
 
     log_to_stderr()
     loaded = Recipe.load(recipe, overrides)  # a wrong recipe is refused before torch loads
+    if loaded.conversations is not None:
+        from peagle.train.prompts import make_data
+
+        make_data(loaded)
     if num_workers is None:
         from peagle.train.trainer import train_head
 

@@ -1,12 +1,10 @@
-"""Losses of drafted tokens against the target, without holding logits of all rows at once.
+"""The loss of drafted tokens against the target, without holding logits of all rows at once.
 
-p is the target's distribution, q the drafter's, both over the draft vocabulary:
-
-    soft    cross-entropy -sum_v p(v) log q(v): forward KL(p || q) up to the target's own entropy
-    hard    cross-entropy -log q(y) to the target's most likely token y; none where the draft vocabulary lacks y
+It is the cross-entropy -sum_v p(v) log q(v) of the target's distribution p and the drafter's q, both over the draft
+vocabulary. This is forward KL(p || q) up to the target's own entropy.
 
 `lm_head` is frozen, so the only gradient needed is that of the hidden states, and it is formed chunk by chunk in the
-forward pass: at most one chunk of logits [chunk, V] lives. A kernel turns logits into their gradient in place.
+forward pass: at most one chunk of logits [chunk, V] lives. `cross_entropy` turns logits into their gradient in place.
 """
 
 from __future__ import annotations
@@ -177,28 +175,13 @@ class ChainWeights:
         return weights
 
 
-# Kernels: (loss_P, argmax_P) of one chunk; `logits_PV` becomes the gradient of the loss with respect to it.
-
-
-def _soft(logits_PV: Tensor, target_UV: Tensor, logsumexp_U: Tensor, _: Tensor, index_P: Tensor) -> Any:
+def cross_entropy(logits_PV: Tensor, target_UV: Tensor, logsumexp_U: Tensor, index_P: Tensor) -> tuple[Tensor, Tensor]:
+    """(loss_P, argmax_P) of one chunk; `logits_PV` becomes the gradient of the loss with respect to it."""
     wide, exponent, total, logsumexp = wide_softmax(logits_PV)
     p = (target_UV[index_P].to(wide.dtype) - logsumexp_U[index_P, None]).exp()
     loss_P, argmax_P = logsumexp.squeeze(-1) - (p * wide).sum(-1), logits_PV.argmax(-1)
     logits_PV.copy_(exponent / total - p)
     return loss_P, argmax_P
-
-
-def _hard(logits_PV: Tensor, _: Tensor, __: Tensor, best_U: Tensor, index_P: Tensor) -> Any:
-    wide, exponent, total, logsumexp = wide_softmax(logits_PV)
-    best_P1 = best_U[index_P, None]
-    known, hit = best_P1 >= 0, torch.arange(wide.shape[1], device=wide.device) == best_P1
-    loss_P1 = torch.where(known, logsumexp - wide.gather(1, best_P1.clamp_min(0)), 0)
-    argmax_P = logits_PV.argmax(-1)
-    logits_PV.copy_(torch.where(known, exponent / total - hit.to(wide.dtype), 0))
-    return loss_P1.squeeze(-1), argmax_P
-
-
-KERNELS = {"soft": _soft, "hard": _hard}
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -222,7 +205,7 @@ def _score(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, gradient of hidden_PH, most likely token) of one chunk, whose logits die with the call."""
     logits_PV = hidden_PH @ lm_head_VH.T
-    loss_P, argmax_P = kernel(logits_PV, target.logits_UV, target.logsumexp_U, target.best_U, index_P)
+    loss_P, argmax_P = kernel(logits_PV, target.logits_UV, target.logsumexp_U, index_P)
     return loss_P, logits_PV @ lm_head_VH, argmax_P
 
 
@@ -261,14 +244,14 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 class ChunkedLoss:
-    """Callable holding one of the losses and its (optionally compiled) kernel.
+    """Callable holding the (optionally compiled) `cross_entropy`.
 
     chunk: rows whose logits [chunk, V] live at once, and beside them the logits of at most as many labels.
     """
 
-    def __init__(self, name: str, chunk: int = 8192, compiled: bool = False) -> None:
+    def __init__(self, chunk: int = 8192, compiled: bool = False) -> None:
         self.chunk = chunk
-        self._kernel = _compiled(KERNELS[name]) if compiled else KERNELS[name]
+        self._kernel = _compiled(cross_entropy) if compiled else cross_entropy
         self._statistics = _compiled(statistics) if compiled else statistics
 
     def labels(self, hidden_NS: Tensor, lm_head_VS: Tensor, target_ids_V: Tensor | None = None) -> TargetLogits:

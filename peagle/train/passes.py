@@ -131,7 +131,7 @@ class PEaglePass:
     def __init__(self, recipe: Recipe, random: torch.Generator, *, compiled: bool) -> None:
         """random: where rows are drawn from."""
         self.recipe, self.random = recipe, random
-        self.score = ChunkedLoss(recipe.loss.name, recipe.loss.chunk, compiled)
+        self.score = ChunkedLoss(recipe.loss.chunk, compiled)
         self._compiled = compiled
         self._partition: Partition | None = None
         if recipe.batch.num_segments > 1:
@@ -178,7 +178,7 @@ class Eagle3Pass:
             )
         check_window(recipe.drafter.sliding_window, recipe.drafter.num_depths)
         self.recipe = recipe
-        self.score = ChunkedLoss(recipe.loss.name, recipe.loss.chunk, compiled)
+        self.score = ChunkedLoss(recipe.loss.chunk, compiled)
         self._block_mask = compiled
         self._draft_rows = torch.compile(unrolled_rows, dynamic=False, fullgraph=True) if compiled else unrolled_rows
 
@@ -309,27 +309,31 @@ def _plain_attention(
     return torch.cat(outs, dim=-2).flatten(1, 2), torch.cat(sums, dim=-1).flatten(1, 2)
 
 
+def drafter_config(recipe: Recipe, target: dict[str, Any]) -> DrafterConfig:
+    """The drafter's configuration by the recipe; target: the target's `config.json`."""
+    wanted = recipe.drafter
+    same = {"num_layers", "num_depths", "ptd_token_id", "fc_norm", "norm_before_residual", "qk_norm", "sliding_window"}
+    optional = {"intermediate_size", "draft_vocab_size", "aux_layer_ids"}
+    shape = wanted.model_dump(include=same) | wanted.model_dump(include=optional, exclude_none=True)
+    if wanted.aux_layer_ids is not None:
+        shape["aux_layer_ids"] = tuple(wanted.aux_layer_ids)
+    return DrafterConfig.for_target(target, **shape)
+
+
 def new_drafter(recipe: Recipe, target: Target, batches: PackedBatches, random: torch.Generator) -> Drafter:
     """A drafter of the recipe's shape on the target's device, sharing the target's tables."""
-    wanted = recipe.drafter
-    shape: dict[str, Any] = {"aux_layer_ids": tuple(wanted.aux_layer_ids)} if wanted.aux_layer_ids else {}
-    vocabulary = None
-    if wanted.intermediate_size is not None:
-        shape["intermediate_size"] = wanted.intermediate_size
+    wanted, vocabulary = recipe.drafter, None
     if wanted.draft_vocab_size is not None:
         counts = answer_token_counts(batches.data, target.config["vocab_size"])
         ends = target.config.get("eos_token_id")  # one, several or none
         always = ends if isinstance(ends, list) else [] if ends is None else [ends]
         vocabulary = frequent_tokens(counts, wanted.draft_vocab_size, always)
-        shape["draft_vocab_size"] = wanted.draft_vocab_size
-    same = {"num_layers", "num_depths", "ptd_token_id", "fc_norm", "norm_before_residual", "qk_norm", "sliding_window"}
-    config = DrafterConfig.for_target(target.config, **wanted.model_dump(include=same), **shape)
-    drafter = Drafter(config).to(target.device)
+    drafter = Drafter(drafter_config(recipe, target.config)).to(target.device)
     drafter.share_target(target.embed_VS, target.lm_head_VS, vocabulary)
     if wanted.trainable_embedding:
         drafter.own_embedding()
     sample = next(batches()).to(target.device)
-    aux_BNX, _ = target.states(sample.tokens_BN, sample.document_BN, sample.position_BN, config.aux_layer_ids)
+    aux_BNX, _ = target.states(sample.tokens_BN, sample.document_BN, sample.position_BN, drafter.config.aux_layer_ids)
     initialize(drafter, aux_BNX[sample.document_BN >= 0], random)
     if wanted.start_from is not None:
         start_from(drafter, wanted.start_from)

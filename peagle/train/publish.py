@@ -94,18 +94,14 @@ def publish(
             f"{head} is not in the form that vLLM loads: `peagle convert {head} OUT --target DIR` writes it"
         )
     (head / "README.md").write_text(card, encoding="utf-8")
-    files = {name: head / name for name in ("README.md", "provenance.json", "config.json")}
-    files |= {path.name: path for path in sorted(head.glob("*.safetensors"))}
-    if dry_run:
-        return list(files)
+    files = ["README.md", "provenance.json", "config.json", *sorted(path.name for path in head.glob("*.safetensors"))]
+    if not dry_run:
+        from huggingface_hub import HfApi
 
-    from huggingface_hub import CommitOperationAdd, HfApi
-
-    api = HfApi()
-    api.create_repo(repo, exist_ok=True)
-    operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in files.items()]
-    api.create_commit(repo, operations, commit_message=f"Head of peagle-serve {provenance['made']['commit']}")
-    return list(files)
+        message = f"Head of peagle-serve {provenance['made']['commit']}"
+        HfApi().create_repo(repo, exist_ok=True)
+        HfApi().upload_folder(repo_id=repo, folder_path=head, allow_patterns=files, commit_message=message)
+    return files
 
 
 def model_card(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -13,15 +14,14 @@ from peagle.schema import Section, SettingsError, problem_lines, read_yaml
 class GenerateRecipe(Section):
     """How the target writes its own training data."""
 
+    removed: ClassVar[Mapping[str, str]] = {"prompts": "`peagle generate RECIPE --prompts FILE --out DIR` answers them"}
+
     engine: dict[str, Any] = Field(
         default_factory=lambda: {"max_model_len": 2048}, description="Arguments of vLLM's `LLM(...)`."
     )
     num_workers: int = Field(1, ge=1, description="Engines on this machine.")
     num_rounds: int = Field(1, ge=1, description="Rounds of each worker; each writes one part.")
-    num_conversations: int = Field(
-        1024, ge=0, description="User turns that the target writes in one round; 0 with `prompts`."
-    )
-    prompts: str | None = Field(None, description="JSONL file of prompts, each answered once.")
+    num_conversations: int = Field(1024, ge=1, description="User turns that the target writes in one round.")
     max_user_tokens: int = Field(200, ge=8, description="Longest user turn that the target writes.")
     max_answer_tokens: int = Field(512, ge=8, description="Longest answer.")
     max_loop_tokens: int = Field(64, ge=1, description="Repeated tokens after which an answer is cut.")
@@ -32,20 +32,12 @@ class GenerateRecipe(Section):
         default_factory=dict, description="Share of the prompts by group; the rest begins free."
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _given_prompts_alone(cls, raw: Any) -> Any:
-        """With a file of prompts the target writes user turns of its own only where the recipe asks for them."""
-        return {"num_conversations": 0, **raw} if isinstance(raw, dict) and raw.get("prompts") else raw
-
     @model_validator(mode="after")
     def _shares_match(self) -> GenerateRecipe:
         if unknown := set(self.shares) - set(self.openings):
             raise ValueError(f".shares has no openings for {sorted(unknown)}")
         if sum(self.shares.values()) > 1:
             raise ValueError(".shares must not add up to more than 1")
-        if not self.num_conversations and not self.prompts:
-            raise ValueError(".num_conversations is 0, which without `prompts` leaves nothing to answer")
         return self
 
 
@@ -105,7 +97,6 @@ class OptimizerRecipe(Section):
     )
     lr: float = Field(1e-3, gt=0, description="Peak learning rate of AdamW.")
     muon_lr: float = Field(1e-3, gt=0, description="Peak learning rate of Muon, on AdamW's scale.")
-    betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="AdamW's betas.")
     weight_decay: float = Field(0.1, ge=0, description="Weight decay.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this norm.")
     max_attention_score: float | None = Field(
@@ -126,23 +117,28 @@ class ScheduleRecipe(Section):
 
 
 class LossRecipe(Section):
-    name: Literal["soft", "hard"] = Field(
-        "soft", description="Forward KL to the target, or cross-entropy to its likeliest token."
-    )
     offset_decay: float = Field(1.0, gt=0, le=1, description="Weight of position g is `offset_decay ** g`.")
     reach: float = Field(1.0, ge=0, le=1, description="Weight of rows that decoding never reaches.")
     chunk: int = Field(8192, ge=16, description="Rows whose logits exist at once.")
 
 
 class EvaluateRecipe(Section):
-    data: str | None = Field(None, description="Folder of greedy answers; default: no evaluation.")
+    data: str | None = Field(None, description="Folder of answers; default: no evaluation, or `held_out`.")
+    held_out: float = Field(0.0, ge=0, lt=1, description="Share of the prompts to evaluate on instead of training.")
     every_steps: int = Field(2000, ge=1, description="Steps between evaluations.")
     max_conversations: int | None = Field(None, ge=1, description="Conversations of each category in one evaluation.")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> EvaluateRecipe:
+        if self.data is not None and self.held_out:
+            raise ValueError(".held_out goes without .data: leave one out")
+        return self
 
 
 class Recipe(Section):
     target: str = Field(description="Embedded target's name, checkpoint directory, or Hugging Face id.")
-    data: str = Field(description="Folder of training conversations.")
+    data: str = Field(description="Folder of training conversations, as token ids.")
+    conversations: str | None = Field(None, description="Source of which `peagle train` makes `data` if it is missing.")
     output: str = Field(description="Folder of checkpoints and of the finished head.")
     seed: int = Field(0, description="Seed of data order and initialisation.")
     device: Literal["auto", "cuda", "cpu"] = Field("auto", description="Where to train.")

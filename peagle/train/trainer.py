@@ -28,10 +28,20 @@ from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
 from peagle.checkpoint import save_drafter
-from peagle.evaluate import evaluate, load_answers
+from peagle.config import read_target_config
+from peagle.evaluate import evaluate, load_answers, table
 from peagle.provenance import conditions
-from peagle.train.data import Batch, Conversations, PackedBatches, check_data_fits
-from peagle.train.passes import Eagle3Pass, PassReport, PEaglePass, States, new_drafter, seen_by_drafter
+from peagle.train.data import Batch, Conversations, PackedBatches, check_data_fits, read_manifest, write_manifest
+from peagle.train.passes import (
+    Eagle3Pass,
+    PassReport,
+    PEaglePass,
+    States,
+    drafter_config,
+    new_drafter,
+    seen_by_drafter,
+)
+from peagle.train.plan import Plan
 from peagle.train.qk_clip import EVERY_STEPS, attention_scores, clip_attention
 from peagle.train.recipe import OptimizerRecipe, Recipe, ScheduleRecipe
 from peagle.train.target import KeptStates, Target
@@ -40,6 +50,9 @@ logger = logging.getLogger(__name__)
 
 #: Steps that compile, and so are not training time.
 WARMUP_STEPS = 3
+#: Steps after which the time of a step is told.
+TIMED_STEPS = 5
+ADAMW_BETAS = (0.9, 0.95)
 
 
 class Workers:
@@ -120,7 +133,7 @@ class Optimizer:
         matrices = [p for name, p in parameters.items() if name in by_muon]
         others = [p for name, p in parameters.items() if name not in by_muon]
         adamw = torch.optim.AdamW(
-            others, lr=recipe.lr, betas=recipe.betas, weight_decay=recipe.weight_decay, fused=fused
+            others, lr=recipe.lr, betas=ADAMW_BETAS, weight_decay=recipe.weight_decay, fused=fused
         )
         self._parts: list[tuple[torch.optim.Optimizer, float]] = [(adamw, recipe.lr)]
         if matrices:
@@ -156,8 +169,6 @@ class Optimizer:
             part.load_state_dict(state)
             for group in part.param_groups:
                 group["weight_decay"] = self.recipe.weight_decay
-                if "betas" in group:  # Muon has none
-                    group["betas"] = self.recipe.betas
 
 
 def schedule_scale(recipe: ScheduleRecipe, step: int, elapsed_s: float) -> tuple[float, bool]:
@@ -205,13 +216,22 @@ class Trainer:
         on_gpu = self.device.type == "cuda"
         self.compiled = recipe.compile and on_gpu
         dtype = torch.bfloat16 if on_gpu else torch.float32
-        self.target = Target(recipe.target_dir(), device=str(self.device), dtype=dtype, compiled=self.compiled)
+        self.output = Path(recipe.output)
+        target_dir = recipe.target_dir()
+        target_config = read_target_config(target_dir)
+        plan = Plan.make(recipe, target_dir, target_config, drafter_config(recipe, target_config), self.device)
+        plan.check()
+        data, num_held_out = self._split_data()
         packing = recipe.batch.model_dump(include={"num_sequences", "max_tokens", "long"})
-        self.batches = PackedBatches(Conversations.load(recipe.data), seed=recipe.seed, **packing)
-        check_data_fits(recipe.data, recipe.target_dir(), self.batches)
-        self.data_digest = self.batches.data.digest()
-        if recipe.evaluate.data:  # found at the start, not after the training
-            check_data_fits(recipe.evaluate.data, recipe.target_dir())
+        self.batches = PackedBatches(data, seed=recipe.seed, **packing)
+        check_data_fits(recipe.data, target_dir, self.batches)
+        self.data_digest = data.digest()
+        if self.workers.leads:
+            if self.answers:  # found at the start, not after the training
+                check_data_fits(self.answers, target_dir)
+            for line in plan.lines(recipe, self.batches.counts, num_held_out, self.workers.size):
+                logger.info(line)
+        self.target = Target(target_dir, device=str(self.device), dtype=dtype, compiled=self.compiled)
         self.random = torch.Generator(self.device).manual_seed(recipe.seed)
         self.drafter = new_drafter(recipe, self.target, self.batches, self.random)
         owned = self.drafter.trainable()
@@ -225,12 +245,34 @@ class Trainer:
             self._pass = Eagle3Pass(recipe, compiled=self.compiled)
         else:
             self._pass = PEaglePass(recipe, self.random, compiled=self.compiled)
-        self.output = Path(recipe.output)
         self._events: SummaryWriter | None = None
         self._kept: KeptStates | None = None
         if recipe.states_dir is not None:
             layers = self.drafter.config.aux_layer_ids
             self._kept = KeptStates(recipe.states_dir, self.target, self.batches.data, layers)
+
+    def _split_data(self) -> tuple[Conversations, int]:
+        """The conversations to train on, and the number of those held out, which rank 0 writes into
+        `output/held-out` as a folder that `peagle evaluate` takes. Sets `answers`: folder to evaluate on."""
+        recipe = self.recipe
+        data, self.answers = Conversations.load(recipe.data), recipe.evaluate.data
+        if not recipe.evaluate.held_out:
+            return data, 0
+        trained, held_out = data.hold_out(recipe.evaluate.held_out)
+        if not held_out or not trained:
+            raise ValueError(
+                f"evaluate.held_out = {recipe.evaluate.held_out:g} of {len(data)} conversations leaves "
+                f"{len(held_out)} to evaluate on and {len(trained)} to train on: change it, or add data"
+            )
+        folder = self.output / "held-out"
+        self.answers = str(folder)
+        if self.workers.leads:
+            made = read_manifest(recipe.data)
+            names = made.get("categories") or ["default"] * len(data)
+            kept = {key: made[key] for key in ("tokenizer", "temperature") if key in made}
+            data.select(held_out).save_part(folder, "000")
+            write_manifest(folder, kept | {"categories": [names[index] for index in held_out]})
+        return data.select(trained), len(held_out)
 
     def _next(self, batches: Iterator[Batch]) -> tuple[Batch, Tensor | None]:
         """The next batch, on the host, and the target's states of it as far as they are kept."""
@@ -289,6 +331,7 @@ class Trainer:
         tally = LossTally(self.drafter.config.num_depths, self.device)
         bar = tqdm(total=schedule.max_steps, initial=self.step, unit="step", mininterval=5, disable=not workers.leads)
         compiled_from, read_at = self.step + WARMUP_STEPS, (self.timed_tokens, self.elapsed_s)
+        begun_s = self.elapsed_s
         batches = self.batches(self.step * num_passes * workers.size, workers.rank, workers.size)
         with bar, ThreadPoolExecutor(1) as ahead:
             # A run that ended may have been cut short before its head was written: no step comes on top.
@@ -311,6 +354,13 @@ class Trainer:
                     self.elapsed_s += now - last
                     self.timed_tokens += num_tokens
                 last = now
+                if self.step == compiled_from + TIMED_STEPS and workers.leads:
+                    seconds = (self.elapsed_s - begun_s) / TIMED_STEPS
+                    left_s = (schedule.max_steps - self.step) * seconds
+                    if schedule.max_minutes is not None:
+                        left_s = min(left_s, 60 * schedule.max_minutes - self.elapsed_s)
+                    speed_text = f"{seconds:.2f} s a step, {num_tokens / seconds:,.0f} tokens/s"
+                    logger.info("pace      %s: done in about %.1f minutes", speed_text, left_s / 60)
                 if self.step % self.recipe.log_every_steps == 0 or over:
                     figures = tally.read()
                     num_tokens, seconds = self.timed_tokens - read_at[0], self.elapsed_s - read_at[1]
@@ -332,7 +382,8 @@ class Trainer:
         self.save()
         if not self.workers.leads:
             return head
-        groups = self._evaluate(None)
+        if groups := self._evaluate(None):
+            logger.info(table({"groups": groups}))
         recipe = self.recipe
         provenance = {
             "made": conditions(),
@@ -354,10 +405,10 @@ class Trainer:
         return head
 
     def _evaluate(self, max_conversations: int | None) -> dict[str, Any]:
-        if self.recipe.evaluate.data is None or not self.workers.leads:
+        if self.answers is None or not self.workers.leads:
             return {}
         self.average.swap()
-        groups = evaluate(self.drafter, self.target, load_answers(self.recipe.evaluate.data, max_conversations))
+        groups = evaluate(self.drafter, self.target, load_answers(self.answers, max_conversations))
         self.average.swap()
         for group in ("all", "non-looping", "humaneval"):
             if group in groups:

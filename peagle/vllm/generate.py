@@ -1,7 +1,7 @@
 """Training data that the target writes itself, through vLLM: its own user turns, then its own answers.
 
     peagle generate RECIPE                                   # training prompts and answers
-    peagle generate RECIPE --prompts FILE.jsonl --out DIR    # answers to given prompts, for `evaluate`
+    peagle generate RECIPE --prompts SOURCE --out DIR        # answers to given prompts
 
 `generate.num_workers` engines are distributed to the visible GPUs in turn. Several may share a GPU, because the host
 bounds the steps of a small model. Each worker writes a part after each round. An interrupted run keeps its parts.
@@ -24,20 +24,16 @@ from typing import Any
 
 import torch
 
-from peagle.store import sha256_of
 from peagle.train.data import (
-    ChatTemplate,
     Conversations,
-    Prompt,
-    begin_user_turns,
     cut_loop,
     distinct_share,
     load_tokenizer,
-    read_jsonl,
     special_ids,
     tokenizer_hash,
     write_manifest,
 )
+from peagle.train.prompts import ChatTemplate, begin_user_turns, keep_good, read_prompts
 from peagle.train.recipe import GenerateRecipe, Recipe
 
 logger = logging.getLogger(__name__)
@@ -102,11 +98,6 @@ class Writer:
         counts = {"num_asked": count} | {f"num_turns_{reason}": number for reason, number in dropped.items()}
         return list(kept.values()), counts
 
-    def fitting(self, prompts: list[Prompt]) -> dict[int, list[int]]:
-        """Index -> token ids of the prompts that leave room for an answer in `max_model_len`."""
-        rendered = [self.template.render(prompt) for prompt in prompts]
-        return {n: ids for n, ids in enumerate(rendered) if len(ids) + MIN_ANSWER_TOKENS <= self.max_model_len}
-
     def answers(
         self, prompts: list[list[int]], max_tokens: int, temperatures: list[float]
     ) -> tuple[list[list[int]], int]:
@@ -118,19 +109,15 @@ class Writer:
         num_unfinished = sum(output.finish_reason != "stop" for output in outputs)
         return [list(output.token_ids) for output in outputs], num_unfinished
 
-    def conversations(self, count: int, seed: int, given: list[Prompt]) -> tuple[Conversations, dict[str, int]]:
-        """One round: `count` user turns asked of the target, those kept and the given prompts answered."""
+    def conversations(self, count: int, seed: int) -> tuple[Conversations, dict[str, int]]:
+        """One round: `count` user turns asked of the target, and those kept answered."""
         recipe = self.recipe
         prompts, counts = self.user_turns(count, seed)
-        fitting = self.fitting(given)
-        prompts += fitting.values()
         temperatures = [0.0 if greedy else recipe.temperature for greedy in spread(len(prompts), recipe.greedy_share)]
         answers, num_unfinished = self.answers(prompts, recipe.max_answer_tokens, temperatures)
         cut = [cut_loop(answer, max_repeats=recipe.max_loop_tokens) for answer in answers]
         made = Conversations.from_lists(prompts, cut)
         return made, counts | {
-            "num_prompts_given": len(given),
-            "num_prompts_too_long": len(given) - len(fitting),
             "num_conversations": len(made),
             "num_answer_tokens": made.num_answer_tokens,
             "num_unfinished": num_unfinished,
@@ -145,21 +132,10 @@ def spread(count: int, share: float) -> list[bool]:
 
 
 def settings_hash(recipe: Recipe) -> str:
-    """Eight hex digits of what decides the contents of a part: settings, target's tokenizer and file of prompts."""
+    """Eight hex digits of what decides the contents of a part: settings and the target's tokenizer."""
     settings = recipe.generate.model_dump(exclude={"engine", "num_workers", "num_rounds"})
     settings |= {"seed": recipe.seed, "tokenizer": tokenizer_hash(recipe.target_dir())}
-    if recipe.generate.prompts:  # dealt out over all parts
-        settings |= {"prompts": sha256_of(Path(recipe.generate.prompts)), "num_parts": _num_parts(recipe)}
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
-
-
-def _num_parts(recipe: Recipe) -> int:
-    return recipe.generate.num_workers * recipe.generate.num_rounds
-
-
-def dealt(prompts: list[Prompt], worker: int, number: int, recipe: Recipe) -> list[Prompt]:
-    """The given prompts of one round of one worker: each prompt is in exactly one."""
-    return prompts[number * recipe.generate.num_workers + worker :: _num_parts(recipe)]
 
 
 def run_worker(recipe: Recipe, worker: int) -> None:
@@ -169,7 +145,6 @@ def run_worker(recipe: Recipe, worker: int) -> None:
     missing = [n for n, name in names.items() if not (folder / f"part-{name}.npz").exists()]
     if not missing:
         return
-    given = read_jsonl(generate.prompts) if generate.prompts else []
     settings = settings_hash(recipe)
     # The engine's seed is another one for each start: it draws free user turns in order, and would draw them again.
     engine_seed = recipe.seed * 1009 + worker + missing[0] * 1_000_003
@@ -177,7 +152,7 @@ def run_worker(recipe: Recipe, worker: int) -> None:
     for n in missing:
         started = time.monotonic()
         seed = recipe.seed * 1_000_003 + worker * 1009 + n
-        made, counts = writer.conversations(generate.num_conversations, seed, dealt(given, worker, n, recipe))
+        made, counts = writer.conversations(generate.num_conversations, seed)
         record = counts | {"worker": worker, "round": n, "seed": seed, "settings": settings}
         record |= {"seconds": round(time.monotonic() - started, 1)}
         # A part without its record would be counted nowhere; a record without its part is written over.
@@ -213,12 +188,10 @@ run_worker(Recipe.model_validate_json(sys.argv[1]), int(sys.argv[2]))
 def run_all(recipe: Recipe) -> dict[str, int]:
     """Starts the workers, waits, and writes the manifest. Returns its totals.
 
-    Raises ValueError for a wrong file of prompts and for parts made with other settings, before any engine starts;
-    RuntimeError naming a worker that failed.
+    Raises ValueError for parts made with other settings, before any engine starts; RuntimeError naming a worker that
+    failed.
     """
-    folder, prompts = Path(recipe.data), recipe.generate.prompts
-    if prompts:
-        read_jsonl(prompts)
+    folder = Path(recipe.data)
     check_parts(folder, settings_hash(recipe))
     command = [sys.executable, "-c", _WORKER, recipe.model_dump_json()]
     gpus = visible_gpus()
@@ -234,9 +207,7 @@ def run_all(recipe: Recipe) -> dict[str, int]:
     if failed:
         raise RuntimeError(f"generate: workers {failed} failed; what they finished is kept in {folder}")
     totals, rounds = collect(folder)
-    source = {"file": prompts, "sha256": sha256_of(Path(prompts))} if prompts else None
-    manifest = {"totals": totals, "rounds": rounds, "prompts": source, "recipe": recipe.model_dump()}
-    write_manifest(folder, manifest, recipe.target_dir())
+    write_manifest(folder, {"totals": totals, "rounds": rounds, "recipe": recipe.model_dump()}, recipe.target_dir())
     return totals
 
 
@@ -247,7 +218,7 @@ def check_parts(folder: Path, settings: str) -> None:
         made = json.loads(record.read_text(encoding="utf-8")).get("settings") if record.exists() else None
         if made not in (None, settings):
             raise ValueError(
-                f"{part} was made with other settings of `generate`, another seed, tokenizer or file of prompts: "
+                f"{part} was made with other settings of `generate`, another seed or tokenizer: "
                 "use another `data` folder, or remove this one"
             )
 
@@ -270,28 +241,29 @@ def collect(folder: Path) -> tuple[dict[str, int], list[dict[str, Any]]]:
     return totals | {"num_repeated_prompts": seen.total() - len(seen)}, rounds
 
 
-def answer_prompts(recipe: Recipe, file: Path, out: Path, max_tokens: int, temperature: float) -> None:
-    """Answers to given prompts at one temperature, with their categories in the manifest: what `evaluate` walks over.
+def answer_prompts(recipe: Recipe, source: str, out: Path, max_tokens: int, temperature: float) -> None:
+    """Answers to given prompts at one temperature, with their categories in the manifest, as `evaluate` needs them.
 
-    Raises ValueError when `out` holds parts of something else.
+    Raises ValueError when `out` holds parts of something else, or many of the prompts are wrong.
     """
-    prompts = read_jsonl(file)
+    prompts = read_prompts(source)
     if foreign := [part.name for part in sorted(out.glob("part-*.npz")) if part.name != "part-00.npz"]:
         raise ValueError(f"{out} holds other data ({foreign[0]}): use another folder for --out")
     writer = Writer(recipe.target_dir(), recipe.generate, seed=recipe.seed)
-    fitting = writer.fitting(prompts)
-    num_left_out = len(prompts) - len(fitting)
+    rendered = keep_good(prompts, lambda prompt: (prompt.category, writer.template.render(prompt)), source)
+    fitting = [(name, ids) for name, ids in rendered if len(ids) + MIN_ANSWER_TOKENS <= writer.max_model_len]
+    num_left_out = len(rendered) - len(fitting)
     if num_left_out:
-        logger.warning("%d of %d prompts do not fit max_model_len and are left out", num_left_out, len(prompts))
-    rendered = list(fitting.values())
-    answers, num_unfinished = writer.answers(rendered, max_tokens, [temperature] * len(rendered))
-    Conversations.from_lists(rendered, answers).save_part(out, "00")
+        logger.warning("%d of %d prompts do not fit max_model_len and are left out", num_left_out, len(rendered))
+    asked = [ids for _, ids in fitting]
+    answers, num_unfinished = writer.answers(asked, max_tokens, [temperature] * len(asked))
+    Conversations.from_lists(asked, answers).save_part(out, "00")
     manifest = {
-        "categories": [prompts[n].category for n in fitting],
+        "categories": [name for name, _ in fitting],
         "temperature": temperature,
         "max_answer_tokens": max_tokens,
         "num_left_out": num_left_out,
         "num_unfinished": num_unfinished,
-        "prompts": {"file": str(file), "sha256": sha256_of(file)},
+        "source": source,
     }
     write_manifest(out, manifest, recipe.target_dir())

@@ -1,4 +1,4 @@
-"""Data generation: which GPU a worker gets, what is dealt out and counted, and a killed run that goes on."""
+"""Data generation: which GPU a worker gets, what is counted, given prompts, and a killed run that goes on."""
 
 import json
 import os
@@ -13,9 +13,10 @@ import pytest
 import yaml
 
 from peagle.embedded import prepare_target
-from peagle.train.data import Conversations, check_data_fits, read_jsonl, tokenizer_hash
+from peagle.evaluate import load_answers
+from peagle.train.data import Conversations, check_data_fits, tokenizer_hash
 from peagle.train.recipe import Recipe
-from peagle.vllm.generate import check_parts, collect, dealt, settings_hash, worker_environment
+from peagle.vllm.generate import check_parts, collect, settings_hash, worker_environment
 
 
 def test_workers_are_dealt_out_evenly() -> None:
@@ -38,18 +39,6 @@ def recipe(folder: Path, **generate: object) -> Recipe:
     }
     path.write_text(yaml.safe_dump(settings))
     return Recipe.load(path)
-
-
-def test_given_prompts_are_dealt_out_once(tmp_path) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(f'{{"prompt": "{n}"}}\n' for n in range(23)))
-    made = recipe(tmp_path, prompts=str(file), num_workers=3, num_rounds=2)
-    assert made.generate.num_conversations == 0, "with a file the target writes no user turns unless told to"
-    parts = [dealt(read_jsonl(file), worker, number, made) for worker in range(3) for number in range(2)]
-    assert sorted(int(prompt.messages[0]["content"]) for part in parts for prompt in part) == list(range(23))
-    assert {len(part) for part in parts} == {3, 4}
-    with pytest.raises(ValueError, match="nothing to answer"):
-        recipe(tmp_path, num_conversations=0)
 
 
 def write_part(folder: Path, name: str, prompts: list[list[int]], **record: object) -> None:
@@ -82,7 +71,7 @@ def test_totals_are_those_of_the_parts_that_exist(tmp_path) -> None:
 @pytest.mark.engine
 @pytest.mark.long
 def test_a_killed_run_goes_on_where_it_was(tmp_path) -> None:
-    """Two rounds of own user turns and given prompts; killed after the first, a second start makes only the other."""
+    """Two rounds of own user turns; killed after the first, a second start makes only the other. Then given prompts."""
     from tests.support.cpu_engine_environment import preload_environment
 
     environment = {**os.environ, **preload_environment(), "CI": "1"}
@@ -92,7 +81,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path) -> None:
     engine = {"dtype": "bfloat16", "max_model_len": 256, "max_num_seqs": 16, "enforce_eager": True}
     engine["gpu_memory_utilization"] = 0.2  # of the machine's memory, on a CPU
     sizes = {"num_conversations": 12, "max_user_tokens": 40, "max_answer_tokens": 12}
-    made = recipe(tmp_path, engine=engine, num_rounds=2, prompts=str(file), **sizes)
+    made = recipe(tmp_path, engine=engine, num_rounds=2, **sizes)
     command = [sys.executable, "-m", "deployments.cli", "generate", str(tmp_path / "recipe.yaml")]
     run = subprocess.Popen(command, start_new_session=True, env=environment)
     parts = [Path(made.data) / f"part-00-{number:03d}.npz" for number in range(2)]
@@ -113,10 +102,13 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path) -> None:
     assert data.num_answer_tokens == totals["num_answer_tokens"]
     dropped = sum(value for key, value in totals.items() if key.startswith("num_turns_"))
     assert totals["num_asked"] == 24
-    assert totals["num_asked"] - dropped + totals["num_prompts_given"] == totals["num_conversations"]
-    assert totals["num_prompts_given"] == 2
+    assert totals["num_asked"] - dropped == totals["num_conversations"]
     assert totals["num_repeated_prompts"] == 0, "the second start wrote the user turns of the first again"
     ended = sum(int(tokens[-1]) == 2 for tokens, _ in data.documents())
     assert totals["num_unfinished"] == len(data) - ended
     check_data_fits(made.data, made.target_dir())
     assert manifest["tokenizer"] == tokenizer_hash(made.target_dir())
+    out = tmp_path / "answers"
+    subprocess.run([*command, "--prompts", str(file), "--out", str(out)], check=True, env=environment, timeout=300)
+    answers = load_answers(out)
+    assert (len(answers.data), answers.temperature) == (2, 0.0)

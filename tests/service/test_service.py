@@ -26,7 +26,11 @@ from typer.testing import CliRunner
 
 from benchmarks.prompts import choose_prompts
 from deployments import APP_NAME, ROUTER_NAME, TARGET_NAME, cli
+from deployments.cli import main
 from deployments.client import TargetClient, TargetError
+from peagle.embedded import prepare_target
+from peagle.train.data import Conversations, load_tokenizer
+from peagle.train.prompts import ChatTemplate, Prompt
 from tests.support.service_harness import BAD_REQUESTS, PROMPTS, QUESTION, assert_refused, json_schema, wait_for
 from tests.support.terminal import terminal
 
@@ -426,6 +430,30 @@ def test_python_in_the_cluster_reaches_the_same_target_by_handle(service):
         assert (raised.value.status, raised.value.param) == (status, param)
     with pytest.raises(TargetError, match="no application 'other'"):
         TargetClient("other")
+
+
+def test_the_service_answers_prompts_as_training_data(service, tmp_path):
+    prompts, out, target = tmp_path / "prompts.jsonl", tmp_path / "data", prepare_target()
+    prompts.write_text('{"prompt": "Say hello."}\n{"instruction": "Name a colour.", "output": "red"}\n')
+    recipe = {"target": str(target), "data": str(out), "output": "run", "drafter": {"ptd_token_id": 16}}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    line = ["generate", str(tmp_path / "recipe.yaml"), "--prompts", str(prompts), "--out", str(out)]
+    line += ["--url", service.url, "--max-tokens", "12"]
+    assert main(line) == 0
+    template = ChatTemplate(load_tokenizer(target))
+    documents = list(Conversations.load(out).documents())
+    for (tokens, begin), text in zip(documents, ("Say hello.", "Name a colour."), strict=True):
+        message = {"role": "user", "content": text}
+        choice = service.ask(messages=[message]).json()["choices"][0]
+        ends = [template.end_id] if choice["finish_reason"] == "stop" else []
+        assert tokens[:begin].tolist() == template.render(Prompt((message,)))
+        assert tokens[begin:].tolist() == template.encode(choice["message"]["content"]) + ends
+    assert json.loads((out / "manifest.json").read_text())["categories"] == ["default"] * 2
+    (out / "part-000.npz").unlink()  # as where a run was killed
+    answers = (out / "answers.jsonl").read_bytes()
+    assert main(line) == 0
+    assert (out / "answers.jsonl").read_bytes() == answers, "what was answered is asked again"
+    assert len(Conversations.load(out)) == 2
 
 
 @pytest.mark.long

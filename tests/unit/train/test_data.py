@@ -80,6 +80,17 @@ def test_no_document_is_lost_between_epochs() -> None:
     assert set(range(40, int(ends[-1]), 40)) <= set(ends.tolist()), "an epoch lacks or repeats documents"
 
 
+def test_no_prompt_is_trained_on_and_held_out() -> None:
+    prompts = [[1, number % 50] for number in range(200)]
+    data = Conversations.from_lists(prompts, [[7]] * 200)
+    trained, held_out = data.hold_out(0.2)
+    assert sorted(trained + held_out) == list(range(200))
+    assert 16 <= len(held_out) <= 64
+    assert not {tuple(prompts[n]) for n in trained} & {tuple(prompts[n]) for n in held_out}
+    first = Conversations.from_lists(prompts[:100], [[7]] * 100)
+    assert first.hold_out(0.2)[1] == [index for index in held_out if index < 100], "more data moves none"
+
+
 def test_what_does_not_fit_is_counted(caplog) -> None:
     data = conversations()
     batches = PackedBatches(data, num_sequences=1, max_tokens=16, seed=0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from peagle.train.cod import chain_lengths, label_rows, sample_rows
-from peagle.train.losses import KERNELS, ChainWeights, ChunkedLoss, Scored
+from peagle.train.losses import ChainWeights, ChunkedLoss, Scored
 from tests.support.plain_losses import plain_losses
 
 
@@ -44,28 +44,27 @@ class Problem:
         hidden_RH = self.hidden_RH if hidden_RH is None else hidden_RH
         return loss(hidden_RH, self.draft_VH, labels, self.label_R, self.weight_R if weigh is None else weigh)
 
-    def plain(self, name: str, hidden_RH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def plain(self, hidden_RH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(losses_R, correct_R, outside_R), a row at a time where the vocabularies meet."""
         logits_RV, target_NV = hidden_RH @ self.draft_VH.T, self.target_NH @ self.lm_head_VH.T
         ids = list(range(50)) if self.target_ids_V is None else self.target_ids_V.tolist()
         best_R = target_NV.argmax(-1)[self.label_R].tolist()
         draft_R = torch.tensor([ids.index(best) if best in ids else -1 for best in best_R])
-        losses_R = plain_losses(name, logits_RV, target_NV[self.label_R][:, ids], draft_R)
+        losses_R = plain_losses(logits_RV, target_NV[self.label_R][:, ids])
         return losses_R, logits_RV.argmax(-1) == draft_R, draft_R < 0
 
 
 @pytest.mark.parametrize("reduced", [False, True])
-@pytest.mark.parametrize("name", KERNELS)
-def test_loss_and_gradient_equal_the_plain_twin(name: str, reduced: bool) -> None:
+def test_loss_and_gradient_equal_the_plain_twin(reduced: bool) -> None:
     problem = Problem.draw(reduced)
     plain_RH = problem.hidden_RH.clone().requires_grad_()
-    losses_R, correct_R, outside_R = problem.plain(name, plain_RH)
+    losses_R, correct_R, outside_R = problem.plain(plain_RH)
     plain = (losses_R * problem.weight_R).sum()
     plain.backward()
     assert plain_RH.grad.abs().max() > 1e-2
     for chunk in (1, 8, 37, 64):
         hidden_RH = problem.hidden_RH.clone().requires_grad_()
-        scored = problem.score(ChunkedLoss(name, chunk), hidden_RH)
+        scored = problem.score(ChunkedLoss(chunk), hidden_RH)
         (3 * scored.total).backward()
         torch.testing.assert_close(scored.total.detach(), plain.detach(), rtol=1e-12, atol=0)
         torch.testing.assert_close(hidden_RH.grad, 3 * plain_RH.grad, rtol=1e-10, atol=1e-13)
@@ -74,8 +73,7 @@ def test_loss_and_gradient_equal_the_plain_twin(name: str, reduced: bool) -> Non
     assert not outside_R.all()
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_bfloat16_rows_keep_their_gradient(name: str) -> None:
+def test_bfloat16_rows_keep_their_gradient() -> None:
     """Weights as small as those of a big batch must cost a row's gradient no more than bfloat16's own rounding."""
     problem = Problem.draw()
     narrow = dataclasses.replace(
@@ -85,7 +83,7 @@ def test_bfloat16_rows_keep_their_gradient(name: str) -> None:
     grads = []
     for one, scale in ((narrow, 1e-6), (wide, 1)):
         hidden_RH = problem.hidden_RH.bfloat16().float().requires_grad_()
-        loss = ChunkedLoss(name, 8)
+        loss = ChunkedLoss(8)
         if scale == 1:
             hidden_RH = hidden_RH.detach().double().requires_grad_()
         one.score(loss, hidden_RH, problem.weight_R * scale).total.backward()
@@ -130,21 +128,20 @@ def test_chain_weights_equal_a_slow_loop() -> None:
 def test_no_rows_are_no_loss() -> None:
     problem = dataclasses.replace(Problem.draw(), label_R=torch.empty(0, dtype=torch.int64))
     hidden_RH = torch.empty(0, 8, dtype=torch.float64, requires_grad=True)
-    scored = problem.score(ChunkedLoss("soft", 8), hidden_RH, torch.empty(0))
+    scored = problem.score(ChunkedLoss(8), hidden_RH, torch.empty(0))
     scored.total.backward()
     assert scored.total == 0
     assert hidden_RH.grad.shape == (0, 8)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", KERNELS)
-def test_compiled_kernels_equal_plain_torch_on_a_gpu(name: str) -> None:
+def test_compiled_loss_equals_plain_torch_on_a_gpu() -> None:
     problem = Problem.draw(reduced=True, num_rows=700, num_tokens=300)
     problem = Problem(*(value.to("cuda") for value in dataclasses.astuple(problem)))
     grads = []
     for compiled in (False, True):
         hidden_RH = problem.hidden_RH.clone().requires_grad_()
-        problem.score(ChunkedLoss(name, 96, compiled), hidden_RH).total.backward()
+        problem.score(ChunkedLoss(96, compiled), hidden_RH).total.backward()
         grads.append(hidden_RH.grad)
     for grad in grads[1:]:
         torch.testing.assert_close(grad, grads[0], rtol=1e-10, atol=1e-13)

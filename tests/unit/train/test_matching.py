@@ -11,11 +11,10 @@ from peagle.train.data import (
     Conversations,
     PackedBatches,
     check_data_fits,
-    check_tokenizer,
-    tokenize_file,
     tokenizer_hash,
     write_manifest,
 )
+from peagle.train.prompts import tokenize_source
 
 
 def data_folder(folder: Path, tokens: list[int], **manifest: object) -> Path:
@@ -70,26 +69,12 @@ def test_ids_and_lengths_beyond_the_target_are_refused(target_dir, tmp_path) -> 
     check_data_fits(long, target_dir, batches)
 
 
-def test_a_tokenizer_larger_than_the_embedding_is_refused(target_dir, tmp_path) -> None:
-    def shrink(config) -> None:
-        config["vocab_size"] = 49_000
-
-    tokenizer = AutoTokenizer.from_pretrained(target_dir)
-    check_tokenizer(tokenizer, target_dir)
-    small = changed_target(target_dir, tmp_path / "small", "config.json", shrink)
-    with pytest.raises(ValueError, match=r"152 tokens beyond the target's vocab_size = 49000 .*= 49000"):
-        check_tokenizer(tokenizer, small)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    assert len(tokenizer) == 49_153
-    check_tokenizer(tokenizer, target_dir)
-
-
 def test_given_answers_become_training_data(target_dir, tmp_path) -> None:
     file = tmp_path / "given.jsonl"
     turns = [{"role": role, "content": role} for role in ("user", "assistant", "user", "assistant")]
     lines = [{"prompt": "What is 1 + 1?", "answer": "2, I think."}, {"messages": turns}]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    totals = tokenize_file(target_dir, file, tmp_path / "out")
+    totals = tokenize_source(target_dir, file, tmp_path / "out")
     data = Conversations.load(tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(target_dir)
     answers = [tokenizer.decode(tokens[prompt:]) for tokens, prompt in data.documents()]
@@ -99,4 +84,4 @@ def test_given_answers_become_training_data(target_dir, tmp_path) -> None:
     assert totals["num_earlier_answers"] == 1
     check_data_fits(tmp_path / "out", target_dir)
     with pytest.raises(ValueError, match="holds data already"):
-        tokenize_file(target_dir, file, tmp_path / "out")
+        tokenize_source(target_dir, file, tmp_path / "out")

@@ -2,19 +2,18 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 from transformers import AutoTokenizer
 
-from peagle.train.data import (
-    ChatTemplate,
-    Conversations,
-    Prompt,
-    read_jsonl,
-    tokenize_file,
-)
+from peagle.train.data import Conversations
+from peagle.train.prompts import ChatTemplate, Prompt, read_prompts, tokenize_source
+from peagle.train.recipe import Recipe
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +43,7 @@ def test_every_form_of_a_line(tmp_path, caplog) -> None:
         {"messages": [{"role": "system", "content": "s"}, user("a"), assistant("b"), user("c")]},
         {"messages": [user("a"), assistant("b"), user("c"), assistant("d")]},
     )
-    read = read_jsonl(file)
+    read = read_prompts(file)
     assert [[one["content"] for one in prompt.messages] for prompt in read] == [
         ["one"],
         ["two"],
@@ -54,13 +53,68 @@ def test_every_form_of_a_line(tmp_path, caplog) -> None:
     ]
     assert [prompt.answer for prompt in read] == [None, None, "3", None, "d"]
     assert [prompt.category for prompt in read] == ["default", "c", "default", "default", "default"]
-    assert "1 later entries of `turns`" in caplog.text
+    assert "1 messages behind the prompt and its answer are not used" in caplog.text
+    assert "columns that are not read: task_id\n" in caplog.text
+
+
+def test_sharegpt_and_alpaca(tmp_path) -> None:
+    file = tmp_path / "chats.jsonl"
+    said = [("system", "s"), ("human", "a"), ("gpt", "b"), ("human", "c"), ("gpt", "d"), ("human", "e")]
+    write(
+        file,
+        {"conversations": [{"from": name, "value": text} for name, text in said], "prompt": "not this"},
+        {"instruction": "Translate.", "input": "Haus", "output": "house"},
+        {"instruction": "Say hello.", "input": "", "output": "hello"},
+    )
+    read = read_prompts(file, need_answers=True)
+    assert read[0].messages == ({"role": "system", "content": "s"}, user("a"), assistant("b"), user("c"))
+    assert [prompt.answer for prompt in read] == ["d", "house", "hello"]
+    assert [prompt.messages[0]["content"] for prompt in read[1:]] == ["Translate.\n\nHaus", "Say hello."]
+    assert [prompt.num_unused for prompt in read] == [1, 0, 0]
+    assert read_prompts(file)[0].messages[-1] == user("e"), "as a prompt, it ends with the user's last message"
+
+
+def test_a_few_wrong_rows_are_named_and_left_out(tmp_path, caplog) -> None:
+    file = tmp_path / "chats.jsonl"
+    write(file, *({"prompt": str(number)} for number in range(39)), {"prompt": ""})
+    assert len(read_prompts(file)) == 39
+    assert f"1 of 40 rows are wrong\n  {file}:40: messages.0.content" in caplog.text
+    write(file, *({"prompt": str(number)} for number in range(18)), {"prompt": ""})
+    with pytest.raises(ValueError, match="1 of 19 rows are wrong"):
+        read_prompts(file)
+
+
+def test_what_the_package_datasets_loads(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of Parquet files stands for a data set of the hub, which the same call loads."""
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    rows = [{"instruction": f"a{n}", "output": f"b{n}", "score": n, "category": None} for n in range(4)]
+    (tmp_path / "set").mkdir()
+    for name, part in (("train", rows[:3]), ("test", rows[3:])):
+        parquet.write_table(pyarrow.Table.from_pylist(part), tmp_path / "set" / f"{name}.parquet")
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    source = str(tmp_path / "set")
+    assert [prompt.answer for prompt in read_prompts(source)] == ["b0", "b1", "b2"]
+    assert [prompt.where for prompt in read_prompts(f"{source}:test")] == [f"{source}:test row 0"]
+    assert len(read_prompts(f"{source}:train[:2]")) == 2
+    assert len(read_prompts(tmp_path / "rows.json")) == 4
+    with pytest.raises(ValueError, match='set:none: the package datasets cannot load it: Unknown split "none"'):
+        read_prompts(f"{source}:none")
+
+
+def test_a_missing_package_is_named_with_the_command(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"org/chats:train\[:9\]: it takes the package datasets .*: pip install"):
+        read_prompts("org/chats:train[:9]")
+    for source in ("missing.jsonl", "runs/missing.jsonl", "org/chats/x/y"):
+        with pytest.raises(FileNotFoundError, match=source):
+            read_prompts(source)
 
 
 def test_line_ends_that_json_allows_inside_a_string(tmp_path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_bytes('\ufeff{"prompt": "a\u2028b\x85c"}\r\n{"prompt": "d"}'.encode())
-    assert [prompt.messages[0]["content"] for prompt in read_jsonl(file)] == ["a\u2028b\x85c", "d"]
+    assert [prompt.messages[0]["content"] for prompt in read_prompts(file)] == ["a\u2028b\x85c", "d"]
 
 
 @pytest.mark.parametrize(
@@ -72,12 +126,13 @@ def test_line_ends_that_json_allows_inside_a_string(tmp_path) -> None:
         (b'{"prompt": "a"} {"prompt": "b"}', "Invalid JSON"),
         (b'{"prompt": "\xff"}', "invalid unicode"),
         (b'["a"]', "wrong type: expected a mapping, got a list"),
-        (b"{}", "needs one of `messages`, `prompt`, `turns`; has none"),
-        (b'{"text": "a"}', "unknown key text"),
-        (b'{"prompt": "a", "turns": ["b"]}', "has ['prompt', 'turns']"),
-        (b'{"prompt": " "}', "prompt: String should match"),
-        (b'{"prompt": "a", "answer": ""}', "answer: String should match"),
-        (b'{"turns": []}', "turns: List should have at least 1 item"),
+        (b"{}", "needs one of messages, conversations, instruction, prompt, turns; has no column"),
+        (b'{"text": "a", "id": 3}', "instruction, prompt, turns; has text, id"),
+        (b'{"prompt": " "}', "messages.0.content: String should match"),
+        (b'{"prompt": "a", "answer": ""}', "messages.1.content: String should match"),
+        (b'{"turns": []}', "wrong type at messages.0.content: expected a string, got a list"),
+        (b'{"conversations": [{"from": "someone", "value": "a"}]}', "messages.0.role must be 'system', 'user'"),
+        (b'{"instruction": "a", "output": 3}', "wrong type at messages.1.content: expected a string"),
         (b'{"messages": "a"}', "wrong type at messages: expected a list"),
         (
             b'{"messages": [{"role": "developer", "content": "a"}]}',
@@ -89,16 +144,11 @@ def test_line_ends_that_json_allows_inside_a_string(tmp_path) -> None:
             "messages.0.weight is of the role assistant",
         ),
         (b'{"messages": [{"role": "user", "content": "a", "reasoning": "b"}]}', "did you mean reasoning_content?"),
-        (b'{"messages": [{"role": "user", "content": "a"}], "functions": []}', "unknown key functions"),
-        (b'{"messages": [{"role": "user", "content": "a"}], "answer": "b"}', "`answer` goes with `prompt`"),
-        (
-            b'{"prompt": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}',
-            "`tools` goes with `messages`",
-        ),
+        (b'{"prompt": "a", "tools": "["}', "tools must be JSON"),
         (
             b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": '
             b'[{"function": {"name": "f", "arguments": "{"}}]}]}',
-            "messages.1.tool_calls.0.function.arguments must be a JSON object",
+            "messages.1.tool_calls.0.function.arguments must be JSON",
         ),
         (
             b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "weight": 2}]}',
@@ -111,8 +161,8 @@ def test_line_ends_that_json_allows_inside_a_string(tmp_path) -> None:
 def test_a_wrong_line_is_named(tmp_path, line: bytes, message: str) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_bytes(b'{"prompt": "good"}\n' + line + b'\n{"prompt": "good"}\n')
-    with pytest.raises(ValueError, match="1 of 3 lines are wrong") as caught:
-        read_jsonl(file)
+    with pytest.raises(ValueError, match="1 of 3 rows are wrong") as caught:
+        read_prompts(file)
     assert f"{file}:2: " in str(caught.value)
     assert message in str(caught.value)
 
@@ -120,8 +170,8 @@ def test_a_wrong_line_is_named(tmp_path, line: bytes, message: str) -> None:
 def test_all_wrong_lines_are_reported_at_once(tmp_path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "good"}\n' + "{\n" * 12)
-    with pytest.raises(ValueError, match="12 of 13 lines are wrong") as caught:
-        read_jsonl(file)
+    with pytest.raises(ValueError, match="12 of 13 rows are wrong") as caught:
+        read_prompts(file)
     named = str(caught.value).split("\n")[1:]
     assert [line.split(":")[1] for line in named[:10]] == [str(number) for number in range(2, 12)]
     assert named[10:] == ["  and 2 more"]
@@ -130,11 +180,11 @@ def test_all_wrong_lines_are_reported_at_once(tmp_path) -> None:
 def test_missing_answers_and_empty_files(tmp_path) -> None:
     file = tmp_path / "prompts.jsonl"
     write(file, {"prompt": "a", "answer": "b"}, {"prompt": "a"}, {"messages": [user("a")]})
-    with pytest.raises(ValueError, match=r"2 of 3 lines.*\n.*:2: no answer.*\n.*:3: no answer"):
-        read_jsonl(file, need_answers=True)
+    with pytest.raises(ValueError, match=r"2 of 3 rows.*\n.*:2: no answer.*\n.*:3: no answer"):
+        read_prompts(file, need_answers=True)
     file.write_text("")
-    with pytest.raises(ValueError, match="holds no prompts"):
-        read_jsonl(file)
+    with pytest.raises(ValueError, match="holds no conversations"):
+        read_prompts(file)
 
 
 def test_turns_are_rendered_as_the_template_does(template) -> None:
@@ -194,7 +244,7 @@ def tokenized(target: Path, folder: Path, *lines: dict[str, Any]) -> tuple[list[
     """Prompt and answer of each line, as text, and the totals."""
     folder.mkdir()
     write(folder / "lines.jsonl", *lines)
-    totals = tokenize_file(target, folder / "lines.jsonl", folder / "data")
+    totals = tokenize_source(target, folder / "lines.jsonl", folder / "data")
     tokenizer = AutoTokenizer.from_pretrained(target)
     documents = Conversations.load(folder / "data").documents()
     return [(tokenizer.decode(ids[:begin]), tokenizer.decode(ids[begin:])) for ids, begin in documents], totals
@@ -286,3 +336,10 @@ def test_a_tokenizer_that_cannot_be_used_is_named(target_dir: Path, template: st
     tokenizer.chat_template, tokenizer.eos_token = template, None
     with pytest.raises(ValueError, match=rf"^tokenizer {tokenizer.name_or_path}.*{message}"):
         ChatTemplate(tokenizer)
+
+
+def test_the_tiny_recipe_has_its_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[3])
+    recipe = Recipe.load("configs/train/tiny.yaml")
+    assert recipe.conversations is not None
+    assert len(read_prompts(recipe.conversations, need_answers=True)) == 109

@@ -1,6 +1,7 @@
 """The trainer end to end on a small random target: it learns, resumes exactly, and its head is what evaluation says."""
 
 import json
+import re
 from collections import defaultdict
 
 import pytest
@@ -121,7 +122,7 @@ def test_a_chain_ends_at_a_draft_that_is_not_the_token(small) -> None:
     tokens_BN = (states.last_BNS @ states.lm_head_VS.T).argmax(-1).roll(1, dims=1)
     tokens_BN[0, other] = (tokens_BN[0, other] + 1) % 64
     normed_RH = (2 * states.last_BNS.flatten(0, 1)[label_T.clamp_max(batch.tokens_BN.numel() - 1)]).requires_grad_()
-    score = ChunkedLoss("soft", 64)
+    score = ChunkedLoss(64)
     PassLosses(trainer.recipe, score, drafter, rows, chain_BN, tokens_BN, states)(normed_RH).backward()
     moved_T = normed_RH.grad.abs().sum(-1) > 0
     anchor_T = label_T - offset_T - 1
@@ -147,6 +148,26 @@ def test_head_loads_and_beats_chance(small, qk_norm: bool) -> None:
     assert groups["all"]["acceptance_length"]["4"] > 1.2
     own = provenance["acceptance_offline"]["all"]["acceptance_length"]["4"]
     assert groups["all"]["acceptance_length"]["4"] == pytest.approx(own, rel=0.1)
+
+
+def test_held_out_conversations_are_evaluated_on_and_kept_for_peagle_evaluate(
+    small, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    overrides = [f"output={small / 'held'}", "evaluate.data=null", "evaluate.held_out=0.4", "schedule.max_steps=12"]
+    head = Trainer(Recipe.load(small / "recipe.yaml", overrides)).run()
+    training = json.loads((head / "provenance.json").read_text())
+    answers = load_answers(small / "held/held-out")
+    assert 0 < len(answers.data) == 24 - training["training"]["num_conversations"]
+    assert training["acceptance_offline"]["all"]["num_answers"] == len(answers.data)
+    assert set(answers.categories) <= {"even", "odd"}
+    found = re.search(r"data +(\d+) conversations, .*; held out: (\d+)", caplog.text)
+    assert found is not None
+    assert int(found[1]) + int(found[2]) == 24
+    assert "M trainable parameters" in caplog.text
+    assert re.search(r"pace +\d+\.\d+ s a step, [\d,]+ tokens/s: done in about", caplog.text)
+    with pytest.raises(ValueError, match=r"evaluate.held_out goes without .data"):
+        Recipe.load(small / "recipe.yaml", ["evaluate.held_out=0.1"])
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def test_the_pass_forms_the_gradient_of_the_weighted_loss() -> None:
     target_RV = torch.stack([last_BNS[b, anchor + step + 1] for b, step, anchor in cells]) @ lm_head_VS.T
     weight_R = torch.tensor([0.8**step for _, step, _ in cells])
     draft_R = target_RV.argmax(-1)
-    loss = weight_R / weight_R.sum() @ plain_losses("soft", logits_RV, target_RV, draft_R).float()
+    loss = weight_R / weight_R.sum() @ plain_losses(logits_RV, target_RV).float()
     torch.testing.assert_close(report.loss.double(), loss.double())
     parameters = list(drafter.trainable().values())
     for parameter, expected in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):

@@ -1,0 +1,496 @@
+"""Conversations as users have them: read from files and Hugging Face data sets, written by the target's chat template.
+
+A row has one of the forms of `Row`. A wrong row is named by its number; a few of them are left out, many are an error.
+"""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+import json
+import logging
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+import pydantic_core
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from tqdm import tqdm
+
+from peagle.schema import problem_lines
+from peagle.train.data import Conversations, load_tokenizer, special_ids, write_manifest
+from peagle.train.recipe import Recipe
+
+logger = logging.getLogger(__name__)
+
+MAX_WRONG_SHARE = 0.05
+"""More wrong rows of a source than this share of them are an error."""
+
+_MAX_NAMED_ROWS = 10
+_SENTINEL = "\u2063turn\u2063"
+
+NotBlank = Annotated[str, Field(pattern=r"\S")]
+Item = TypeVar("Item")
+Made = TypeVar("Made")
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """Messages up to where an answer begins, the class of traffic they stand for, and the answer if one is given.
+
+    messages: as the chat template takes them, and so `tools`; answer_message: the answer where it is more than its text
+    (`reasoning_content`, `tool_calls`); is_whole: the answer ended by itself; num_unused: messages behind the answer;
+    where: file and line, for messages about it.
+    """
+
+    messages: tuple[dict[str, Any], ...]
+    category: str = "default"
+    answer: str | None = None
+    where: str = "prompt"
+    tools: tuple[dict[str, Any], ...] = ()
+    answer_message: dict[str, Any] | None = None
+    is_whole: bool = True
+    num_unused: int = 0
+
+    def with_answer(self, message: Message, *, is_whole: bool = True) -> Prompt:
+        whole = message.as_dict()
+        return dataclasses.replace(
+            self,
+            answer=whole["content"],
+            answer_message=whole if whole.keys() - {"role", "content"} else None,
+            is_whole=is_whole,
+        )
+
+
+class _Record(BaseModel):
+    """Part of a row. Unknown keys are errors, but null stands for a key that is not there."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, raw: Any) -> Any:
+        return _without_nulls(raw)
+
+
+def _without_nulls(raw: Any) -> Any:
+    return {key: value for key, value in raw.items() if value is not None} if isinstance(raw, dict) else raw
+
+
+def _from_json(value: Any) -> Any:
+    """Tools and arguments are JSON in a string in OpenAI's API and in many data sets; chat templates take objects."""
+    try:
+        return json.loads(value or "{}") if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f" must be JSON: {error}") from error
+
+
+class Function(_Record):
+    name: NotBlank
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+    _parse = field_validator("arguments", mode="before")(_from_json)
+
+
+class ToolCall(_Record):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class Message(_Record):
+    """A message as OpenAI's API has it, and `reasoning_content`, as vLLM has it. weight 0: not trained on."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: NotBlank | None = None
+    reasoning_content: NotBlank | None = None
+    tool_calls: Annotated[list[ToolCall], Field(min_length=1)] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    weight: Literal[0, 1] | None = None
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> Self:
+        only = {
+            "reasoning_content": "assistant",
+            "tool_calls": "assistant",
+            "weight": "assistant",
+            "tool_call_id": "tool",
+        }
+        wrong = [key for key, role in only.items() if getattr(self, key) is not None and self.role != role]
+        if wrong:
+            raise ValueError(f".{wrong[0]} is of the role {only[wrong[0]]}, not {self.role}")
+        if self.content is None and self.tool_calls is None:
+            raise ValueError(" needs content" + (", or tool_calls" if self.role == "assistant" else ""))
+        return self
+
+    def as_dict(self) -> dict[str, Any]:
+        """As vLLM hands it to the chat template."""
+        return {"role": self.role, "content": ""} | self.model_dump(exclude_none=True, exclude={"weight"})
+
+
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "observation": "tool"}
+_LOADERS = {".parquet": "parquet", ".csv": "csv", ".json": "json"}
+_FORMS = ("messages", "conversations", "instruction", "prompt", "turns")
+_BESIDE: dict[str, tuple[type, ...]] = {"tools": (list, str), "category": (str,)}
+_COLUMNS = frozenset({*_FORMS, *_BESIDE, "input", "output", "answer"})
+
+
+class Row(_Record):
+    """A conversation, from the first of these forms that the row has:
+
+    - `messages`: list of {"role": system | user | assistant | tool, "content": str}, the assistant's also with
+      `reasoning_content`, `tool_calls` and `weight`
+    - `conversations` (ShareGPT): list of {"from": system | human | gpt, "value": str}
+    - `instruction` (Alpaca), and optionally `input` and `output`
+    - `prompt`, and optionally `answer`
+    - `turns`: list of user turns, of which the first is the prompt
+
+    `tools` and `category` (for evaluation to tell kinds of traffic apart) go with each; other columns are not read.
+    """
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+    category: str = "default"
+    num_unused: int = 0
+
+    _parse = field_validator("tools", mode="before")(_from_json)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_form(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict):
+            return raw
+        row = _without_nulls(raw)
+        form = next((form for form in _FORMS if form in row), None)
+        if form is None:
+            raise ValueError(f"needs one of {', '.join(_FORMS)}; has {', '.join(map(str, row)) or 'no column'}")
+        given, num_unused = row[form], 0
+        if form == "conversations" and isinstance(given, list):
+            given = [_from_sharegpt(turn) for turn in given]
+        elif form not in ("messages", "conversations"):
+            if form == "turns" and isinstance(given, list) and given:
+                given, num_unused = given[0], len(given) - 1
+            if form == "instruction" and row.get("input"):
+                given = f"{given}\n\n{row['input']}"
+            answer = row.get("output" if form == "instruction" else "answer")
+            given = [{"role": "user", "content": given}]
+            given += [] if answer is None else [{"role": "assistant", "content": answer}]
+        kept = {key: row[key] for key, kind in _BESIDE.items() if row.get(key) and isinstance(row[key], kind)}
+        return {"messages": given, "num_unused": num_unused, **kept}
+
+    def as_prompt(self, where: str, *, need_answer: bool) -> Prompt:
+        """Its last answer of a weight other than 0 is the answer, where it ends with one or an answer is needed."""
+        at = len(self.messages)
+        if need_answer or (self.messages and self.messages[-1].role == "assistant"):
+            answers = [index for index, one in enumerate(self.messages) if one.role == "assistant"]
+            trained = [index for index in answers if self.messages[index].weight != 0]
+            if need_answer and not trained:
+                raise ValueError("no answer: needs one of the assistant's, of a weight other than 0")
+            at = (trained or answers)[-1]
+        if at == 0 or self.messages[at - 1].role not in ("user", "tool"):
+            raise ValueError("needs a user's message (or a tool's) last, or before the answer")
+        context, behind = tuple(message.as_dict() for message in self.messages[:at]), self.messages[at:]
+        prompt = Prompt(context, self.category, where=where, tools=tuple(self.tools))
+        if behind and behind[0].weight != 0:
+            prompt = prompt.with_answer(behind.pop(0))
+        return dataclasses.replace(prompt, num_unused=len(behind) + self.num_unused)
+
+
+def _parse_line(line: bytes) -> Any:
+    try:
+        return pydantic_core.from_json(line)
+    except ValueError as error:
+        raise ValueError(f"Invalid JSON: {error}") from error
+
+
+def _from_sharegpt(turn: Any) -> Any:
+    if not isinstance(turn, dict) or "from" not in turn:
+        return turn
+    named = {"role": _ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")}
+    return named | {key: value for key, value in turn.items() if key == "weight"}
+
+
+def read_rows(source: str | Path) -> Iterator[tuple[str, Any]]:
+    """Each row of a source as read, with its place, such as `chats.jsonl:7`.
+
+    source: a file of JSON lines (a row is then still text); a Parquet, CSV or JSON file, a folder, or the name of a
+    Hugging Face data set, all of which the package `datasets` loads. `SOURCE:SPLIT` names a split or a part of one,
+    such as `train[:1000]`, and ORG/NAME/SUBSET a data set's configuration.
+
+    Raises ValueError for what `datasets` cannot load, or where it is not installed; OSError.
+    """
+    path = Path(source)
+    if path.is_file() and path.suffix not in _LOADERS:
+        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).removesuffix(b"\n").split(b"\n")
+        yield from ((f"{path}:{number}", line) for number, line in enumerate(lines, 1) if lines != [b""])
+        return
+    name, _, split = (str(source), "", "") if path.exists() else str(source).partition(":")
+    what: dict[str, Any] = {"path": name}
+    if path.is_file():
+        what = {"path": _LOADERS[path.suffix], "data_files": name}
+    elif not Path(name).is_dir():
+        named = re.fullmatch(r"(?P<path>[\w.-]+/[\w.-]+)(/(?P<name>[\w.-]+))?(?<!\.jsonl)", name)
+        if named is None:
+            raise FileNotFoundError(2, "No such file, folder or name of a Hugging Face data set", str(source))
+        what = named.groupdict()
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(
+            f"{source}: it takes the package datasets to read this: pip install '.[train]'; a file of JSON lines "
+            "(.jsonl) needs none"
+        ) from error
+    try:
+        loaded = datasets.load_dataset(**what, split=split or "train")
+    except Exception as error:  # what readers of files raise comes through as it is
+        raise ValueError(f"{source}: the package datasets cannot load it: {error}") from error
+    yield from ((f"{source} row {number}", row) for number, row in enumerate(loaded))
+
+
+def keep_good(items: Iterable[Item], make: Callable[[Item], Made], source: str | Path) -> list[Made]:
+    """What `make` makes of each item. Refused items are left out, and the first 10 are logged.
+
+    Raises ValueError, with the same text, where more than `MAX_WRONG_SHARE` of them are refused, or there are none.
+    """
+    good, wrong = [], []
+    for item in tqdm(items, desc=str(source), unit="row", disable=None, leave=False):
+        try:
+            good.append(make(item))
+        except ValueError as error:
+            wrong.append(f"  {error}")
+    num_rows = len(good) + len(wrong)
+    if not num_rows:
+        raise ValueError(f"{source}: holds no conversations")
+    if wrong:
+        more = [f"  and {len(wrong) - _MAX_NAMED_ROWS} more"] if len(wrong) > _MAX_NAMED_ROWS else []
+        said = "\n".join([f"{source}: {len(wrong)} of {num_rows} rows are wrong", *wrong[:_MAX_NAMED_ROWS], *more])
+        if len(wrong) > MAX_WRONG_SHARE * num_rows:
+            raise ValueError(said)
+        logger.warning("%s\n  they are left out", said)
+    return good
+
+
+def read_prompts(source: str | Path, *, need_answers: bool = False) -> list[Prompt]:
+    """The conversations of a source that `read_rows` knows. Messages and columns that are not read are logged.
+
+    need_answers: every row must give one. Raises ValueError as `keep_good`, and as `read_rows`.
+    """
+    unread: set[str] = set()
+
+    def make(read: tuple[str, Any]) -> Prompt:
+        where, raw = read
+        try:
+            raw = _parse_line(raw) if isinstance(raw, bytes) else raw
+            row = Row.model_validate(raw)
+            unread.update(_without_nulls(raw).keys() - _COLUMNS)
+            return row.as_prompt(where, need_answer=need_answers)
+        except ValueError as error:
+            problems = problem_lines(error, Row) if isinstance(error, ValidationError) else [str(error)]
+            raise ValueError(f"{where}: {'; '.join(problems)}") from error
+
+    prompts = keep_good(read_rows(source), make, source)
+    if unread:
+        logger.warning("%s: columns that are not read: %s", source, ", ".join(sorted(unread)))
+    if num_unused := sum(prompt.num_unused for prompt in prompts):
+        logger.warning("%s: %d messages behind the prompt and its answer are not used", source, num_unused)
+    return prompts
+
+
+class ChatTemplate:
+    """Token ids around a turn, as the target's own chat template puts them.
+
+    before, after: around a single user turn, up to where the answer begins; end_id: what the template ends an answer
+    with; end_ids: that and the tokenizer's end token. Without a template (`is_chat` is False, a base model) prompts are
+    plain text, and answers go on with it.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Raises ValueError for a template that refuses a user's message by itself, or does not repeat it as it is, and
+        for a tokenizer without `eos_token` whose template ends an answer with no special token."""
+        self.tokenizer = tokenizer
+        self.is_chat = bool(tokenizer.chat_template)
+        eos = tokenizer.eos_token_id
+        self.closes = False
+        if not self.is_chat:
+            logger.warning("the target has no chat template: prompts are plain text for it to go on with")
+            begins = tokenizer.bos_token_id is not None and tokenizer.encode("")[:1] == [tokenizer.bos_token_id]
+            self.before, self.after = [tokenizer.bos_token_id] if begins else [], []
+        else:
+            user = {"role": "user", "content": _SENTINEL}
+            before, after = self._around([user], add_generation_prompt=True)
+            self.before, self.after = self.encode(before), self.encode(after)
+            answered = [{**user, "content": "?"}, {"role": "assistant", "content": _SENTINEL}]
+            closing = self.encode(self._around(answered)[1])
+            self.closes = bool(closing) and closing[0] in special_ids(tokenizer)
+        self.end_id: int = closing[0] if self.closes else eos
+        if self.end_id is None:
+            raise ValueError(
+                f"tokenizer {tokenizer.name_or_path}: it has no eos_token"
+                + (", and its chat_template ends an answer with no special token" if self.is_chat else "")
+                + ": set eos_token in tokenizer_config.json to the token that ends the target's answers"
+            )
+        self.end_ids = frozenset({self.end_id} if eos is None else {self.end_id, eos})
+
+    def _around(self, messages: list[dict[str, Any]], **options: Any) -> tuple[str, str]:
+        """What the template writes before and after the sentinel."""
+        where = f"tokenizer {self.tokenizer.name_or_path}, chat_template"
+        parts = self._text(messages, where, **options).split(_SENTINEL)
+        if len(parts) != 2:
+            raise ValueError(f"{where}: it writes a message {len(parts) - 1} times, expected once and as it is")
+        return parts[0], parts[1]
+
+    def _text(self, messages: Sequence[dict[str, Any]], where: str, **options: Any) -> str:
+        """Raises ValueError, beginning with `where`, for messages that the template refuses."""
+        try:
+            return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+        except Exception as error:  # a template is a program, and raises what it likes
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise ValueError(
+                f"{where}: the target's chat template refuses these messages (roles {roles}): {error}; change the "
+                "messages, or chat_template in tokenizer_config.json or chat_template.jinja"
+            ) from error
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def render(self, prompt: Prompt) -> list[int]:
+        """Token ids of the whole prompt, up to where the target's answer begins.
+
+        Raises ValueError naming the line whose messages the template refuses (an order of roles, a system message) or
+        of whose keys it would write nothing, or that has more than a user's message where there is no template.
+        """
+        if not self.is_chat:
+            if len(prompt.messages) > 1 or prompt.tools or prompt.answer_message:
+                raise ValueError(
+                    f"{prompt.where}: the target has no chat template: a prompt is one message and its answer, texts"
+                )
+            return self.before + self.encode(prompt.messages[0]["content"])
+        is_idle = re.compile(r"messages\.\d+\.(tool_call_id|reasoning_content)").fullmatch
+        if lost := [key for key in self.keys_left_out(prompt) if not is_idle(key)]:
+            raise ValueError(
+                f"{prompt.where}: the target's chat template writes nothing of {', '.join(lost)}: leave out the line, "
+                "or take a chat template that does"
+            )
+        return self.encode(self._text(prompt.messages, prompt.where, **self._tools(prompt), add_generation_prompt=True))
+
+    def _tools(self, prompt: Prompt) -> dict[str, Any]:
+        return {"tools": list(prompt.tools)} if prompt.tools else {}
+
+    def keys_left_out(self, prompt: Prompt) -> list[str]:
+        """Keys that change nothing of what the template writes: `tools`, `messages.2.reasoning_content` (templates
+        leave out that of earlier turns), `answer.tool_calls`."""
+        named = {f"messages.{index}": message for index, message in enumerate(prompt.messages)}
+        named |= {"answer": prompt.answer_message} if prompt.answer_message else {}
+        extra = [(name, key) for name, message in named.items() for key in message.keys() - {"role", "content"}]
+        if not extra and not prompt.tools:
+            return []
+        tools = self._tools(prompt)
+        whole = self._text(list(named.values()), prompt.where, **tools)
+
+        def is_idle(messages: dict[str, dict[str, Any]], tools: dict[str, Any]) -> bool:
+            try:
+                return self._text(list(messages.values()), prompt.where, **tools) == whole
+            except ValueError:  # the template needs it
+                return False
+
+        found = ["tools"] if tools and is_idle(named, {}) else []
+        for name, key in sorted(extra):
+            without = {other: value for other, value in named[name].items() if other != key}
+            found += [f"{name}.{key}"] if is_idle({**named, name: without}, tools) else []
+        return found
+
+    def answer(self, text: str) -> list[int]:
+        """Token ids of an answer that the target did not write, with the token that ends it."""
+        return [*self.encode(text), self.end_id]
+
+    def render_answer(self, prompt: Prompt) -> list[int]:
+        """Token ids of the prompt's answer, with the token that ends it, as the target would write it.
+
+        Raises ValueError naming the line whose answer the template does not write behind the prompt.
+        """
+        if prompt.answer_message is None:
+            return self.answer(prompt.answer or "")[: None if prompt.is_whole else -1]
+        options = self._tools(prompt)
+        begin = self._text(prompt.messages, prompt.where, **options, add_generation_prompt=True)
+        whole = self._text([*prompt.messages, prompt.answer_message], prompt.where, **options)
+        ids = self.encode(whole.removeprefix(begin))
+        if not whole.startswith(begin) or (self.closes and self.end_id not in ids):
+            raise ValueError(
+                f"{prompt.where}: the target's chat template does not write the answer behind the prompt and end it, "
+                "so what the target would write is not known: leave out the line"
+            )
+        ids = ids[: len(ids) - 1 - ids[::-1].index(self.end_id)] if self.closes else ids
+        return [*ids, self.end_id] if prompt.is_whole else ids
+
+
+def begin_user_turns(
+    template: ChatTemplate, openings: dict[str, list[str]], shares: dict[str, float], count: int, seed: int
+) -> list[list[int]]:
+    """Prompts that end inside the user turn, for the target to go on writing as the user (Magpie's way).
+
+    openings: group -> beginnings of user turns; shares: group -> share of all prompts. The rest begins with nothing.
+    """
+    rng = random.Random(seed)
+    encoded = {group: [template.encode(text) for text in texts] for group, texts in openings.items()}
+    groups, weights = [*shares, None], [*shares.values(), 1 - sum(shares.values())]
+    chosen = rng.choices(groups, weights, k=count)
+    return [template.before + (rng.choice(encoded[group]) if group else []) for group in chosen]
+
+
+def tokenize_source(target_dir: Path, source: str | Path, out: Path) -> dict[str, int]:
+    """Makes a data folder from conversations with answers, without an engine; returns its totals. The last answer is
+    what is learned; earlier ones are context. Raises ValueError as `read_prompts` and `tokenize_prompts`."""
+    check_is_new(out)
+    return tokenize_prompts(target_dir, read_prompts(source, need_answers=True), source, out)
+
+
+def make_data(recipe: Recipe) -> None:
+    """Makes the recipe's `data` of its `conversations`, where these are named and `data` is not there yet."""
+    if recipe.conversations is not None and not any(Path(recipe.data).glob("part-*.npz")):
+        totals = tokenize_source(recipe.target_dir(), recipe.conversations, Path(recipe.data))
+        logger.info("%s: %s", recipe.data, json.dumps(totals))
+
+
+def check_is_new(out: Path) -> None:
+    """Raises ValueError where a folder holds data already."""
+    if any(out.glob("part-*.npz")):
+        raise ValueError(f"{out} holds data already: use another folder")
+
+
+def tokenize_prompts(
+    target_dir: Path, given: list[Prompt], source: str | Path, out: Path, **manifest: Any
+) -> dict[str, int]:
+    """Makes a data folder of prompts with their answers; returns its totals.
+
+    Reasoning of earlier turns that the template leaves out is counted. manifest: more entries of `manifest.json`.
+    Raises ValueError for a tokenizer that is not the target's, and where the chat template refuses the messages of many
+    rows, or writes nothing of some of their keys.
+    """
+    template = ChatTemplate(load_tokenizer(target_dir))
+
+    def make(prompt: Prompt) -> tuple[Prompt, list[int], list[int]]:
+        return prompt, template.render(prompt), template.render_answer(prompt)
+
+    kept, prompts, answers = zip(*keep_good(given, make, source), strict=True)
+    made = Conversations.from_lists(list(prompts), list(answers))
+    made.save_part(out, "000")
+    roles = [message["role"] for prompt in kept for message in prompt.messages]
+    totals = {
+        "num_conversations": len(kept),
+        "num_tokens": int(made.lengths.sum()),
+        "num_answer_tokens": made.num_answer_tokens,
+        "num_earlier_answers": roles.count("assistant"),
+        "num_unused_messages": sum(prompt.num_unused for prompt in kept),
+        "num_reasoning_left_out": sum(
+            key.endswith(".reasoning_content")
+            for prompt in kept
+            if template.is_chat
+            for key in template.keys_left_out(prompt)
+        ),
+    }
+    entries = {"totals": totals, "source": str(source), "categories": [prompt.category for prompt in kept]}
+    write_manifest(out, entries | manifest, target_dir)
+    return totals
