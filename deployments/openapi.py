@@ -12,6 +12,8 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from deployments.errors import ANTHROPIC_PATH
+
 REF = "#/components/schemas/{model}"
 REFUSALS = {
     "400": "The request is not valid: `param` names the field, where one is to blame.",
@@ -49,6 +51,18 @@ ERROR = {
         }
     },
 }
+ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["message", "type"],
+            "properties": {"message": {"type": "string"}, "type": {"type": "string"}},
+        },
+    },
+}
 DRAFTING = {
     "type": ["object", "null"],
     "properties": {
@@ -68,37 +82,41 @@ def document(
     app: FastAPI,
     bodies: Mapping[str, Sequence[type[BaseModel]]],
     answers: Mapping[type[BaseModel], type[BaseModel]],
-    unused: Collection[str],
+    unused: Mapping[type[BaseModel], Collection[str]],
 ) -> dict[str, Any]:
     """The document of `app`.
 
     Args:
         bodies: the records that a path takes.
         answers: the record that answers one of them.
-        unused: further fields of a body that are taken and change nothing.
+        unused: further fields of a record that makes text, which are taken and change nothing.
     """
     with warnings.catch_warnings(action="ignore"):  # of a route with two methods, whose ids are made below
         found = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    inputs, outputs = [(body, "validation") for body in answers], [(body, "serialization") for body in answers.values()]
+    inputs = [(body, "validation") for body in answers]
+    outputs = [(body, "serialization") for body in dict.fromkeys(answers.values())]
     refs, defined = models_json_schema([*inputs, *outputs], ref_template=REF)  # type: ignore[list-item]
-    schemas = {"Error": ERROR, **defined["$defs"]}
+    schemas = {"Error": ERROR, "AnthropicError": ANTHROPIC_ERROR, **defined["$defs"]}
+    drafted = {answers[body] for body in unused}
     for record in (*inputs, *outputs):
         schema = schemas[refs[record]["$ref"].rpartition("/")[2]]  # type: ignore[index]
         for name, field in schema["properties"].items():
             if name not in schema.get("required", ()):  # what may be left out may be null as well
                 schema["properties"][name] = {"anyOf": [field, {"type": "null"}]}
         if record in inputs:
-            schema["properties"] |= {"drafting": DRAFTING, **{name: {} for name in unused}}
+            if record[0] in unused:
+                schema["properties"] |= {"drafting": DRAFTING, **{name: {} for name in unused[record[0]]}}
             schema["additionalProperties"] = False
-        else:
+        elif record[0] in drafted:
             schema["properties"] |= {"drafting": DRAFTED}
     ref = {record: schema for (record, _), schema in refs.items()}
     for path, operations in found["paths"].items():
         for method, operation in operations.items():
             operation["operationId"] = f"{method} {path}"
             operation["responses"].pop("422", None)  # FastAPI's own, which no path of ours gives
+            error = REF.format(model="AnthropicError" if path.startswith(ANTHROPIC_PATH) else "Error")
             operation["responses"] |= {
-                status: {"description": REFUSALS[status], "content": _json({"$ref": REF.format(model="Error")})}
+                status: {"description": REFUSALS[status], "content": _json({"$ref": error})}
                 for status in (OF_AN_ANSWER if path in bodies else OF_A_PAGE.get(path, ("503",)))
             }
             if path in bodies:
@@ -108,8 +126,11 @@ def document(
                 }
                 whole = _json({"anyOf": [ref[answers[body]] for body in bodies[path]]})
                 # Open API before 3.2 cannot say what each event is: a schema may be taken for the whole or for one.
-                operation["responses"]["200"]["content"] = {**whole, "text/event-stream": {}}
-    found["components"] = {"schemas": schemas}
+                if bodies[path][0] in unused:
+                    whole["text/event-stream"] = {}
+                operation["responses"]["200"]["content"] = whole
+    found["components"] = {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
+    found["security"] = [{}, {"key": []}]
     return found
 
 

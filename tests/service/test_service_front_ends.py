@@ -39,7 +39,11 @@ LONG = {"stream": True, "max_tokens": 1500, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def with_one(application: Service) -> dict[str, Any]:
     """What the service says with one process, which then ends."""
-    found = {"texts": application.texts(PROMPTS, KS), "refusals": refusals(application)}
+    found = {
+        "texts": application.texts(PROMPTS, KS),
+        "refusals": refusals(application),
+        "said": other_forms(application),
+    }
     APPLICATION.stop()
     return found
 
@@ -59,6 +63,18 @@ def refusals(service: Service) -> dict[str, tuple[int, Any]]:
         response = httpx.post(f"{service.url}/v1/{paths[call]}", json=sent, timeout=60)
         found[name] = response.status_code, response.json()["error"]
     return found
+
+
+def other_forms(service: Service) -> list[Any]:
+    """Answers that are converted from a chat's, and tokens."""
+    asked = {"model": service.model, "temperature": 0}
+    sent: list[tuple[str, dict[str, Any]]] = [
+        ("v1/messages", {**asked, "messages": QUESTION, "max_tokens": 8}),
+        ("v1/responses", {**asked, "input": QUESTION, "max_output_tokens": 8}),
+        ("tokenize", {"messages": QUESTION}),
+    ]
+    answers = [httpx.post(f"{service.url}/{path}", json=body, timeout=60).json() for path, body in sent]
+    return [answers[0]["content"][0]["text"], answers[1]["output"][0]["content"][0]["text"], answers[2]["tokens"]]
 
 
 def front_ends(service: Service) -> list[psutil.Process]:
@@ -93,6 +109,7 @@ def test_answers_and_refusals_are_those_of_one_process(service: Service, with_on
     assert len(front_ends(service)) == 2
     assert service.texts(PROMPTS, KS) == with_one["texts"]
     assert refusals(service) == with_one["refusals"]
+    assert other_forms(service) == with_one["said"]
     chosen = service.ask(structured_outputs={"choice": ["north", "south"]})
     assert chosen.json()["choices"][0]["message"]["content"] in ("north", "south")
 

@@ -1,0 +1,183 @@
+"""Anthropic's Messages and OpenAI's Responses without an engine: what becomes of a request, of errors, of clients that
+go; and the pages that describe the API."""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+
+from deployments.errors import engine_lost
+from deployments.front_end import Admitted, Usage
+from deployments.routes import Entrance, make_app
+from tests.unit.deployments.test_front_end import DIGEST, JSON_HEADERS, SECRET, Echo, callers, request
+from tests.unit.deployments.test_page import policy_of
+
+USAGE = {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+TOOL = {"name": "f", "description": "d", "parameters": {"type": "object"}}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/messages": {"model": "tiny", "max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}]},
+    "/v1/responses": {"model": "tiny", "max_output_tokens": 5, "input": "Hi"},
+}
+paths = pytest.mark.parametrize("path", BODIES)
+
+
+class Chats(Echo):
+    """Answers chats in the form of vLLM's API objects."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        messages = object.__new__(AnthropicServingMessages)
+        messages._merge_inline_system = False
+        responses = SimpleNamespace(default_sampling_params={})
+        self.vllm = SimpleNamespace(anthropic_serving_messages=messages, openai_serving_responses=responses)
+
+    async def generate(self, admitted: Admitted) -> AsyncIterator[Any]:
+        self.admitted.append(admitted)
+        head = {"id": "chatcmpl-1", "created": 1, "model": "tiny"}
+        try:
+            if not admitted.streams:
+                message = {"role": "assistant", "content": "Yes"}
+                choice = {"index": 0, "message": message, "finish_reason": "stop"}
+                yield json.dumps({**head, "choices": [choice], "usage": USAGE, "drafting": {"k": 1}})
+                return
+            for delta in ({"role": "assistant", "content": ""}, {"content": "Yes"}):
+                yield f"data: {json.dumps({**head, 'choices': [{'index': 0, 'delta': delta}], 'usage': USAGE})}\n\n"
+            if self.pause is not None:
+                await self.pause.wait()
+            if self._ends_with is not None:
+                yield self._ends_with
+                return
+            yield f"data: {json.dumps({**head, 'choices': [], 'usage': USAGE, 'drafting': {'k': 1}})}\n\n"
+            yield "data: [DONE]\n\n"
+            yield Usage(3, 5)
+        finally:
+            self.num_closed += 1
+
+
+def answers_by_status(backend: Echo) -> dict[str, float]:
+    (found,) = [family for family in backend.front_end.families() if family.name == "peagle_answers"]
+    return {sample.labels["status"]: sample.value for sample in found.samples}
+
+
+@paths
+def test_a_request_is_admitted_as_the_chat_that_it_is(path: str) -> None:
+    is_anthropics = path == "/v1/messages"
+    changes: dict[str, Any] = {"system": "S"} if is_anthropics else {"instructions": "S"}
+    schema = TOOL["parameters"]
+    changes["tools"] = [{"name": "f", "input_schema": schema}] if is_anthropics else [{"type": "function", **TOOL}]
+    backend = Chats(callers(web={"key_sha256": DIGEST}))
+    sent = {**BODIES[path], **changes, "temperature": 0.5, "drafting": {"k": 2}}
+    response = request(backend, "POST", path, json=sent, headers={"X-Api-Key": SECRET})
+    assert (response.status_code, response.json()["drafting"]) == (200, {"k": 1})
+    (admitted,) = backend.admitted
+    assert [message["role"] for message in admitted.fields["messages"]] == ["system", "user"]
+    assert admitted.fields["tools"][0]["function"]["parameters"] == schema
+    assert (admitted.body.max_completion_tokens, admitted.body.temperature) == (5, 0.5)
+    assert (admitted.caller, admitted.drafting.k, admitted.drafting.source) == ("web", 2, "request")
+    assert request(backend, "POST", path, json=sent).status_code == 401
+
+
+CONTENT = {"role": "user", "content": [{"type": "nope"}]}
+REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
+    ("/v1/messages", {"max_tokens": None}, 400, "max_tokens"),
+    ("/v1/messages", {"model": "other"}, 404, "model"),
+    ("/v1/messages", {"messages": [CONTENT]}, 400, "messages.0.content.0"),
+    ("/v1/messages", {"messages": []}, 400, "messages"),
+    ("/v1/messages", {"tools": [{"type": "web_search_20250305", "name": "w"}]}, 400, "tools.0.type"),
+    ("/v1/messages", {"stop_sequences": ["s"] * 17}, 400, "stop_sequences"),
+    ("/v1/messages", {"mcp_servers": []}, 400, "mcp_servers"),
+    ("/v1/responses", {"model": "other"}, 404, "model"),
+    ("/v1/responses", {"input": [CONTENT]}, 400, "input.0.content.0"),
+    ("/v1/responses", {"input": [{"type": "item_reference", "id": "x"}]}, 400, "input"),
+    ("/v1/responses", {"input": []}, 400, "input"),
+    ("/v1/responses", {"max_output_tokens": 0}, 400, "max_output_tokens"),
+    ("/v1/responses", {"max_tokens": 3}, 400, "max_tokens"),
+    ("/v1/responses", {"conversation": "c"}, 400, "conversation"),
+    ("/v1/responses", {"drafting": {"k": 99}}, 400, "drafting.k"),
+    (
+        "/v1/responses",
+        {
+            "tools": [{"type": "function", **TOOL}],
+            "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []},
+        },
+        400,
+        "tool_choice",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "change", "status", "param"), REFUSED)
+def test_a_refusal_has_the_protocols_form_and_names_its_field(
+    path: str, change: dict[str, Any], status: int, param: str
+) -> None:
+    backend = Chats()
+    response = request(backend, "POST", path, json={**BODIES[path], **change})
+    document = response.json()
+    assert (response.status_code, document["error"]["param"]) == (status, param), document
+    assert (document.get("type") == "error") == (path == "/v1/messages")
+    assert answers_by_status(backend) == {str(status): 1}
+    assert not backend.admitted
+
+
+@paths
+def test_a_stream_that_breaks_off_ends_with_the_protocols_error_event(path: str) -> None:
+    response = request(Chats(ends_with=engine_lost()), "POST", path, json={**BODIES[path], "stream": True})
+    *_, last = response.text.strip().split("\n\n")
+    name, _, data = last.partition("\ndata: ")
+    assert (name, json.loads(data)["error"]["code"]) == ("event: error", "engine_lost")
+    assert not re.search("message_stop|response.completed", response.text)
+
+
+@paths
+def test_a_client_that_leaves_closes_the_answer_at_once(path: str) -> None:
+    async def run() -> None:
+        backend, gone, sent = Chats(), asyncio.Event(), list[Any]()
+        backend.pause = asyncio.Event()
+        bodies = [{"type": "http.request", "body": json.dumps({**BODIES[path], "stream": True}).encode()}]
+
+        async def receive() -> Any:
+            if bodies:
+                return bodies.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": path, "headers": JSON_HEADERS, "query_string": b""}
+        served = asyncio.ensure_future(make_app(backend, Entrance())(scope, receive, send))  # type: ignore[arg-type]
+        async with asyncio.timeout(60):
+            while not sent:
+                await asyncio.sleep(0)
+            gone.set()
+            await served
+        assert backend.num_closed == 1
+        assert answers_by_status(backend) == {"499": 1}
+
+    asyncio.run(run())
+
+
+def test_a_path_that_is_not_served_says_what_is() -> None:
+    for path in ("/v1/embeddings", "/v1/audio/speech", "/docs/other.js"):
+        response = request(Chats(), "POST" if path.startswith("/v1") else "GET", path, json={})
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (404, "not_found")
+        assert path in error["message"]
+        assert "/v1/messages/count_tokens" in error["message"]
+
+
+@pytest.mark.parametrize("root", ["", "/app"])
+def test_the_description_needs_no_key_and_loads_nothing_from_elsewhere(root: str) -> None:
+    backend = Chats(callers(web={"key_sha256": DIGEST}))
+    page = request(backend, "GET", f"{root}/docs", root_path=root)
+    links = re.findall(r"""(?:src|href|url)(?:=|: )["'](.*?)["']""", page.text)
+    assert all(link.startswith((f"{root}/", "data:")) for link in links)
+    for link in (one for one in links if one.startswith("/")):
+        assert request(backend, "GET", link, root_path=root).status_code == 200, link
+    rules = policy_of(page.headers)
+    assert (rules["default-src"], rules["connect-src"]) == ("'none'", "'self'")
