@@ -15,14 +15,10 @@ MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 2000, 200
 
 ANTHROPIC_PATH = "/v1/messages"
 ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
-"""By status; `invalid_request_error` for others below 500, else `api_error`."""
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
+OPENAI_TYPES = {429: "rate_limit_error"}
 
 
 class ApiError(Exception):
@@ -49,14 +45,11 @@ class ApiError(Exception):
     def body(self, path: str = "") -> dict[str, Any]:
         """`{"error": {"message", "type", "param", "code"}}`, which can be encoded whatever the client sent. `path`: of
         the request. Anthropic's API has types of its own, and `"type": "error"` beside `error`."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        kind = "rate_limit_error" if self.status == 429 else kind
         is_anthropics = path.startswith(ANTHROPIC_PATH)
-        if is_anthropics:
-            kind = ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        types, default = (ANTHROPIC_TYPES, "api_error") if is_anthropics else (OPENAI_TYPES, "server_error")
         error = {
             "message": _encodable(f"{self.message:.{MAX_MESSAGE_CHARS}}"),
-            "type": kind,
+            "type": types.get(self.status, default if self.status >= 500 else "invalid_request_error"),
             "param": None if self.param is None else _encodable(f"{self.param:.{MAX_PARAM_CHARS}}"),
             "code": self.code,
         }

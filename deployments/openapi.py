@@ -4,15 +4,13 @@ Enters: the FastAPI application and the records. Leaves: what GET /openapi.json 
 """
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
-
-from deployments.errors import ANTHROPIC_PATH
 
 REF = "#/components/schemas/{model}"
 REFUSALS = {
@@ -44,23 +42,11 @@ ERROR = {
             "required": ["message", "type", "param", "code"],
             "properties": {
                 "message": {"type": "string"},
-                "type": {"enum": ["invalid_request_error", "rate_limit_error", "server_error"]},
+                "type": {"type": "string", "description": "OpenAI's; below /v1/messages Anthropic's."},
                 "param": {"type": ["string", "null"]},
                 "code": {"type": ["string", "null"]},
             },
         }
-    },
-}
-ANTHROPIC_ERROR = {
-    "type": "object",
-    "required": ["type", "error"],
-    "properties": {
-        "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "required": ["message", "type"],
-            "properties": {"message": {"type": "string"}, "type": {"type": "string"}},
-        },
     },
 }
 DRAFTING = {
@@ -80,23 +66,22 @@ DRAFTED = {
 
 def document(
     app: FastAPI,
-    bodies: Mapping[str, Sequence[type[BaseModel]]],
-    answers: Mapping[type[BaseModel], type[BaseModel]],
+    bodies: Mapping[str, Mapping[type[BaseModel], type[BaseModel]]],
     unused: Mapping[type[BaseModel], Collection[str]],
 ) -> dict[str, Any]:
     """The document of `app`.
 
     Args:
-        bodies: the records that a path takes.
-        answers: the record that answers one of them.
+        bodies: the records that a path takes, each with that of its answer.
         unused: further fields of a record that makes text, which are taken and change nothing.
     """
     with warnings.catch_warnings(action="ignore"):  # of a route with two methods, whose ids are made below
         found = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    inputs = [(body, "validation") for body in answers]
+    answers = {body: answer for records in bodies.values() for body, answer in records.items()}
     outputs = [(body, "serialization") for body in dict.fromkeys(answers.values())]
+    inputs = [(body, "validation") for body in answers]
     refs, defined = models_json_schema([*inputs, *outputs], ref_template=REF)  # type: ignore[list-item]
-    schemas = {"Error": ERROR, "AnthropicError": ANTHROPIC_ERROR, **defined["$defs"]}
+    schemas = {"Error": ERROR, **defined["$defs"]}
     drafted = {answers[body] for body in unused}
     for record in (*inputs, *outputs):
         schema = schemas[refs[record]["$ref"].rpartition("/")[2]]  # type: ignore[index]
@@ -114,19 +99,19 @@ def document(
         for method, operation in operations.items():
             operation["operationId"] = f"{method} {path}"
             operation["responses"].pop("422", None)  # FastAPI's own, which no path of ours gives
-            error = REF.format(model="AnthropicError" if path.startswith(ANTHROPIC_PATH) else "Error")
             operation["responses"] |= {
-                status: {"description": REFUSALS[status], "content": _json({"$ref": error})}
+                status: {"description": REFUSALS[status], "content": _json({"$ref": REF.format(model="Error")})}
                 for status in (OF_AN_ANSWER if path in bodies else OF_A_PAGE.get(path, ("503",)))
             }
             if path in bodies:
+                operation["summary"] = " or ".join(body.__name__ for body in bodies[path])
                 operation["requestBody"] = {
                     "required": True,
                     "content": _json({"anyOf": [ref[body] for body in bodies[path]]}),
                 }
                 whole = _json({"anyOf": [ref[answers[body]] for body in bodies[path]]})
                 # Open API before 3.2 cannot say what each event is: a schema may be taken for the whole or for one.
-                if bodies[path][0] in unused:
+                if unused.keys() & bodies[path]:
                     whole["text/event-stream"] = {}
                 operation["responses"]["200"]["content"] = whole
     found["components"] = {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}

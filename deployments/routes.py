@@ -7,12 +7,11 @@ import functools
 import hashlib
 import ipaddress
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import vllm.entrypoints.serve.instrumentator
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.docs import get_swagger_ui_html
@@ -21,13 +20,12 @@ from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm import __version__ as vllm_version
-from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
-from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 from cluster.admission import BusyError, HeldBody
 from cluster.request import (
@@ -39,31 +37,24 @@ from deployments.body import UNUSED_FIELDS, Call, detect_call, engine_keys, name
 from deployments.compat import address_header, listening_host
 from deployments.errors import ApiError, busy_error, internal_error
 from deployments.front_end import Admitted, Answer, FrontEnd, logger
-from deployments.protocols import CONVERSIONS, RECORD_ANSWERS, TOKENIZER_PATHS, Messages, Responses, answer_by_tokenizer
+from deployments.protocols import CONVERSIONS, TOKENIZER_PATHS, Ask, answer_by_tokenizer
 from peagle import __version__ as peagle_version
 
-ANSWERS: dict[type[BaseModel], type[BaseModel]] = {
-    ChatCompletionRequest: ChatCompletionResponse,
-    CompletionRequest: CompletionResponse,
-    **RECORD_ANSWERS,
-}
-RECORDS: dict[str, Sequence[type[BaseModel]]] = {
-    "/v1/chat/completions": (ChatCompletionRequest,),
-    "/v1/completions": (CompletionRequest,),
-    "/v1/responses": (ResponsesRequest,),
-    "/v1/messages": (AnthropicMessagesRequest,),
-    "/invocations": (ChatCompletionRequest, CompletionRequest),
+CALLS: dict[str, Call] = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
+CALLS |= dict.fromkeys(CONVERSIONS, "chat")
+Records = dict[type[BaseModel], type[BaseModel]]
+CHATS: Records = {ChatCompletionRequest: ChatCompletionResponse}
+TEXTS: Records = {CompletionRequest: CompletionResponse}
+RECORDS: dict[str, Records] = {
+    "/v1/chat/completions": CHATS,
+    "/v1/completions": TEXTS,
+    **{path: {conversion.record: conversion.answer_record} for path, conversion in CONVERSIONS.items()},
+    "/invocations": {**CHATS, **TEXTS},
     **TOKENIZER_PATHS,
 }
-"""What is taken by POST, by path."""
-UNUSED: dict[type[BaseModel], Collection[str]] = {
-    ChatCompletionRequest: UNUSED_FIELDS,
-    CompletionRequest: UNUSED_FIELDS,
-    ResponsesRequest: Responses.unused,
-    AnthropicMessagesRequest: Messages.unused,
-}
-
-CALLS: dict[str, Call] = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
+"""What is taken by POST, and its answer, by path."""
+UNUSED: dict[type[BaseModel], Collection[str]] = dict.fromkeys([*CHATS, *TEXTS], UNUSED_FIELDS)
+UNUSED |= {conversion.record: conversion.unused for conversion in CONVERSIONS.values()}
 
 BODY_TIMEOUT_S = 120.0
 
@@ -72,9 +63,7 @@ JSON_MEDIA_TYPE = "application/json"
 PROBE_PATHS = ("/health", "/ping")
 """Load balancers ask these, with any Host header."""
 
-SWAGGER = Path(vllm.entrypoints.serve.instrumentator.__path__[0]) / "static"
-"""Files of Swagger UI, which come with vLLM."""
-SWAGGER_FILES = ("swagger-ui-bundle.js", "swagger-ui.css")
+SWAGGER_FILES = ("swagger-ui-bundle.js", "swagger-ui.css")  # they come with vLLM
 
 OPEN_PATHS = ("/", "/metrics", "/docs", "/openapi.json", *(f"/docs/{name}" for name in SWAGGER_FILES), *PROBE_PATHS)
 """For probes and Prometheus, and pages, which ask for a key themselves: they need no key."""
@@ -84,9 +73,7 @@ class Backend(Protocol):
     """What answers behind the HTTP API."""
 
     front_end: FrontEnd
-
-    vllm: Any
-    """The state of vLLM's API server: its API objects by name."""
+    vllm: Any  # the state of vLLM's API server: its API objects by name
 
     def generate(self, admitted: Admitted) -> Answer: ...
 
@@ -162,7 +149,7 @@ def _is_loopback(host: str) -> bool:
 def make_app(backend: Backend, entrance: Entrance) -> FastAPI:
     """The HTTP API: OpenAI's, SageMaker's, and GET /health, /metrics, /drafting and the page at /."""
     engine_keys()  # takes a part of a second
-    app = FastAPI(title="peagle-serve", docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(title="peagle-serve", version=peagle_version, docs_url=None, redoc_url=None, redirect_slashes=False)
 
     async def ask(request: Request) -> Response:
         return await _answer(backend, request)
@@ -212,14 +199,10 @@ def make_app(backend: Backend, entrance: Entrance) -> FastAPI:
                 swagger_favicon_url="data:,",
             ).body
         ).decode()  # fmt: skip
-        script = f"script-src 'self' {hash_of(text, 'script')}; style-src 'self' 'unsafe-inline'"
-        return HTMLResponse(text, headers=page_headers(script))
+        scripts = f"script-src 'self' {hash_of(text, 'script')}"
+        return HTMLResponse(text, headers=page_headers(scripts, "style-src 'self' 'unsafe-inline'"))
 
-    @app.get("/docs/{name}", include_in_schema=False)
-    async def swagger(name: str) -> Response:
-        if name not in SWAGGER_FILES:
-            raise HTTPException(404)
-        return FileResponse(SWAGGER / name)
+    app.mount("/docs", StaticFiles(packages=[("vllm.entrypoints.serve.instrumentator", "static")]))
 
     async def api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
@@ -239,7 +222,7 @@ def make_app(backend: Backend, entrance: Entrance) -> FastAPI:
         return internal_error().response(_path(request.scope))
 
     def described() -> dict[str, Any]:
-        made = openapi.document(app, RECORDS, ANSWERS, UNUSED)
+        made = openapi.document(app, RECORDS, UNUSED)
         return dict(json.loads(name_keys(json.dumps(made))))
 
     served = [route.path_format for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema]
@@ -292,9 +275,6 @@ async def _answer(backend: Backend, request: Request) -> Response:
     front_end, caller = backend.front_end, getattr(request.state, "caller", ANYONE)
     path = _path(request.scope)
 
-    def ask(call: Call, document: Any) -> AsyncGenerator[str]:
-        return front_end.answer(call, document, backend.generate, caller, request.headers)
-
     with contextlib.ExitStack() as until_sent:
         try:
             front_end.admission.count_request(caller)
@@ -307,15 +287,14 @@ async def _answer(backend: Backend, request: Request) -> Response:
                     text = await _unless_disconnected(request, work)
                 front_end.metrics.count_answer("", 200)
                 return Response(text, media_type=JSON_MEDIA_TYPE)
-            call = CALLS.get(path) or (None if path in CONVERSIONS else detect_call(document))
+            call = CALLS.get(path) or detect_call(document)
         except (ApiError, BusyError) as error:
             refusal = busy_error(error) if isinstance(error, BusyError) else error
             front_end.metrics.count_answer("", refusal.status)
             raise refusal from error
-        if call is None:
-            pieces = CONVERSIONS[path](front_end, backend.vllm, functools.partial(ask, "chat")).answer(document)
-        else:
-            pieces = ask(call, document)
+        sent: dict[str, Any] = {"generate": backend.generate, "caller": caller, "headers": request.headers}
+        ask: Ask = functools.partial(front_end.answer, call, **sent)
+        pieces = (CONVERSIONS[path](front_end, backend.vllm, ask).answer if path in CONVERSIONS else ask)(document)
         first = await _unless_disconnected(request, anext(pieces, ""))
         if first.startswith(("data: ", "event: ")):
             return EventStream(_events(first, pieces, path), until_sent.pop_all())
@@ -399,9 +378,6 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-KEY_HEADERS = (b"authorization", b"x-api-key")
-
-
 class GateMiddleware:
     """Looks at every request before anything else does: refuses those of foreign web pages where no key protects the
     service, finds the caller by API key or address, and takes the key away. HEAD is answered as GET, whose body the
@@ -427,7 +403,8 @@ class GateMiddleware:
                 authorization = headers.get("authorization") or (f"Bearer {key}" if key else None)
                 caller = self._front_end.identify_caller(authorization, self._read_address(scope))
                 scope["state"] = {**scope.get("state", {}), "caller": caller}
-                scope["headers"] = [one for one in scope["headers"] if one[0].lower() not in KEY_HEADERS]
+                keys = b"authorization", b"x-api-key"
+                scope["headers"] = [header for header in scope["headers"] if header[0].lower() not in keys]
         except ApiError as error:
             self._front_end.metrics.count_answer("", error.status)
             await error.response(path)(scope, receive, send)

@@ -4,7 +4,6 @@ Each protocol is converted to a chat and back, so its text is compared with the 
 """
 
 import asyncio
-import json
 from typing import Any, Literal
 
 import anthropic
@@ -13,14 +12,13 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.service.test_service_tools import NAMED, WEATHER
+from tests.service.test_service_tools import WEATHER
 from tests.support.service_harness import QUESTION, Service
 
 pytestmark = pytest.mark.service
 
 SYSTEM = "You answer in one short sentence."
 LIMIT, PARAMETERS = 12, WEATHER["function"]["parameters"]
-STOP = "the"
 
 
 class Weather(BaseModel):
@@ -65,16 +63,6 @@ def test_anthropics_client_gets_the_chats_text_whole_and_as_a_stream(service: Se
     assert messages.count_tokens(**asked).input_tokens == said["usage"]["prompt_tokens"]
 
 
-def test_a_stream_of_anthropics_says_how_it_was_drafted_and_which_stop_sequence_ended_it(service: Service) -> None:
-    body = {"model": service.model, "max_tokens": 60, "messages": QUESTION, "temperature": 0, "stream": True}
-    body["stop_sequences"] = [STOP]
-    response = httpx.post(f"{service.url}/v1/messages", json=body, timeout=120)
-    events = dict(event.removeprefix("event: ").split("\ndata: ") for event in response.text.strip().split("\n\n"))
-    last = json.loads(events["message_delta"])
-    assert last["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": STOP}
-    assert last["drafting"]["num_draft_tokens"] > 0
-
-
 def test_anthropics_client_calls_a_tool_and_sends_its_result(service: Service) -> None:
     tool: Any = {"name": "weather", "input_schema": PARAMETERS, "strict": True}
     asked: dict[str, Any] = {"model": service.model, "max_tokens": 100, "tools": [tool]}
@@ -103,12 +91,6 @@ def test_anthropics_client_gets_errors_of_its_own_form(service: Service) -> None
     with pytest.raises(anthropic.BadRequestError) as long:
         messages.create(model=service.model, max_tokens=1, messages=[{"role": "user", "content": "word " * 4000}])
     assert long.value.type == "invalid_request_error"
-    with pytest.raises(anthropic.BadRequestError) as searched:
-        messages.create(
-            model=service.model, max_tokens=1, messages=QUESTION,
-            tools=[{"type": "web_search_20250305", "name": "web_search"}],
-        )  # fmt: skip
-    assert "tools.0.type" in str(searched.value)
 
 
 def test_responses_have_the_chats_text_whole_and_as_a_stream(service: Service, said: Any) -> None:
@@ -151,15 +133,6 @@ def test_a_tool_of_a_response_is_called_and_the_next_turn_has_its_result(service
     assert after.usage.input_tokens > whole.usage.input_tokens
 
 
-@pytest.mark.parametrize(
-    "field", [{"previous_response_id": "resp_1"}, {"background": True}, {"tools": [{"type": "web_search"}]}]
-)
-def test_what_a_response_cannot_have_is_refused(service: Service, field: dict[str, Any]) -> None:
-    with pytest.raises(openai.BadRequestError) as refused:
-        service.client().responses.create(model=service.model, input="Hi", **field)
-    assert str(refused.value.param).partition(".")[0] == next(iter(field))
-
-
 def test_openais_client_parses_answers_of_a_schema(service: Service) -> None:
     client = service.client()
     asked: dict[str, Any] = {"model": service.model, "temperature": 0}
@@ -167,10 +140,6 @@ def test_openais_client_parses_answers_of_a_schema(service: Service) -> None:
     assert isinstance(chat.choices[0].message.parsed, Weather)
     response = client.responses.parse(**asked, input="Hi", text_format=Weather, max_output_tokens=60)
     assert isinstance(response.output_parsed, Weather)
-    tool = openai.pydantic_function_tool(Weather, name="weather")
-    called = client.chat.completions.parse(**asked, messages=QUESTION, tools=[tool], tool_choice=NAMED, max_tokens=100)
-    (call,) = called.choices[0].message.tool_calls
-    assert isinstance(call.function.parsed_arguments, Weather)
 
 
 def test_openais_asynchronous_client_streams(service: Service, said: Any) -> None:
@@ -202,7 +171,7 @@ def test_text_becomes_tokens_and_tokens_text(service: Service, said: Any) -> Non
         ("tokenize", {"messages": [3]}, "messages.0"),
         ("tokenize", {"prompt": "a", "tokens": []}, "tokens"),
         ("tokenize", {"messages": turns, "chat_template": "{{ 1 }}"}, None),
-        ("detokenize", {"tokens": [2**63 - 1]}, "tokens"),
+        ("detokenize", {"tokens": [2**63 - 1]}, None),
         ("detokenize", {"tokens": ["a"]}, "tokens.0"),
     ):
         refused = post(path, **body)

@@ -1268,7 +1268,7 @@ def test_only_requests_of_callers_who_opted_in_may_be_learned_from(learn: bool) 
     assert backend.admitted[0].body.vllm_xargs.get(LEARN_KEY) == ("web" if learn else None)
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/v1/messages", "/none", "/health/x"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/v1/responses", "/none", "/health/x"])
 @pytest.mark.parametrize("headers", [{}, bearer("sk-wrong"), {"X-Api-Key": "sk-wrong"}])
 def test_an_unknown_key_gets_401_before_anything_else(path: str, headers: dict[str, str]) -> None:
     backend = Echo(callers(web={"key_sha256": DIGEST}))

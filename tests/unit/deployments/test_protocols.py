@@ -84,44 +84,29 @@ def test_a_request_is_admitted_as_the_chat_that_it_is(path: str) -> None:
 
 CONTENT = {"role": "user", "content": [{"type": "nope"}]}
 REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
-    ("/v1/messages", {"max_tokens": None}, 400, "max_tokens"),
     ("/v1/messages", {"model": "other"}, 404, "model"),
     ("/v1/messages", {"messages": [CONTENT]}, 400, "messages.0.content.0"),
-    ("/v1/messages", {"messages": []}, 400, "messages"),
-    ("/v1/messages", {"tools": [{"type": "web_search_20250305", "name": "w"}]}, 400, "tools.0.type"),
+    ("/v1/messages", {"tools": [{"type": "web_search_20250305", "name": "w"}]}, 400, "tools.0"),
     ("/v1/messages", {"stop_sequences": ["s"] * 17}, 400, "stop_sequences"),
     ("/v1/messages", {"mcp_servers": []}, 400, "mcp_servers"),
-    ("/v1/responses", {"model": "other"}, 404, "model"),
     ("/v1/responses", {"input": [CONTENT]}, 400, "input.0.content.0"),
     ("/v1/responses", {"input": [{"type": "item_reference", "id": "x"}]}, 400, "input"),
     ("/v1/responses", {"input": []}, 400, "input"),
     ("/v1/responses", {"max_output_tokens": 0}, 400, "max_output_tokens"),
     ("/v1/responses", {"max_tokens": 3}, 400, "max_tokens"),
-    ("/v1/responses", {"conversation": "c"}, 400, "conversation"),
-    ("/v1/responses", {"drafting": {"k": 99}}, 400, "drafting.k"),
-    (
-        "/v1/responses",
-        {
-            "tools": [{"type": "function", **TOOL}],
-            "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []},
-        },
-        400,
-        "tool_choice",
-    ),
+    ("/v1/responses", {"previous_response_id": "r"}, 400, "previous_response_id"),
+    ("/v1/responses", {"tools": [{"type": "web_search"}]}, 400, "tools.0"),
 ]
 
 
 @pytest.mark.parametrize(("path", "change", "status", "param"), REFUSED)
-def test_a_refusal_has_the_protocols_form_and_names_its_field(
-    path: str, change: dict[str, Any], status: int, param: str
-) -> None:
+def test_a_refusal_has_the_protocols_form_and_names_its_field(path: str, change: Any, status: int, param: str) -> None:
     backend = Chats()
     response = request(backend, "POST", path, json={**BODIES[path], **change})
     document = response.json()
     assert (response.status_code, document["error"]["param"]) == (status, param), document
     assert (document.get("type") == "error") == (path == "/v1/messages")
-    assert answers_by_status(backend) == {str(status): 1}
-    assert not backend.admitted
+    assert (answers_by_status(backend), backend.admitted) == ({str(status): 1}, [])
 
 
 @paths
@@ -141,30 +126,25 @@ def test_a_client_that_leaves_closes_the_answer_at_once(path: str) -> None:
         bodies = [{"type": "http.request", "body": json.dumps({**BODIES[path], "stream": True}).encode()}]
 
         async def receive() -> Any:
-            if bodies:
-                return bodies.pop()
-            await gone.wait()
-            return {"type": "http.disconnect"}
+            if not bodies:
+                await gone.wait()
+            return bodies.pop() if bodies else {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
             sent.append(message)
+            gone.set()
 
         scope = {"type": "http", "method": "POST", "path": path, "headers": JSON_HEADERS, "query_string": b""}
-        served = asyncio.ensure_future(make_app(backend, Entrance())(scope, receive, send))  # type: ignore[arg-type]
         async with asyncio.timeout(60):
-            while not sent:
-                await asyncio.sleep(0)
-            gone.set()
-            await served
-        assert backend.num_closed == 1
-        assert answers_by_status(backend) == {"499": 1}
+            await make_app(backend, Entrance())(scope, receive, send)  # type: ignore[arg-type]
+        assert (backend.num_closed, answers_by_status(backend)) == (1, {"499": 1})
 
     asyncio.run(run())
 
 
 def test_a_path_that_is_not_served_says_what_is() -> None:
-    for path in ("/v1/embeddings", "/v1/audio/speech", "/docs/other.js"):
-        response = request(Chats(), "POST" if path.startswith("/v1") else "GET", path, json={})
+    for path in ("/v1/embeddings", "/v1/audio/speech"):
+        response = request(Chats(), "POST", path, json={})
         error = response.json()["error"]
         assert (response.status_code, error["code"]) == (404, "not_found")
         assert path in error["message"]
