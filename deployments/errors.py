@@ -18,7 +18,6 @@ ANTHROPIC_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error", 503: "overloaded_error",
 }  # fmt: skip
-OPENAI_TYPES = {429: "rate_limit_error"}
 
 
 class ApiError(Exception):
@@ -46,7 +45,9 @@ class ApiError(Exception):
         """`{"error": {"message", "type", "param", "code"}}`, which can be encoded whatever the client sent. `path`: of
         the request. Anthropic's API has types of its own, and `"type": "error"` beside `error`."""
         is_anthropics = path.startswith(ANTHROPIC_PATH)
-        types, default = (ANTHROPIC_TYPES, "api_error") if is_anthropics else (OPENAI_TYPES, "server_error")
+        types, default = {429: "rate_limit_error"}, "server_error"
+        if is_anthropics:
+            types, default = ANTHROPIC_TYPES, "api_error"
         error = {
             "message": _encodable(f"{self.message:.{MAX_MESSAGE_CHARS}}"),
             "type": types.get(self.status, default if self.status >= 500 else "invalid_request_error"),

@@ -82,7 +82,6 @@ def document(
     inputs = [(body, "validation") for body in answers]
     refs, defined = models_json_schema([*inputs, *outputs], ref_template=REF)  # type: ignore[list-item]
     schemas = {"Error": ERROR, **defined["$defs"]}
-    drafted = {answers[body] for body in unused}
     for record in (*inputs, *outputs):
         schema = schemas[refs[record]["$ref"].rpartition("/")[2]]  # type: ignore[index]
         for name, field in schema["properties"].items():
@@ -92,7 +91,7 @@ def document(
             if record[0] in unused:
                 schema["properties"] |= {"drafting": DRAFTING, **{name: {} for name in unused[record[0]]}}
             schema["additionalProperties"] = False
-        elif record[0] in drafted:
+        elif record[0] in map(answers.get, unused):
             schema["properties"] |= {"drafting": DRAFTED}
     ref = {record: schema for (record, _), schema in refs.items()}
     for path, operations in found["paths"].items():

@@ -52,8 +52,7 @@ class Conversion:
 
     Attributes:
         record: vLLM's record of a request; `answer_record`: of its answer.
-        unused: further fields, which clients send and which change no answer here.
-        names: fields of the protocol by those of the chat.
+        unused: further fields, which change no answer here; `names`: fields of the protocol by those of the chat.
         turns: the field with the messages, and kinds of their parts.
         tools: kinds of tools, the default one first. The provider of the protocol runs the others itself.
     """
@@ -94,8 +93,8 @@ class Conversion:
             if not self._has_asked:
                 self._front_end.metrics.count_answer("", error.status)
             first, dot, rest = (error.param or "").partition(".")
-            is_sent = isinstance(document, dict) and first in document
-            if (name := self.names.get(first)) is not None and not is_sent:
+            name = first if isinstance(document, dict) and first in document else self.names.get(first, first)
+            if name != first:
                 error.message, error.param = error.message.replace(first, name, 1), name + dot + rest
             raise
 
@@ -129,8 +128,7 @@ class Messages(Conversion):
         request = parse_record(self.record, fields)
 
         async def create_chat_completion(chat: ChatCompletionRequest, _: Any = None) -> Any:
-            asked = chat.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude_none=True)
-            pieces = self._chat(asked)
+            pieces = self._chat(chat.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude_none=True))
             if chat.stream:  # vLLM's converter does not close what it reads
                 return await stack.enter_async_context(contextlib.aclosing(pieces))
             found = ChatCompletionResponse.model_validate_json("".join([piece async for piece in pieces]))
@@ -150,8 +148,8 @@ class Messages(Conversion):
             async for event in await stack.enter_async_context(contextlib.aclosing(result)):
                 kind, _, data = event.partition("\n")
                 if kind == "event: message_delta":  # the last one before message_stop
-                    found = json.dumps({**event_document(data), "drafting": self._drafting})
-                    event = wrap_data_with_event(found, "message_delta")
+                    found = {**event_document(data), "drafting": self._drafting}
+                    event = wrap_data_with_event(json.dumps(found), "message_delta")
                 yield event
 
 

@@ -66,15 +66,11 @@ def refusals(service: Service) -> dict[str, tuple[int, Any]]:
 
 
 def other_forms(service: Service) -> list[Any]:
-    """Answers that are converted from a chat's, and tokens."""
-    asked = {"model": service.model, "temperature": 0}
-    sent: list[tuple[str, dict[str, Any]]] = [
-        ("v1/messages", {**asked, "messages": QUESTION, "max_tokens": 8}),
-        ("v1/responses", {**asked, "input": QUESTION, "max_output_tokens": 8}),
-        ("tokenize", {"messages": QUESTION}),
-    ]
-    answers = [httpx.post(f"{service.url}/{path}", json=body, timeout=60).json() for path, body in sent]
-    return [answers[0]["content"][0]["text"], answers[1]["output"][0]["content"][0]["text"], answers[2]["tokens"]]
+    """An answer that is converted from a chat's, and tokens."""
+    body = {"model": service.model, "messages": QUESTION}
+    asked = ("v1/messages", {**body, "max_tokens": 8, "temperature": 0}), ("tokenize", body)
+    answers = [httpx.post(f"{service.url}/{path}", json=sent, timeout=60).json() for path, sent in asked]
+    return [answers[0]["content"], answers[1]["tokens"]]
 
 
 def front_ends(service: Service) -> list[psutil.Process]:

@@ -1,6 +1,5 @@
-"""The parsers of tool calls and reasoning that the shipped configs name, on texts as their models' templates have them.
-
-The tokenizer is the embedded model's, with the special tokens of these models."""
+"""The parsers that the shipped configs name, on texts in the form of their models' templates. The tokenizer is the
+embedded model's, with their special tokens."""
 
 import json
 from pathlib import Path
@@ -59,10 +58,9 @@ def test_a_call_and_its_reasoning_are_found_in_a_whole_answer_and_in_a_stream(co
         stream, deltas = parser(tokenizer, asked.tools), list[Any]()
         for start in range(0, len(ids), step):
             part = ids[start : start + step]
-            piece = "" if is_harmony else tokenizer.decode(part)
-            is_last = start + step >= len(ids)
-            deltas.append(stream.parse_delta(piece, part, asked, prompt_token_ids=[], finished=is_last))
-        deltas = [delta for delta in deltas if delta is not None]
+            piece, is_last = "" if is_harmony else tokenizer.decode(part), start + step >= len(ids)
+            delta = stream.parse_delta(piece, part, asked, prompt_token_ids=[], finished=is_last)
+            deltas += [] if delta is None else [delta]
         assert ("".join(delta.reasoning or "" for delta in deltas) or None) == expected
         assert "".join(delta.content or "" for delta in deltas).strip() == ""
         functions = [call.function for delta in deltas for call in delta.tool_calls or () if call.function]
