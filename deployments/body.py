@@ -1,18 +1,20 @@
 """A request's body, from its bytes to vLLM's record, with the limits of one request; and vLLM's refusals in OpenAI's
 form. Nothing here knows Ray, or which replica asks."""
 
+import contextlib
 import functools
 import itertools
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import SchemaValidator
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest
 from vllm.exceptions import VLLMClientError
 
 from cluster.settings import LimitSettings
@@ -162,14 +164,14 @@ def _at(path: tuple[Any, ...], *key: Any) -> str:
 
 
 @functools.cache
-def known_fields(call: Call) -> frozenset[str]:
+def known_fields(record: type[BaseModel]) -> frozenset[str]:
     """Top-level fields of a request that vLLM knows."""
-    fields = BODIES[call].model_fields
+    fields = record.model_fields
     return frozenset({*fields, *(info.alias for info in fields.values() if info.alias)})
 
 
 @functools.cache
-def _validator(call: Call) -> SchemaValidator:
+def _validator(record: type[BaseModel]) -> SchemaValidator:
     """vLLM's record of a request, whose lists end at their first wrong element. pydantic else collects an error for
     each element and each form that it might have: megabytes of them for kilobytes of a body."""
 
@@ -179,7 +181,7 @@ def _validator(call: Call) -> SchemaValidator:
             return {**changed, "fail_fast": True} if part.get("type") == "list" else changed
         return type(part)(map(end_early, part)) if type(part) in (list, tuple) else part
 
-    return SchemaValidator(end_early(BODIES[call].__pydantic_core_schema__), _use_prebuilt=False)
+    return SchemaValidator(end_early(record.__pydantic_core_schema__), _use_prebuilt=False)
 
 
 def drop_unused(call: Call, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,42 +207,56 @@ def drop_unused(call: Call, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: item for name, item in given.items() if name not in UNUSED_FIELDS}
 
 
-def _hint(call: Call, name: str) -> str:
+def _hint(record: type[BaseModel], name: str) -> str:
     """What an unknown field is called here, or `nearest`."""
-    other = RENAMED_FIELDS.get(name)
-    return f"; it is called {other} here" if other else nearest(f"{name:.80}", {*known_fields(call), "drafting"})
+    other = RENAMED_FIELDS.get(name, "")
+    known = known_fields(record)
+    is_renamed = other.partition(".")[0] in known
+    return f"; it is called {other} here" if is_renamed else nearest(f"{name:.80}", {*known, "drafting"})
 
 
 def parse_body(call: Call, fields: dict[str, Any]) -> Body:
     """vLLM's record of a request. Raises ApiError naming the field."""
+    body: Body = parse_record(BODIES[call], fields)
+    return body
+
+
+def parse_record(record: type[BaseModel], fields: dict[str, Any]) -> Any:
+    """The request as vLLM's record of this type. Raises ApiError naming the field."""
     for name in fields:
-        if name not in known_fields(call):
-            hint = _hint(call, name)
+        if name not in known_fields(record):
+            hint = _hint(record, name)
             raise ApiError(400, f"unknown field {name:.80}{hint}", param=f"{name:.80}", code="unknown_field")
-    if call == "chat":
+    if record in (ChatCompletionRequest, TokenizeChatRequest):
         _check_messages(fields.get("messages"))
+    with refused(lambda: _to_blame(record, fields)):
+        return _validator(record).validate_python(fields)
+
+
+@contextlib.contextmanager
+def refused(blame: Callable[[], str | None] = lambda: None) -> Iterator[None]:
+    """Raises ApiError (400) for what vLLM's records raise meanwhile. `blame`: the field, where the error names none."""
     try:
-        body: Body = _validator(call).validate_python(fields)
-        return body
+        yield
     except ValidationError as error:
         raise _from_validation(error) from error
     except VLLMClientError as error:
-        param = getattr(error, "parameter", None) or _to_blame(call, fields)
+        param = getattr(error, "parameter", None) or blame()
         raise ApiError(400, f"{error.args[0]!s:.500}", param=param) from error
     except (TypeError, AttributeError, KeyError, ValueError) as error:
         # vLLM's own validators run before the types are checked, and trip over values of a type they do not expect.
-        blamed = _to_blame(call, fields)
+        blamed = blame()
         raise ApiError(
             400, f"{blamed or 'a field'} has a value of the wrong type ({error!s:.200})", param=blamed
         ) from error
 
 
-def _to_blame(call: Call, fields: Mapping[str, Any]) -> str | None:
+def _to_blame(record: type[BaseModel], fields: Mapping[str, Any]) -> str | None:
     """The field by which alone vLLM's validators fail."""
     least = {name: fields[name] for name in ("messages", "prompt") if name in fields}
     for name, value in fields.items():
         try:
-            _validator(call).validate_python({**least, name: value})
+            _validator(record).validate_python({**least, name: value})
         except ValidationError:
             continue
         except (VLLMClientError, TypeError, AttributeError, KeyError, ValueError):
@@ -425,7 +441,7 @@ def from_engine(error: Any) -> ApiError:
         return ApiError(499, "the client has gone")
     message = name_keys(message)
     first = message.partition(" ")[0]  # of many refusals the name of the field, without `param`
-    is_field = any(first in known_fields(call) for call in BODIES)
+    is_field = any(first in known_fields(record) for record in BODIES.values())
     return ApiError(status, message, param=found.get("param") or (first if is_field else None))
 
 

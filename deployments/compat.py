@@ -180,6 +180,11 @@ def engine_client(engine: Any) -> Any:
     return engine._engine_client
 
 
+def vllm_state(engine: Any) -> Any:
+    """The state of vLLM's API server that `ray.serve.llm`'s engine makes: vLLM's API objects by name."""
+    return engine._app_state
+
+
 async def ask_engine(engine: Any, call: str, request: Any, trace: Mapping[str, str]) -> Any:
     """vLLM's answer to its own record of a request: a response object, an `ErrorResponse`, or the generator of
     server-sent events. `ray.serve.llm` copies each of these into types of its own, and batches events. `trace`: the
@@ -200,7 +205,7 @@ def describe_error(engine: Any, error: Exception) -> Any:
 
 def check_engine(engine: Any) -> None:
     """Raises CompatError where a started engine lacks what the functions above use."""
-    for name in ("_engine_client", "_oai_serving_chat", "_oai_serving_completion"):
+    for name in ("_engine_client", "_app_state", "_oai_serving_chat", "_oai_serving_completion"):
         if getattr(engine, name, None) is None:
             version = importlib.metadata.version("ray")
             raise CompatError(f"Ray {version} is not supported, {RAY_VERSION} is: its vLLM engine has no {name}")

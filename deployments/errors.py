@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form: what a client gets in place of an answer."""
+"""Errors in OpenAI's form, or Anthropic's: what a client gets in place of an answer."""
 
 import functools
 import json
@@ -11,6 +11,13 @@ from deployments.compat import NOT_READY, NOT_READY_CODE, RETRY_AFTER_S
 
 MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 2000, 200
 """Limits of an error: a client must not get back the megabytes that it sent."""
+
+
+ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
 
 
 class ApiError(Exception):
@@ -34,28 +41,32 @@ class ApiError(Exception):
         kwargs: dict[str, Any] = {"param": self.param, "code": self.code, "retry_after_s": self.retry_after_s}
         return functools.partial(ApiError, **kwargs), (self.status, self.message)
 
-    def body(self) -> dict[str, Any]:
-        """`{"error": {"message", "type", "param", "code"}}`, which can be encoded whatever the client sent."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        kind = "rate_limit_error" if self.status == 429 else kind
-        return {
-            "error": {
-                "message": _encodable(f"{self.message:.{MAX_MESSAGE_CHARS}}"),
-                "type": kind,
-                "param": None if self.param is None else _encodable(f"{self.param:.{MAX_PARAM_CHARS}}"),
-                "code": self.code,
-            }
+    def body(self, path: str = "") -> dict[str, Any]:
+        """`{"error": {"message", "type", "param", "code"}}`, which can be encoded whatever the client sent. `path`: of
+        the request. Anthropic's API has types of its own, and `"type": "error"` beside `error`."""
+        is_anthropics = path.startswith(ANTHROPIC_PATH)
+        types, default = {429: "rate_limit_error"}, "server_error"
+        if is_anthropics:
+            types, default = ANTHROPIC_TYPES, "api_error"
+        error = {
+            "message": _encodable(f"{self.message:.{MAX_MESSAGE_CHARS}}"),
+            "type": types.get(self.status, default if self.status >= 500 else "invalid_request_error"),
+            "param": None if self.param is None else _encodable(f"{self.param:.{MAX_PARAM_CHARS}}"),
+            "code": self.code,
         }
+        return {"type": "error", "error": error} if is_anthropics else {"error": error}
 
-    def event(self) -> str:
+    def event(self, path: str = "") -> str:
         """The error as the last server-sent event of a stream that has begun."""
-        return f"data: {json.dumps(self.body())}\n\n"
+        if path not in ("/v1/responses", ANTHROPIC_PATH):
+            return f"data: {json.dumps(self.body(path))}\n\n"
+        return f"event: error\ndata: {json.dumps({'type': 'error', **self.body(path)})}\n\n"
 
-    def response(self) -> JSONResponse:
+    def response(self, path: str = "") -> JSONResponse:
         headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        return JSONResponse(self.body(), status_code=self.status, headers=headers)
+        return JSONResponse(self.body(path), status_code=self.status, headers=headers)
 
 
 def _encodable(text: str) -> str:

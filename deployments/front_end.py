@@ -228,13 +228,7 @@ class FrontEnd:
         given = check_document(document, self.limits.max_body_values)
         fields = drop_unused(call, given)
         asked = fields.pop("drafting", None)
-        model = fields.get("model", self.model)
-        if not isinstance(model, str) or model not in (self.model, *self._settings.model.aliases):
-            raise ApiError(
-                404, f"the model {model!r:.80} is not served here, but {self.model!r} is", param="model",
-                code="model_not_found",
-            )  # fmt: skip
-        fields["model"] = self.model
+        model = self.check_model(fields)
         check_counts(fields, self.limits)
         body = parse_body(call, fields)
         num_sequences = check_limits(body, self.limits)
@@ -262,6 +256,17 @@ class FrontEnd:
             body.request_id = request_id
         trace = {name: headers[name] for name in TRACE_HEADERS if name in headers} if headers else {}
         return Admitted(call, fields, body, drafting, num_sequences, trace, caller.name)
+
+    def check_model(self, fields: dict[str, Any]) -> str:
+        """The model's name or alias in a request, in whose place the name is put. Raises ApiError (404)."""
+        model = fields.get("model", self.model)
+        if not isinstance(model, str) or model not in (self.model, *self._settings.model.aliases):
+            raise ApiError(
+                404, f"the model {model!r:.80} is not served here, but {self.model!r} is", param="model",
+                code="model_not_found",
+            )  # fmt: skip
+        fields["model"] = self.model
+        return model
 
     def _decide(
         self, asked: Any, model: str, body: Body, caller: Caller, headers: Mapping[str, str] | None

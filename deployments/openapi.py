@@ -4,7 +4,7 @@ Enters: the FastAPI application and the records. Leaves: what GET /openapi.json 
 """
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -42,7 +42,7 @@ ERROR = {
             "required": ["message", "type", "param", "code"],
             "properties": {
                 "message": {"type": "string"},
-                "type": {"enum": ["invalid_request_error", "rate_limit_error", "server_error"]},
+                "type": {"type": "string", "description": "OpenAI's; below /v1/messages Anthropic's."},
                 "param": {"type": ["string", "null"]},
                 "code": {"type": ["string", "null"]},
             },
@@ -66,20 +66,20 @@ DRAFTED = {
 
 def document(
     app: FastAPI,
-    bodies: Mapping[str, Sequence[type[BaseModel]]],
-    answers: Mapping[type[BaseModel], type[BaseModel]],
-    unused: Collection[str],
+    bodies: Mapping[str, Mapping[type[BaseModel], type[BaseModel]]],
+    unused: Mapping[type[BaseModel], Collection[str]],
 ) -> dict[str, Any]:
     """The document of `app`.
 
     Args:
-        bodies: the records that a path takes.
-        answers: the record that answers one of them.
-        unused: further fields of a body that are taken and change nothing.
+        bodies: the records that a path takes, each with that of its answer.
+        unused: further fields of a record that makes text, which are taken and change nothing.
     """
     with warnings.catch_warnings(action="ignore"):  # of a route with two methods, whose ids are made below
         found = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    inputs, outputs = [(body, "validation") for body in answers], [(body, "serialization") for body in answers.values()]
+    answers = {body: answer for records in bodies.values() for body, answer in records.items()}
+    outputs = [(body, "serialization") for body in dict.fromkeys(answers.values())]
+    inputs = [(body, "validation") for body in answers]
     refs, defined = models_json_schema([*inputs, *outputs], ref_template=REF)  # type: ignore[list-item]
     schemas = {"Error": ERROR, **defined["$defs"]}
     for record in (*inputs, *outputs):
@@ -88,9 +88,10 @@ def document(
             if name not in schema.get("required", ()):  # what may be left out may be null as well
                 schema["properties"][name] = {"anyOf": [field, {"type": "null"}]}
         if record in inputs:
-            schema["properties"] |= {"drafting": DRAFTING, **{name: {} for name in unused}}
+            if record[0] in unused:
+                schema["properties"] |= {"drafting": DRAFTING, **{name: {} for name in unused[record[0]]}}
             schema["additionalProperties"] = False
-        else:
+        elif record[0] in map(answers.get, unused):
             schema["properties"] |= {"drafting": DRAFTED}
     ref = {record: schema for (record, _), schema in refs.items()}
     for path, operations in found["paths"].items():
@@ -102,14 +103,18 @@ def document(
                 for status in (OF_AN_ANSWER if path in bodies else OF_A_PAGE.get(path, ("503",)))
             }
             if path in bodies:
+                operation["summary"] = " or ".join(body.__name__ for body in bodies[path])
                 operation["requestBody"] = {
                     "required": True,
                     "content": _json({"anyOf": [ref[body] for body in bodies[path]]}),
                 }
                 whole = _json({"anyOf": [ref[answers[body]] for body in bodies[path]]})
                 # Open API before 3.2 cannot say what each event is: a schema may be taken for the whole or for one.
-                operation["responses"]["200"]["content"] = {**whole, "text/event-stream": {}}
-    found["components"] = {"schemas": schemas}
+                if unused.keys() & bodies[path]:
+                    whole["text/event-stream"] = {}
+                operation["responses"]["200"]["content"] = whole
+    found["components"] = {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
+    found["security"] = [{}, {"key": []}]
     return found
 
 

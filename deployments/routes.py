@@ -7,18 +7,21 @@ import functools
 import hashlib
 import ipaddress
 import json
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm import __version__ as vllm_version
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
@@ -34,12 +37,24 @@ from deployments.body import UNUSED_FIELDS, Call, detect_call, engine_keys, name
 from deployments.compat import address_header, listening_host
 from deployments.errors import ApiError, busy_error, internal_error
 from deployments.front_end import Admitted, Answer, FrontEnd, logger
+from deployments.protocols import CONVERSIONS, TOKENIZER_PATHS, Ask, answer_by_tokenizer
 from peagle import __version__ as peagle_version
 
-ANSWERS: dict[type[BaseModel], type[BaseModel]] = {
-    ChatCompletionRequest: ChatCompletionResponse,
-    CompletionRequest: CompletionResponse,
+CALLS: dict[str, Call] = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
+CALLS |= dict.fromkeys(CONVERSIONS, "chat")
+Records = dict[type[BaseModel], type[BaseModel]]
+CHATS: Records = {ChatCompletionRequest: ChatCompletionResponse}
+TEXTS: Records = {CompletionRequest: CompletionResponse}
+RECORDS: dict[str, Records] = {
+    "/v1/chat/completions": CHATS,
+    "/v1/completions": TEXTS,
+    **{path: {conversion.record: conversion.answer_record} for path, conversion in CONVERSIONS.items()},
+    "/invocations": {**CHATS, **TEXTS},
+    **TOKENIZER_PATHS,
 }
+"""What is taken by POST, and its answer, by path."""
+UNUSED: dict[type[BaseModel], Collection[str]] = dict.fromkeys([*CHATS, *TEXTS], UNUSED_FIELDS)
+UNUSED |= {conversion.record: conversion.unused for conversion in CONVERSIONS.values()}
 
 BODY_TIMEOUT_S = 120.0
 
@@ -48,14 +63,17 @@ JSON_MEDIA_TYPE = "application/json"
 PROBE_PATHS = ("/health", "/ping")
 """Load balancers ask these, with any Host header."""
 
-OPEN_PATHS = ("/", "/metrics", *PROBE_PATHS)
-"""For probes and Prometheus, and the page, which asks for a key itself: they need no key."""
+SWAGGER_FILES = ("swagger-ui-bundle.js", "swagger-ui.css")  # they come with vLLM
+
+OPEN_PATHS = ("/", "/metrics", "/docs", "/openapi.json", *(f"/docs/{name}" for name in SWAGGER_FILES), *PROBE_PATHS)
+"""For probes and Prometheus, and pages, which ask for a key themselves: they need no key."""
 
 
 class Backend(Protocol):
     """What answers behind the HTTP API."""
 
     front_end: FrontEnd
+    vllm: Any  # the state of vLLM's API server: its API objects by name
 
     def generate(self, admitted: Admitted) -> Answer: ...
 
@@ -131,22 +149,13 @@ def _is_loopback(host: str) -> bool:
 def make_app(backend: Backend, entrance: Entrance) -> FastAPI:
     """The HTTP API: OpenAI's, SageMaker's, and GET /health, /metrics, /drafting and the page at /."""
     engine_keys()  # takes a part of a second
-    app = FastAPI(title="peagle-serve", docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(title="peagle-serve", version=peagle_version, docs_url=None, redoc_url=None, redirect_slashes=False)
 
-    async def ask(call: Call | None, request: Request) -> Response:
-        return await _answer(backend, call, request)
+    async def ask(request: Request) -> Response:
+        return await _answer(backend, request)
 
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        return await ask("chat", request)
-
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        return await ask("completions", request)
-
-    @app.post("/invocations")
-    async def invocations(request: Request) -> Response:
-        return await ask(None, request)
+    for path in RECORDS:
+        app.post(path)(ask)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -180,26 +189,43 @@ def make_app(backend: Backend, entrance: Entrance) -> FastAPI:
         text, headers = live_page()
         return HTMLResponse(text, headers=headers)
 
+    @app.get("/docs", include_in_schema=False)
+    async def docs(request: Request) -> Response:
+        root = request.scope.get("root_path", "")
+        scripts, styles = (f"{root}/docs/{name}" for name in SWAGGER_FILES)
+        text = bytes(
+            get_swagger_ui_html(
+                openapi_url=f"{root}/openapi.json", title=app.title, swagger_js_url=scripts, swagger_css_url=styles,
+                swagger_favicon_url="data:,",
+            ).body
+        ).decode()  # fmt: skip
+        scripts = f"script-src 'self' {hash_of(text, 'script')}"
+        return HTMLResponse(text, headers=page_headers(scripts, "style-src 'self' 'unsafe-inline'"))
+
+    app.mount("/docs", StaticFiles(packages=[("vllm.entrypoints.serve.instrumentator", "static")]))
+
     async def api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        return error.response()
+        return error.response(_path(request.scope))
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        response = ApiError(error.status_code, str(error.detail)).response()
+        text, path = str(error.detail), _path(request.scope)
+        if error.status_code == 404:
+            text = f"{path:.80} is not served here, but {', '.join(served)}; /docs describes them"
+        response = ApiError(error.status_code, text).response(path)
         response.headers.update(error.headers or {})
         return response
 
     async def unexpected(request: Request, error: Exception) -> Response:
         logger.error("a request to %s failed", request.url.path, exc_info=error)
-        return internal_error().response()
+        return internal_error().response(_path(request.scope))
 
     def described() -> dict[str, Any]:
-        bodies: dict[str, list[type[BaseModel]]] = {"/invocations": list(ANSWERS)}
-        bodies |= {"/v1/chat/completions": [ChatCompletionRequest], "/v1/completions": [CompletionRequest]}
-        made = openapi.document(app, bodies, ANSWERS, UNUSED_FIELDS)
+        made = openapi.document(app, RECORDS, UNUSED)
         return dict(json.loads(name_keys(json.dumps(made))))
 
+    served = [route.path_format for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema]
     app.openapi = functools.cache(described)  # type: ignore[method-assign]
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(HTTPException, http_error)
@@ -211,21 +237,24 @@ def make_app(backend: Backend, entrance: Entrance) -> FastAPI:
     return app
 
 
-@functools.cache
-def live_page() -> tuple[str, dict[str, str]]:
-    """The page at / and its headers, by which a browser runs and loads nothing but what the file itself holds."""
-    text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+def _path(scope: Scope) -> str:
+    """The path of a request below the one that the service is at, without a slash at its end."""
+    return str(scope.get("path", "")).removeprefix(str(scope.get("root_path", ""))).rstrip("/") or "/"
 
-    def source(tag: str) -> str:
-        inside = text.split(f"<{tag}>")[1].split(f"</{tag}>")[0]
-        return f"'sha256-{base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()}'"
 
-    policy = (
-        f"default-src 'none'; script-src {source('script')}; style-src {source('style')}; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-        "require-trusted-types-for 'script'"
-    )
-    return text, {
+def hash_of(text: str, tag: str) -> str:
+    """The source of a content security policy that stands for what is inside this tag of a page."""
+    inside = text.split(f"<{tag}>")[1].split(f"</{tag}>")[0]
+    return f"'sha256-{base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()}'"
+
+
+def page_headers(*rules: str) -> dict[str, str]:
+    """Headers by which a browser loads nothing from elsewhere. `rules`: what else its policy says."""
+    policy = "; ".join((
+        "default-src 'none'", *rules, "connect-src 'self'", "img-src data:", "base-uri 'none'", "form-action 'none'",
+        "frame-ancestors 'none'",
+    ))  # fmt: skip
+    return {
         "Content-Security-Policy": policy,
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
@@ -233,26 +262,43 @@ def live_page() -> tuple[str, dict[str, str]]:
     }
 
 
-async def _answer(backend: Backend, call: Call | None, request: Request) -> Response:
-    """The HTTP response to a request for an answer; its status waits for the first piece of it. `call` None: its fields
-    say what it asks for."""
+@functools.cache
+def live_page() -> tuple[str, dict[str, str]]:
+    """The page at / and its headers, by which a browser runs and loads nothing but what the file itself holds."""
+    text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    sources = (f"{tag}-src {hash_of(text, tag)}" for tag in ("script", "style"))
+    return text, page_headers(*sources, "require-trusted-types-for 'script'")
+
+
+async def _answer(backend: Backend, request: Request) -> Response:
+    """The HTTP response to a request with a body; its status waits for the first piece of the answer."""
     front_end, caller = backend.front_end, getattr(request.state, "caller", ANYONE)
+    path = _path(request.scope)
+
     with contextlib.ExitStack() as until_sent:
         try:
             front_end.admission.count_request(caller)
             _check_media_type(request.headers.get("content-type", ""))
             body = until_sent.enter_context(front_end.bodies.hold_body(caller))
             document = read_json(await _body(request, body, front_end.limits.max_body_bytes), front_end.limits)
-            call = call or detect_call(document)
+            if path in TOKENIZER_PATHS:
+                async with front_end.admission.hold_places(caller):
+                    work = answer_by_tokenizer(path, front_end, backend.vllm, document)
+                    text = await _unless_disconnected(request, work)
+                front_end.metrics.count_answer("", 200)
+                return Response(text, media_type=JSON_MEDIA_TYPE)
+            call = CALLS.get(path) or detect_call(document)
         except (ApiError, BusyError) as error:
             refusal = busy_error(error) if isinstance(error, BusyError) else error
             front_end.metrics.count_answer("", refusal.status)
             raise refusal from error
-        pieces = front_end.answer(call, document, backend.generate, caller, request.headers)
+        sent: dict[str, Any] = {"generate": backend.generate, "caller": caller, "headers": request.headers}
+        ask: Ask = functools.partial(front_end.answer, call, **sent)
+        pieces = (CONVERSIONS[path](front_end, backend.vllm, ask).answer if path in CONVERSIONS else ask)(document)
         first = await _unless_disconnected(request, anext(pieces, ""))
-        if first.startswith("data: "):
-            return EventStream(_events(first, pieces), until_sent.pop_all())
-        return Response("".join([first, *[piece async for piece in pieces]]), media_type="application/json")
+        if first.startswith(("data: ", "event: ")):
+            return EventStream(_events(first, pieces, path), until_sent.pop_all())
+        return Response("".join([first, *[piece async for piece in pieces]]), media_type=JSON_MEDIA_TYPE)
 
 
 def _check_media_type(content_type: str) -> None:
@@ -301,14 +347,14 @@ async def _body(request: Request, body: HeldBody, max_bytes: int) -> bytes:
     return b"".join(parts)
 
 
-async def _events(first: str, pieces: AsyncIterator[str]) -> AsyncIterator[str]:
+async def _events(first: str, pieces: AsyncIterator[str], path: str) -> AsyncIterator[str]:
     async with contextlib.aclosing(pieces):  # type: ignore[type-var]
         yield first
         try:
             async for piece in pieces:
                 yield piece
         except ApiError as error:
-            yield error.event()  # the status line is out: the stream itself says that it broke off
+            yield error.event(path)  # the status line is out: the stream itself says that it broke off
 
 
 async def _unless_disconnected(request: Request, work: Awaitable[str]) -> str:
@@ -344,22 +390,24 @@ class GateMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        root = str(scope.get("root_path", ""))
-        path = str(scope.get("path", "")).removeprefix(root).rstrip("/") or "/"
+        path = _path(scope)
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         # A copy: the HTTP server has to see that it was HEAD.
-        scope = {**scope, "method": method, "path": root + path}
+        scope = {**scope, "method": method, "path": str(scope.get("root_path", "")) + path}
         headers = Headers(scope=scope)
         try:
             if path not in PROBE_PATHS and not self._front_end.needs_key and self._entrance.checks_hosts:
                 self._entrance.check_site(headers)
             if path not in OPEN_PATHS:
-                caller = self._front_end.identify_caller(headers.get("authorization"), self._read_address(scope))
+                key = headers.get("x-api-key")  # of Anthropic's clients
+                authorization = headers.get("authorization") or (f"Bearer {key}" if key else None)
+                caller = self._front_end.identify_caller(authorization, self._read_address(scope))
                 scope["state"] = {**scope.get("state", {}), "caller": caller}
-                scope["headers"] = [header for header in scope["headers"] if header[0].lower() != b"authorization"]
+                keys = b"authorization", b"x-api-key"
+                scope["headers"] = [header for header in scope["headers"] if header[0].lower() not in keys]
         except ApiError as error:
             self._front_end.metrics.count_answer("", error.status)
-            await error.response()(scope, receive, send)
+            await error.response(path)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

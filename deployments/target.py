@@ -114,6 +114,7 @@ class TargetServer(LLMServer):
         await super().__init__(config, engine_cls=compat.engine_class(on_cpu, launch_front_ends))
         compat.check_engine(self.engine)
         self._client = client = compat.engine_client(self.engine)
+        self.vllm = compat.vllm_state(self.engine)
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._started_s = time.monotonic()
         self._grammars = GrammarChecker(client.vllm_config, grammar_limits(settings.limits))

@@ -75,6 +75,11 @@ def test_answers_are_the_targets_and_refusals_those_of_one_process(service: Serv
     assert service.texts(PROMPTS, KS) == service.texts(PROMPTS, [0] * len(KS))
     for number, name in enumerate(BAD_REQUESTS):
         assert_refused(service, name, stream=number % 2 == 0)
+    body = {"model": service.model, "messages": QUESTION}
+    asked = ("v1/messages", {**body, "max_tokens": 12, "temperature": 0}), ("tokenize", body)
+    message, tokens = (httpx.post(f"{service.url}/{path}", json=sent, timeout=60).json() for path, sent in asked)
+    assert message["content"][0]["text"] == service.ask().json()["choices"][0]["message"]["content"]
+    assert tokens["count"] == message["usage"]["input_tokens"]
     chosen = service.ask(structured_outputs={"choice": ["north", "south"]})
     assert chosen.json()["choices"][0]["message"]["content"] in ("north", "south")
 

@@ -44,7 +44,11 @@ SECRET = "sk-very-secret"
 DIGEST = hashlib.sha256(SECRET.encode()).hexdigest()
 HELLO = [{"role": "user", "content": "Hi"}]
 JSON_TYPE = {"content-type": "application/json"}
-JSON_HEADERS = [(b"content-type", b"application/json")]
+
+
+def http_scope(path: str = "/v1/chat/completions") -> dict[str, Any]:
+    headers = [(b"content-type", b"application/json")]
+    return {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b"", "root_path": ""}
 
 
 def cluster(**sections: Any) -> ClusterSettings:
@@ -548,16 +552,7 @@ def test_a_body_that_does_not_come_gets_408_and_one_whose_client_leaves_is_no_fa
         async def send(message: Any) -> None:
             sent.append(message)
 
-        path = "/v1/chat/completions"
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": path,
-            "headers": JSON_HEADERS,
-            "query_string": b"",
-            "root_path": "",
-        }
-        await make_app(Echo(), Entrance())(scope, receive, send)  # type: ignore[arg-type]
+        await make_app(Echo(), Entrance())(http_scope(), receive, send)  # type: ignore[arg-type]
         return sent
 
     slow, gone = asyncio.run(ask(b'{"messages": [', leaves=False)), asyncio.run(ask(b"{", leaves=True))
@@ -1146,16 +1141,7 @@ def test_a_client_that_leaves_closes_its_answer_at_once_and_logs_nothing(caplog:
         async def send(message: Any) -> None:
             sent.append(message)
 
-        path = "/v1/chat/completions"
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": path,
-            "headers": JSON_HEADERS,
-            "query_string": b"",
-            "root_path": "",
-        }
-        served = asyncio.ensure_future(app(scope, receive, send))
+        served = asyncio.ensure_future(app(http_scope(), receive, send))
         async with asyncio.timeout(60):
             while not backend.admitted or bool(sent) != has_begun:
                 await asyncio.sleep(0)
@@ -1196,16 +1182,7 @@ def test_an_engine_that_answers_a_cancelled_request_is_not_heard(caplog: Any) ->
         async def send(message: Any) -> None:
             pass
 
-        path = "/v1/chat/completions"
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": path,
-            "headers": JSON_HEADERS,
-            "query_string": b"",
-            "root_path": "",
-        }
-        await make_app(backend, Entrance())(scope, receive, send)  # type: ignore[arg-type]
+        await make_app(backend, Entrance())(http_scope(), receive, send)  # type: ignore[arg-type]
         await asyncio.sleep(0)
         gc.collect()
         (answers,) = [family for family in backend.front_end.families() if family.name == "peagle_answers"]
@@ -1268,8 +1245,8 @@ def test_only_requests_of_callers_who_opted_in_may_be_learned_from(learn: bool) 
     assert backend.admitted[0].body.vllm_xargs.get(LEARN_KEY) == ("web" if learn else None)
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/openapi.json", "/none", "/health/x"])
-@pytest.mark.parametrize("headers", [{}, bearer("sk-wrong"), {"X-Api-Key": SECRET}])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/v1/responses", "/none", "/health/x"])
+@pytest.mark.parametrize("headers", [{}, bearer("sk-wrong"), {"X-Api-Key": "sk-wrong"}])
 def test_an_unknown_key_gets_401_before_anything_else(path: str, headers: dict[str, str]) -> None:
     backend = Echo(callers(web={"key_sha256": DIGEST}))
     response = request(backend, "POST", path, content=b"{", headers=headers)
