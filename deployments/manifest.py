@@ -76,7 +76,9 @@ GPU = Machine(f"peagle-serve:{__version__}-gpu", "k8s/Dockerfile.gpu", "8Gi", "6
 
 def render(path: Path) -> str:
     """The manifest of a config's service. Raises UpError or ValueError for a wrong config."""
-    config, settings = read_config(path, is_here=False)
+    config, settings, *others = read_config(path, is_here=False)
+    if others:
+        raise UpError(f"{path.name} serves several models: write a file for each, and let the Ingress choose by path")
     if not re.fullmatch(r"[a-z0-9-]{1,40}(?<!-)", path.stem):
         raise UpError(f"{path.name} names the RayService: rename it to small letters, digits and -, at most 40")
     service = Manifest(f"peagle-{path.stem}", config, settings)

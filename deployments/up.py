@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from cluster.settings import (
 from deployments import DRAFTER_NAME, ROUTER_NAME, TARGET_NAME, compat
 from deployments.app import catalog, check_heads
 from deployments.autoscaling import MAX_STREAM_S
+from deployments.gateway import GATEWAY_PATH, GatewaySettings
 from deployments.host import TERMINATE_S
 from peagle.schema import read_yaml
 
@@ -101,23 +102,24 @@ def up(path: Path, *, detach: bool = False, timeout_s: float = 900.0, say: Say =
     Raises:
         UpError, ValueError, OSError: with the reason.
     """
-    config, settings = read_config(path)
+    config, *services = read_config(path)
     _stop_by_signals()
     with contextlib.ExitStack() as stack:
         try:
-            dashboard = stack.enter_context(ray_cluster(config, settings, detach, say))
+            dashboard = stack.enter_context(ray_cluster(config, services, detach, say))
             _stop_by_signals()  # Ray has put handlers of its own in their place
             serve = _connect(dashboard)
             before = running_config(serve, config)
             if before is not None:
-                _update(serve, config, before, settings, timeout_s, say)
+                _update(serve, config, before, services, timeout_s, say)
                 return
             stack.callback(_stop_service, say)
-            if settings.callers is None:
+            if any(settings.callers is None for settings in services):
                 say("no callers in the settings: no API key is asked for, and every workload tag is trusted")
-            deploy(serve, live_form(config, settings))
+            deploy(serve, live_form(config, *services))
             wait_until_ready(serve, config, time.monotonic() + timeout_s, say)
-            say(usage(base_url(config), settings.model.id, needs_key=settings.callers is not None))
+            first = services[0]
+            say(usage(base_url(config), first.model.id, needs_key=first.callers is not None))
             if detach:
                 say(f"Stop it with: {_tool('ray')} stop")
                 stack.pop_all()
@@ -144,8 +146,9 @@ def _stop_service(say: Say) -> None:
 # ---- the config
 
 
-def read_config(path: Path, *, is_here: bool = True) -> tuple[dict[str, Any], ClusterSettings]:
-    """A Serve config file and the settings under its first application's `args`, checked without loading anything.
+def read_config(path: Path, *, is_here: bool = True) -> tuple[Any, ...]:
+    """A Serve config file, and the `ClusterSettings` under `args` of each application that serves a model, checked
+    without loading anything. What stands there of a gateway is checked too.
 
     What does not run here has callers' keys and the volumes of its pods elsewhere: then the name of each environment
     variable that is to hold a key stands for the key, and directories in volumes are taken as they are.
@@ -172,7 +175,30 @@ def read_config(path: Path, *, is_here: bool = True) -> tuple[dict[str, Any], Cl
         raise UpError(f"{path} is not a Ray Serve config file: {error}") from error
     if not config["applications"]:
         raise UpError(f"{path}: applications is empty, there is nothing to serve")
-    args = config["applications"][0].get("args") or {}
+    services = [_read_args(application.setdefault("args", {}), is_here) for application in model_applications(config)]
+    if (gateway := gateway_application(config)) is not None:
+        routes = [application.get("route_prefix") for application in model_applications(config)]
+        served = {prefix: one.model for prefix, one in zip(routes, services, strict=True)}
+        GatewaySettings.read(gateway.get("args")).check(served)
+    elif len(services) > 1:
+        raise UpError(f"{path}: several applications need one more in front of them, {GATEWAY_PATH}")
+    if not services:
+        raise UpError(f"{path}: no application serves a model")
+    return config, *services
+
+
+def gateway_application(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The application in front of those of several models."""
+    found = [application for application in config["applications"] if application["import_path"] == GATEWAY_PATH]
+    return found[0] if found else None
+
+
+def model_applications(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [application for application in config["applications"] if application["import_path"] != GATEWAY_PATH]
+
+
+def _read_args(args: dict[str, Any], is_here: bool) -> ClusterSettings:
+    """The settings of one application, whose `args` get the drafter of SM_VLLM_SPECULATIVE_CONFIG."""
     env, known = dict(os.environ), catalog()
     if not is_here:
         env |= {name: name for name in key_variables(args)}
@@ -181,17 +207,22 @@ def read_config(path: Path, *, is_here: bool = True) -> tuple[dict[str, Any], Cl
     check_heads(settings)
     if settings.drafter is not None and not {"drafter", "speculative_config"} & args.keys():
         args["speculative_config"] = env[SPECULATIVE_CONFIG_ENV]
-    return config, settings
+    return settings
 
 
-def live_form(config: Mapping[str, Any], settings: ClusterSettings) -> dict[str, Any]:
+def live_form(config: Mapping[str, Any], *services: ClusterSettings) -> dict[str, Any]:
     """The config with what can be changed while requests run taken out of `args`, and put under `deployments`.
 
     Serve starts every replica of an application anew when its `args` change, so engines would be stopped for a limit or
     a number of replicas.
     """
     made = copy.deepcopy(dict(config))
-    application = made["applications"][0]
+    for application, settings in zip(model_applications(made), services, strict=True):
+        _make_live(application, settings)
+    return made
+
+
+def _make_live(application: dict[str, Any], settings: ClusterSettings) -> None:
     args = application["args"]
     live = live_config(settings)
     for section in ("callers", "limits", "depth", "kubernetes"):
@@ -200,7 +231,7 @@ def live_form(config: Mapping[str, Any], settings: ClusterSettings) -> dict[str,
         args["depth"] = {"state": settings.depth.state}
     args["model"] = {key: value for key, value in args["model"].items() if key != "aliases"}
     section = args.pop("ingress", {})
-    if kept := {key: section[key] for key in ("allow_origins", "allowed_hosts") if section.get(key)}:
+    if kept := {key: section[key] for key in ("allow_origins", "allowed_hosts", "usage_log") if section.get(key)}:
         args["ingress"] = kept
     changes: dict[str, dict[str, Any]] = {
         ROUTER_NAME: {"ray_actor_options": {"num_cpus": settings.ingress.num_cpus}, "user_config": live},
@@ -215,13 +246,12 @@ def live_form(config: Mapping[str, Any], settings: ClusterSettings) -> dict[str,
     for given in application.get("deployments") or ():
         changes[given["name"]] = {**changes.get(given["name"], {}), **given}
     application["deployments"] = [{"name": name, **options} for name, options in changes.items()]
-    return made
 
 
 def base_url(config: Mapping[str, Any]) -> str:
-    """Where the first application answers, as seen from this machine."""
+    """Where the gateway answers, without one the first application, as seen from this machine."""
     host, port = _address(config)
-    prefix = config["applications"][0].get("route_prefix") or "/"
+    prefix = (gateway_application(config) or config["applications"][0]).get("route_prefix") or "/"
     return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}{prefix.rstrip('/')}"
 
 
@@ -246,8 +276,12 @@ def resources(settings: ClusterSettings) -> dict[str, float]:
     return needed
 
 
-def describe(config: Mapping[str, Any], settings: ClusterSettings) -> str:
+def describe(config: Mapping[str, Any], *services: ClusterSettings) -> str:
     """What a config that was read asks for, a line each."""
+    return "\n\n".join(_describe(config, settings) for settings in services)
+
+
+def _describe(config: Mapping[str, Any], settings: ClusterSettings) -> str:
     drafter, scaling = settings.drafter, settings.autoscaling
     lines = [f"target: {settings.model.source}, served as {settings.model.id} at {base_url(config)}"]
     if drafter is None:
@@ -263,17 +297,19 @@ def describe(config: Mapping[str, Any], settings: ClusterSettings) -> str:
     return "\n".join(lines)
 
 
-def num_logical_cpus(settings: ClusterSettings) -> int:
+def num_logical_cpus(services: Sequence[ClusterSettings]) -> int:
     """CPUs that Ray is told to have. They are places for processes, not cores: replicas, router and engine workers
     each take some, and on a small machine nothing would ever be scheduled with the number of cores."""
-    return max(MIN_LOGICAL_CPUS, int(resources(settings)["CPU"]) + 3, os.cpu_count() or 1)
+    return max(MIN_LOGICAL_CPUS, int(sum(resources(settings)["CPU"] for settings in services)) + 3, os.cpu_count() or 1)
 
 
 # ---- a Ray cluster
 
 
 @contextlib.contextmanager
-def ray_cluster(config: Mapping[str, Any], settings: ClusterSettings, detach: bool, say: Say) -> Iterator[str]:
+def ray_cluster(
+    config: Mapping[str, Any], services: Sequence[ClusterSettings], detach: bool, say: Say
+) -> Iterator[str]:
     """Connect to the Ray cluster that runs here or that RAY_ADDRESS names, else to a fresh one, which ends afterwards
     unless `detach`. RAY_ADDRESS=local asks for a fresh one. Gives the URL of its dashboard.
 
@@ -292,7 +328,7 @@ def ray_cluster(config: Mapping[str, Any], settings: ClusterSettings, detach: bo
     with contextlib.ExitStack() as stack:
         if context is None:
             _require_free_port(*_address(config))
-            num_cpus = num_logical_cpus(settings)
+            num_cpus = num_logical_cpus(services)
             say(f"starting Ray on this machine ({num_cpus} logical CPUs)")
             local = {} if detach else LOCAL_ENVIRONMENT
             env = {**ray_environment(say), **local, **os.environ}
@@ -405,14 +441,17 @@ def _update(
     serve: Any,
     config: Mapping[str, Any],
     before: dict[str, Any],
-    settings: ClusterSettings,
+    services: Sequence[ClusterSettings],
     timeout_s: float,
     say: Say,
 ) -> None:
     """Change a running service. Raises UpError, after which it runs as before."""
-    wanted = live_form(config, settings)
-    restarts = wanted["applications"][0]["args"] != before["applications"][0].get("args")
-    _check_room(settings, restarts)
+    wanted = live_form(config, *services)
+    args = {application.get("name"): application.get("args") for application in before["applications"]}
+    changed = [args.get(one.get("name")) != one["args"] for one in model_applications(wanted)]
+    restarts = any(changed)
+    for settings, is_changed in zip(services, changed, strict=True):
+        _check_room(settings, is_changed)
     say("the service runs: " + ("its replicas start anew, one after the other" if restarts else "only options change"))
     try:
         deploy(serve, wanted)
