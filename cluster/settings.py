@@ -1116,12 +1116,11 @@ class ClusterSettings(Section):
         found: dict[str, list[str]] = {}
         for name, path in ((name, one.key_file) for name, one in sections.items() if one.key_file):
             try:
-                keys = Path(path).read_text(encoding="utf-8").split("\n")
-            except (OSError, ValueError) as error:
-                reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-                problems.append(f"callers.{name}.key_file: {path} cannot be read: {reason}")
+                lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
+            except OSError as error:
+                problems.append(f"callers.{name}.key_file: {path} cannot be read: {error.strerror}")
                 continue
-            keys = [key.strip() for key in keys if key.strip()]
+            keys = [key for line in lines if (key := line.strip())]
             if not all(map(_KEY.fullmatch, keys)):
                 problems.append(f"callers.{name}.key_file: a key in {path} has blanks or characters other than ASCII")
             found[name] = [hash_key(key) for key in dict.fromkeys(keys)]

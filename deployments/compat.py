@@ -23,7 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from deployments import ROUTER_NAME, TARGET_NAME
+from deployments import GATEWAY_NAME, ROUTER_NAME, TARGET_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -437,7 +437,7 @@ class NoReplica:
         match = None
         if self._routes is not None and scope["type"] == "http" and not path.startswith("/-/"):
             match = self._routes.match_route(path)
-        if match is None or match[1].deployment_name != TARGET_NAME:
+        if match is None or match[1].deployment_name not in (TARGET_NAME, GATEWAY_NAME):
             await self._app(scope, receive, send)
         elif not await self._is_answered(match[1], scope, receive, send):
             await (await self._refusal(match[1].app_name, scope))(scope, receive, send)

@@ -386,20 +386,13 @@ class FrontEnd:
             if usage is not None:
                 self.charge(caller.name, number, usage)
             if self._usage_log is not None:
-                ended_s = time.perf_counter()
+                total_s = round(time.perf_counter() - started_s, 4)
+                first = None if first_s is None else round(first_s - started_s, 4)
                 self._usage_log.end(
-                    number,
-                    is_counted_later=is_counted_later,
-                    time=round(time_s, 3),
-                    replica=self._replica,
-                    caller=caller.name,
-                    workload=workload,
-                    model=self.model,
-                    call=call,
-                    status=status,
-                    first_s=None if first_s is None else round(first_s - started_s, 4),
-                    total_s=round(ended_s - started_s, 4),
-                )
+                    number, is_counted_later=is_counted_later, time=round(time_s, 3), replica=self._replica,
+                    caller=caller.name, workload=workload, model=self.model, call=call, status=status, first_s=first,
+                    total_s=total_s,
+                )  # fmt: skip
 
     def charge(self, caller: str, number: int, usage: Usage) -> None:
         """Count the tokens of a request, also of one that was broken off, for its caller. Accepted drafts beyond the

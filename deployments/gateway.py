@@ -25,13 +25,12 @@ from yarl import URL
 
 from cluster.admission import BodyBudget, BusyError
 from cluster.request import ANYONE, client_network
-from cluster.settings import ModelSettings
 from deployments import GATEWAY_NAME, compat
 from deployments.app import TARGET_REQUESTS, bind
 from deployments.errors import ApiError, busy_error, not_ready
 from deployments.http_streams import EventStream, read_body, unless_disconnected
 from deployments.telemetry import METRICS_CONTENT_TYPE, labelled, prometheus_text
-from peagle.schema import Problems, Section, SettingsError, listed, problem_lines
+from peagle.schema import Problems, Section, SettingsError, problem_lines
 
 GATEWAY_PATH = "deployments.gateway:build"
 
@@ -39,7 +38,7 @@ BODIES_HELD = 16
 """Largest bodies that a gateway holds at a time."""
 
 ASK_TIMEOUT_S = 10.0
-OF_CONNECTION = {"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "content-length"}
+OF_CONNECTION = {"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"}
 """Headers that are each connection's own."""
 NOT_OURS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 """Headers that aiohttp would add."""
@@ -56,9 +55,10 @@ class GatewaySettings(Section):
     @field_validator("models")
     @classmethod
     def _check_models(cls, models: dict[str, str]) -> dict[str, str]:
-        wrong = [f".{name} is {path!r:.80}: write a route prefix such as /coder" for name, path in models.items()
-                 if not path.startswith("/") or path.endswith("/")]  # fmt: skip
-        Problems.check(wrong if models else [" is empty: write MODEL: /PREFIX for each application"])
+        rule = "write a route prefix such as /coder"
+        wrong = {name: path for name, path in models.items() if not path.startswith("/") or path.endswith("/")}
+        problems = [f".{name} is {path!r:.80}: {rule}" for name, path in wrong.items()]
+        Problems.check(problems if models else [f" is empty: for each model, {rule}"])
         return models
 
     @classmethod
@@ -69,17 +69,6 @@ class GatewaySettings(Section):
         except ValidationError as error:
             raise SettingsError(problem_lines(error, cls)) from error
 
-    def check(self, served: Mapping[str | None, ModelSettings]) -> None:
-        """Compare with the models of a config by their applications' route prefixes. Raises SettingsError."""
-        problems = []
-        for name, prefix in self.models.items():
-            if (model := served.get(prefix)) is None:
-                problems.append(f"models.{name}: no application has the route_prefix {prefix}")
-            elif name not in (model.id, *model.aliases):
-                problems.append(f"models.{name}: {prefix} serves {listed([model.id, *model.aliases])}")
-        if problems:
-            raise SettingsError(problems)
-
 
 class _Named(msgspec.Struct):
     """What the gateway reads of a body."""
@@ -89,71 +78,68 @@ class _Named(msgspec.Struct):
 
 class Forwarder:
     """Forwards requests to `base_url`, the address of all applications. `address_header`: see `compat`; `token`: by
-    which applications know a gateway."""
+    which applications know a gateway. To be made on the event loop that it runs on."""
 
     def __init__(self, settings: GatewaySettings, base_url: str, address_header: str = "", token: str = "") -> None:
-        self._settings, self._base_url = settings, base_url
+        self._models, self._max_body_bytes, self._base_url = settings.models, settings.max_body_bytes, base_url
         self._address_header, self._token = address_header.lower(), token
         self._bodies = BodyBudget(BODIES_HELD * settings.max_body_bytes)
-        self._session: aiohttp.ClientSession | None = None
+        self.session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),  # one kept open may end at any moment
+            timeout=aiohttp.ClientTimeout(total=None),
+            auto_decompress=False,
+            skip_auto_headers=NOT_OURS,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
 
-    @property
-    def session(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, force_close=True),  # one kept open may end at any moment
-                timeout=aiohttp.ClientTimeout(total=None),
-                auto_decompress=False,
-                skip_auto_headers=NOT_OURS,
-                cookie_jar=aiohttp.DummyCookieJar(),
-            )
-        return self._session
-
-    def prefix_of(self, model: Any) -> str:
-        """Raises ApiError for a model that no application serves."""
-        models = self._settings.models
-        if isinstance(model, str) and model in models:
-            return models[model]
-        names = ", ".join(map(repr, models))
+    def find_model(self, body: bytes) -> str:
+        """The model that a request is for. Raises ApiError for what is no JSON object, or names none that is served."""
+        if not body:
+            return next(iter(self._models))
+        try:
+            model = msgspec.json.decode(body, type=_Named).model
+        except msgspec.DecodeError as error:
+            raise ApiError(400, f"the body is no JSON object: {error}") from error
+        names = ", ".join(map(repr, self._models))
         if model is None:
             raise ApiError(400, f"model is missing: this address serves {names}", param="model")
-        raise ApiError(
-            404, f"the model {model!r:.80} is not served here, but {names}", param="model", code="model_not_found"
-        )
+        if not isinstance(model, str) or model not in self._models:
+            text = f"the model {model!r:.80} is not served here, but {names}"
+            raise ApiError(404, text, param="model", code="model_not_found")
+        return model
 
     async def forward(self, request: Request) -> Response:
         """The application's answer; its status waits for that of the application."""
-        path = request.scope["path"]
-        for model, prefix in self._settings.models.items():
-            if path == prefix or path.startswith(f"{prefix}/"):
+        for model, prefix in self._models.items():
+            if f"{request.scope['path']}/".startswith(f"{prefix}/"):
                 raise not_ready(model)  # HAProxy knows no application of this prefix
         with contextlib.ExitStack() as until_sent:
             try:
                 caller = replace(ANYONE, address=client_network(self._client_address(request)))
                 held = until_sent.enter_context(self._bodies.hold_body(caller))
-                body = await read_body(request, held, self._settings.max_body_bytes)
+                body = await read_body(request, held, self._max_body_bytes)
             except BusyError as error:
                 raise busy_error(error) from error
-            if len(body) > self._settings.max_body_bytes:
-                raise ApiError(413, f"the body has more than {self._settings.max_body_bytes} bytes (max_body_bytes)")
-            prefix = self.prefix_of(_read_model(body)) if body else next(iter(self._settings.models.values()))
-            answer = await unless_disconnected(request, self._ask(request, request.method, prefix, body))
-            pieces: AsyncIterator[bytes] = answer.content.iter_any()
+            if len(body) > self._max_body_bytes:
+                raise ApiError(413, f"the body has more than {self._max_body_bytes} bytes (max_body_bytes)")
+            model = self.find_model(body)
+            answer = await unless_disconnected(request, self._ask(request, request.method, self._models[model], body))
             if answer.status == 503:
-                self._check_ready(prefix, whole := await answer.read())
-                pieces = _once(whole)
-            response = EventStream(_until_closed(answer, pieces), until_sent.pop_all())
+                answer.close()
+                raise not_ready(model)
+            response = EventStream(_until_closed(answer), until_sent.pop_all())
             response.status_code = answer.status
             response.raw_headers = [
-                (name.lower(), value) for name, value in answer.raw_headers
-                if name.lower().decode("latin-1") not in OF_CONNECTION - {"content-length"}
-            ]  # fmt: skip
+                (name.lower(), value)
+                for name, value in answer.raw_headers
+                if name.lower().decode("latin-1") not in OF_CONNECTION
+            ]
             return response
 
     async def _ask(self, request: Request, method: str, prefix: str, body: bytes) -> aiohttp.ClientResponse:
         path, query = request.scope["raw_path"].decode("latin-1"), request.scope["query_string"].decode("latin-1")
         url = URL(f"{self._base_url}{prefix}{path}" + (f"?{query}" if query else ""), encoded=True)
-        dropped = {*OF_CONNECTION, self._address_header, compat.GATEWAY_HEADER}
+        dropped = {*OF_CONNECTION, "content-length", self._address_header, compat.GATEWAY_HEADER}
         headers = [(name, value) for name, value in request.headers.items() if name not in dropped]
         if address := self._client_address(request):
             headers.append((compat.GATEWAY_HEADER, f"{self._token} {address}"))
@@ -167,14 +153,8 @@ class Forwarder:
         found = request.headers.getlist(self._address_header) if self._address_header else []
         return found[-1] if found else ""
 
-    def _check_ready(self, prefix: str, body: bytes) -> None:
-        """Raises ApiError, with the model's name, for the refusal of an application without replicas."""
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            if json.loads(body)["error"]["code"] == compat.NOT_READY_CODE:
-                raise not_ready(next(name for name, one in self._settings.models.items() if one == prefix))
-
-    async def ask_all(self, path: str, request: Request) -> dict[str, tuple[int, bytes]]:
-        """Status and body of a GET at each application, by its prefix; 503 where none comes."""
+    async def _ask_all(self, request: Request) -> dict[str, tuple[int, bytes]]:
+        """Status and body of a GET of this path at each application, by its prefix; 503 where none comes."""
 
         async def ask(prefix: str) -> tuple[int, bytes]:
             try:
@@ -184,39 +164,35 @@ class Forwarder:
             except (ApiError, TimeoutError, aiohttp.ClientError):
                 return 503, b""
 
-        prefixes = dict.fromkeys(self._settings.models.values())
+        prefixes = dict.fromkeys(self._models.values())
         return dict(zip(prefixes, await asyncio.gather(*map(ask, prefixes)), strict=True))
 
     # ---- what the gateway answers itself
 
     async def models(self, request: Request) -> Response:
         """All models, also those that are not ready."""
-        found = await self.ask_all("/v1/models", request)
-        for status, body in found.values():
+        cards = {name: {"id": name, "object": "model", "created": 0, "owned_by": "peagle"} for name in self._models}
+        for status, body in (await self._ask_all(request)).values():
             if status in (401, 403):
                 return Response(body, status, media_type="application/json")
-        cards = {
-            card["id"]: card for status, body in found.values() if status == 200 for card in json.loads(body)["data"]
-        }
-        plain = {"object": "model", "created": 0, "owned_by": "peagle"}
-        listed = [cards.get(name, {"id": name, **plain}) for name in self._settings.models]
-        return JSONResponse({"object": "list", "data": listed})
+            found = json.loads(body)["data"] if status == 200 else []
+            cards |= {card["id"]: card for card in found if card["id"] in cards}
+        return JSONResponse({"object": "list", "data": list(cards.values())})
 
     async def health(self, request: Request) -> Response:
         """200 while any model is ready."""
-        found = await self.ask_all("/health", request)
-        ready = {name: found[prefix][0] == 200 for name, prefix in self._settings.models.items()}
-        if not any(ready.values()):
-            raise not_ready(next(iter(ready)))
-        states = {name: "ready" if is_ready else "not ready" for name, is_ready in ready.items()}
+        found = await self._ask_all(request)
+        states = {name: "ready" if found[prefix][0] == 200 else "not ready" for name, prefix in self._models.items()}
+        if "ready" not in states.values():
+            raise not_ready(next(iter(states)))
         return JSONResponse({"status": "ready", "models": states})
 
     async def metrics(self, request: Request) -> Response:
         """The metrics of all applications, with a label that tells them apart."""
         families = []
-        for prefix, (status, body) in (await self.ask_all("/metrics", request)).items():
-            if status == 200:
-                families += labelled(text_string_to_metric_families(body.decode()), application=prefix)
+        for prefix, (status, body) in (await self._ask_all(request)).items():
+            parsed = text_string_to_metric_families(body.decode() if status == 200 else "")
+            families += labelled(parsed, application=prefix)
         return Response(prometheus_text(families), media_type=METRICS_CONTENT_TYPE)
 
     def app(self) -> Starlette:
@@ -225,37 +201,17 @@ class Forwarder:
             return error.response()
 
         methods = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
-        return Starlette(
-            routes=[
-                Route("/v1/models", self.models),
-                Route("/health", self.health),
-                Route("/ping", self.health, methods=["GET", "POST"]),
-                Route("/metrics", self.metrics),
-                Route("/{path:path}", self.forward, methods=methods),
-            ],
-            exception_handlers={ApiError: refuse},
-        )
+        own = {"/v1/models": self.models, "/health": self.health, "/ping": self.health, "/metrics": self.metrics}
+        routes = [Route(path, answer, methods=["GET", "POST"]) for path, answer in own.items()]
+        routes.append(Route("/{path:path}", self.forward, methods=methods))
+        return Starlette(routes=routes, exception_handlers={ApiError: refuse})
 
 
-def _read_model(body: bytes) -> Any:
-    """Raises ApiError for what is no JSON object."""
-    try:
-        return msgspec.json.decode(body, type=_Named).model
-    except msgspec.DecodeError as error:
-        raise ApiError(400, f"the body is no JSON object: {error}") from error
-
-
-async def _once(whole: bytes) -> AsyncIterator[bytes]:
-    yield whole
-
-
-async def _until_closed(answer: aiohttp.ClientResponse, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _until_closed(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     """The body of an answer. Its connection ends with this, and with it the work for a client that has gone."""
-    try:
-        async for piece in pieces:
+    with contextlib.closing(answer):
+        async for piece in answer.content.iter_any():
             yield piece
-    finally:
-        answer.close()
 
 
 class GatewayServer:
@@ -266,10 +222,8 @@ class GatewayServer:
         self._settings = settings
 
     async def __serve_build_asgi_app__(self) -> Starlette:
-        url, header, token = await asyncio.to_thread(
-            lambda: (compat.local_url(), compat.address_header(), compat.gateway_token())
-        )
-        return Forwarder(self._settings, url, header, token).app()
+        url, token = await asyncio.to_thread(compat.local_url), await asyncio.to_thread(compat.gateway_token)
+        return Forwarder(self._settings, url, compat.address_header(), token).app()
 
 
 HttpGateway = serve.ingress(None)(GatewayServer)

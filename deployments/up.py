@@ -177,9 +177,10 @@ def read_config(path: Path, *, is_here: bool = True) -> tuple[Any, ...]:
         raise UpError(f"{path}: applications is empty, there is nothing to serve")
     services = [_read_args(application.setdefault("args", {}), is_here) for application in model_applications(config)]
     if (gateway := gateway_application(config)) is not None:
-        routes = [application.get("route_prefix") for application in model_applications(config)]
-        served = {prefix: one.model for prefix, one in zip(routes, services, strict=True)}
-        GatewaySettings.read(gateway.get("args")).check(served)
+        prefixes = {application.get("route_prefix") for application in model_applications(config)}
+        for name, prefix in GatewaySettings.read(gateway.get("args")).models.items():
+            if prefix not in prefixes:
+                raise UpError(f"{path}: models.{name}: no application has the route_prefix {prefix}")
     elif len(services) > 1:
         raise UpError(f"{path}: several applications need one more in front of them, {GATEWAY_PATH}")
     if not services:

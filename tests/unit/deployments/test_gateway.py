@@ -15,7 +15,6 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Mount, Route
 
 from benchmarks.common import free_port
-from cluster.settings import ModelSettings
 from deployments import compat
 from deployments.errors import not_ready
 from deployments.gateway import Forwarder, GatewaySettings
@@ -209,9 +208,3 @@ def test_wrong_settings_are_named() -> None:
     ):
         with pytest.raises(SettingsError, match=text):
             GatewaySettings.read(raw)
-    served: dict[str | None, ModelSettings] = {"/a": ModelSettings(id="a", source="org/a", aliases={"b": "code"})}
-    GatewaySettings(models={"a": "/a", "b": "/a"}).check(served)
-    with pytest.raises(SettingsError, match=r"models.c: no application has the route_prefix /c"):
-        GatewaySettings(models={"c": "/c"}).check(served)
-    with pytest.raises(SettingsError, match=r"models.c: /a serves a and b"):
-        GatewaySettings(models={"c": "/a"}).check(served)
