@@ -4,8 +4,7 @@ Enters: how many tokens each replica has charged to each caller since it started
 replica compares with the callers' budgets. A day is one of UTC. Never knows: Ray, budgets.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 
@@ -36,26 +35,16 @@ class SpendingTracker(msgspec.Struct):
     today: DaySpending = msgspec.field(default_factory=DaySpending)
     seen: dict[str, dict[str, int]] = {}
 
-    def observe(self, reports: Iterable[TargetReport], now_s: float) -> None:
+    def observe(self, reports: Sequence[TargetReport], now_s: float) -> None:
         """Take in what is new in some reports. What a replica used before this day, or before the first report of it
         that could be compared with an earlier one, is not counted: nobody knows on which day that was."""
         if (day := int(now_s // DAY_S)) != self.today.day:
-            self.today = DaySpending(day, {})
-            self.seen = {report.replica: self.seen[report.replica] for report in reports if report.replica in self.seen}
+            names = {report.replica for report in reports}
+            self.today, self.seen = DaySpending(day, {}), {name: self.seen[name] for name in names & self.seen.keys()}
+        tokens = self.today.tokens
         for report in reports:
-            is_new = report.uptime_s < now_s % DAY_S
-            before = self.seen.get(report.replica, {} if is_new else report.spent)
-            for caller, tokens in report.spent.items():
-                self.today.tokens[caller] = (
-                    self.today.tokens.get(caller, 0) + max(0, tokens - before.get(caller, 0))
-                )  # fmt: skip
+            began_today = report.uptime_s < now_s % DAY_S
+            before = self.seen.get(report.replica, {} if began_today else report.spent)
+            for caller, number in report.spent.items():
+                tokens[caller] = tokens.get(caller, 0) + max(0, number - before.get(caller, 0))
             self.seen[report.replica] = dict(report.spent)
-
-    def snapshot(self) -> Any:
-        """As JSON, for `restored`."""
-        return msgspec.to_builtins(self)
-
-    @classmethod
-    def restored(cls, document: Any) -> "SpendingTracker":
-        """Raises ValueError for what is no snapshot."""
-        return msgspec.convert(document, cls) if isinstance(document, Mapping) else cls()

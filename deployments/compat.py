@@ -230,10 +230,7 @@ class KVChannel:
 
 def listening_host() -> str:
     """The address that Serve's HTTP listens on. Asks Serve's controller."""
-    from ray.serve.context import _get_global_client
-
-    client: Any = _get_global_client()
-    return str(client.http_config.host or "")
+    return str(_http_options().host or "")
 
 
 def address_header() -> str:
@@ -243,11 +240,15 @@ def address_header() -> str:
 
 def local_url() -> str:
     """Where Serve's HTTP answers on this node, without a slash at the end. Asks Serve's controller."""
+    options = _http_options()
+    return f"http://{'127.0.0.1' if options.host in (None, '0.0.0.0') else options.host}:{options.port}"
+
+
+def _http_options() -> Any:
     from ray.serve.context import _get_global_client
 
     client: Any = _get_global_client()
-    host = str(client.http_config.host or "")
-    return f"http://{'127.0.0.1' if host in ('', '0.0.0.0') else host}:{client.http_config.port}"
+    return client.http_config
 
 
 GATEWAY_HEADER = "x-peagle-gateway"

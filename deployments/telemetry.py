@@ -25,6 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -366,7 +367,7 @@ class StateStore:
             snapshot = self._read()
             if snapshot is None:
                 return spending
-            spending = SpendingTracker.restored(snapshot.get("spending"))
+            spending = msgspec.convert(snapshot.get("spending", {}), SpendingTracker)
             if heads is not None and "heads" in snapshot:
                 heads.restore(snapshot["heads"])  # first: heads are kept where what was learned is of another version
             policy.restore(snapshot)
@@ -403,7 +404,7 @@ class StateStore:
             return
         self._saved_s = time.monotonic()
         snapshot = policy.snapshot() | ({} if heads is None else {"heads": heads.snapshot()})
-        snapshot |= {} if spending is None else {"spending": spending.snapshot()}
+        snapshot |= {} if spending is None else {"spending": msgspec.to_builtins(spending)}
         work = asyncio.to_thread(self.write, snapshot)
         self._task = asyncio.get_running_loop().create_task(work)
 
