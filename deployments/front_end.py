@@ -348,7 +348,7 @@ class FrontEnd:
             ApiError: instead of an answer, or in the midst of a stream.
         """
         started_s, first_s, time_s = time.perf_counter(), None, time.time()
-        workload, status, usage, admitted, is_counted_later = "", 499, None, None, False
+        workload, status, usage, is_counted_later = "", 499, None, False
         number = next(self._numbers)
         if self._usage_log is not None:
             self._usage_log.begin(number)

@@ -448,8 +448,8 @@ def _update(
 ) -> None:
     """Change a running service. Raises UpError, after which it runs as before."""
     wanted = live_form(config, *services)
-    args = {application.get("name"): application.get("args") for application in before["applications"]}
-    changed = [args.get(one.get("name")) != one["args"] for one in model_applications(wanted)]
+    args = {one.get("name", "default"): one.get("args") for one in before["applications"]}
+    changed = [args.get(one.get("name", "default")) != one["args"] for one in model_applications(wanted)]
     restarts = any(changed)
     for settings, is_changed in zip(services, changed, strict=True):
         _check_room(settings, is_changed)
