@@ -310,7 +310,7 @@ class GateMiddleware:
         gateway is the client of HAProxy, and proves that it is one."""
         headers = Headers(scope=scope)
         proof, _, address = headers.get(GATEWAY_HEADER, "").partition(" ")
-        if address and hmac.compare_digest(proof.encode(), self._entrance.gateway_token.encode()):
+        if proof and hmac.compare_digest(proof.encode(), self._entrance.gateway_token.encode()):
             return address
         found = headers.getlist(self._entrance.address_header) if self._entrance.address_header else []
         return found[-1] if found else ""

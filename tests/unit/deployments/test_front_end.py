@@ -36,6 +36,7 @@ from cluster.settings import (
 )
 from deployments import http_streams
 from deployments.body import BODIES, MAX_NESTING, UNUSED_FIELDS, Call, check_document, from_engine, read_json
+from deployments.compat import GATEWAY_HEADER
 from deployments.errors import ApiError, engine_lost
 from deployments.front_end import Admitted, FrontEnd, FrontEndMetrics, Usage, drafting_field
 from deployments.routes import Entrance, make_app
@@ -1001,6 +1002,10 @@ def test_callers_without_a_key_are_told_apart_by_the_address_that_the_proxy_wrot
     assert asyncio.run(run(("X-Client", "192.0.2.9"))) == {"anyone/192.0.2.9"}
     assert asyncio.run(run(("X-Client", "192.0.2.1"), ("X-Client", "192.0.2.9"))) == {"anyone/192.0.2.9"}
     assert asyncio.run(run(("X-Forwarded-For", "192.0.2.1"))) == {"anyone"}
+    entrance = Entrance(address_header="x-client", gateway_token="t")
+    for proof, found in (("t", "192.0.2.7"), ("u", "192.0.2.9"), ("", "192.0.2.9")):
+        forwarded = ("X-Client", "192.0.2.9"), (GATEWAY_HEADER, f"{proof} 192.0.2.7")
+        assert asyncio.run(run(*forwarded)) == {f"anyone/{found}"}
 
 
 def test_a_request_that_is_refused_counts_against_the_rate_of_its_caller() -> None:
