@@ -8,6 +8,8 @@ and fails where a page is old. `make docs` runs it.
 """
 
 import argparse
+import ast
+import importlib.util
 import json
 import sys
 import types
@@ -24,6 +26,7 @@ from pydantic.fields import FieldInfo
 from benchmarks.chart import svg
 from cluster.settings import ClusterSettings
 from deployments.metrics import FAMILIES, LEARNED, PREFIX, REMOTE, SCALED, SEVERAL
+from deployments.telemetry import ENGINE_PREFIX
 from peagle.train.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -165,6 +168,34 @@ def metrics_tables() -> str:
     return "\n".join(parts)
 
 
+def engine_families() -> dict[str, tuple[str, str, str]]:
+    """vLLM's families, from its source: kind, labels and meaning by name, as `/metrics` shows them."""
+    spec = importlib.util.find_spec("vllm")
+    source = Path(str(spec and spec.origin)).with_name("v1") / "metrics" / "loggers.py"
+    found = {}
+    for call in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        given = {one.arg: one.value for one in call.keywords} if isinstance(call, ast.Call) else {}
+        name, text = (getattr(given.get(key), "value", None) for key in ("name", "documentation"))
+        if not (
+            isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and str(name).startswith(ENGINE_PREFIX)
+        ):
+            continue
+        kind = call.func.attr.strip("_").removesuffix("_cls")
+        own = (node.value for node in ast.walk(given["labelnames"]) if isinstance(node, ast.Constant))
+        labels = dict.fromkeys(["model_name", "engine", "replica", *map(str, own)])
+        meaning = " ".join(str(text).split()).partition(". ")[0].rstrip(".") + "."
+        found[f"{name}{'_total' if kind == 'counter' else ''}"] = kind, " ".join(labels), meaning
+    return dict(sorted(found.items()))
+
+
+def engine_table() -> str:
+    rows = (
+        [f"`{name}`", kind, " ".join(labels.split()[3:]), text]
+        for name, (kind, labels, text) in engine_families().items()
+    )
+    return table("metric, type, further labels, meaning", rows)
+
+
 def config_schema() -> str:
     """JSON Schema of a config: Ray Serve's own keys are left to Ray, the settings under `args` are ours."""
     settings = ClusterSettings.model_json_schema()
@@ -200,7 +231,7 @@ MADE: dict[str, dict[str, Callable[[], str]]] = {
     "configuration.md": {"settings": lambda: settings_tables(ClusterSettings)},
     "changelog.md": {"removed": removed_table},
     "recipe.md": {"recipe": lambda: settings_tables(Recipe)},
-    "metrics.md": {"metrics": metrics_tables, "alerts": alerts_table},
+    "metrics.md": {"metrics": metrics_tables, "engine metrics": engine_table, "alerts": alerts_table},
 }
 """Page -> name of a part -> what makes it."""
 

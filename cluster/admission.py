@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from cluster.request import Caller
+from cluster.spending import DAY_S, DaySpending
 
 QUEUE_FULL_RETRY_S = 2.0
 MAX_OVERTAKEN = 64
@@ -28,12 +29,12 @@ MAX_RETRY_AFTER_S = 60.0
 
 
 class BusyError(Exception):
-    """There is no room for a request now. `retry_after_s`: when there may be, in whole seconds from 1 to 60."""
+    """There is no room for a request now. `retry_after_s`: when there may be, in whole seconds from 1 to `most_s`."""
 
-    def __init__(self, message: str, retry_after_s: float) -> None:
+    def __init__(self, message: str, retry_after_s: float, most_s: float = MAX_RETRY_AFTER_S) -> None:
         super().__init__(message)
         self.message = message
-        self.retry_after_s = int(min(max(-(-retry_after_s // 1), 1), MAX_RETRY_AFTER_S))
+        self.retry_after_s = int(min(max(-(-retry_after_s // 1), 1), most_s))
 
 
 class Allowance:
@@ -91,28 +92,39 @@ class _Line:
 
 
 class Admission:
-    """The places of one replica. All but the clock may be changed at any time.
+    """The places of one replica. All but the clocks may be changed at any time.
 
     Args:
         max_running: sequences that run at a time; a request that weighs more runs alone.
         max_queued: sequences that wait for a place; a request that weighs more waits alone.
         clock: monotonic seconds.
+        day_clock: seconds since 1970.
 
     Attributes:
         num_reserved: places of `max_running` that only callers with no running request get. The others may fill the
             rest.
         num_replicas: that share the requests of every caller. Each applies its part of a caller's limits, of running
             requests rounded up.
+        spending: what callers have used today, on all replicas.
+        spent: tokens by caller on this replica, since it started.
     """
 
-    def __init__(self, max_running: int, max_queued: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        max_running: int,
+        max_queued: int,
+        clock: Callable[[], float] = time.monotonic,
+        day_clock: Callable[[], float] = time.time,
+    ) -> None:
         self.max_running = max_running
         self.max_queued = max_queued
         self.num_reserved = 0
         self.num_replicas = 1
         self.num_running = 0
         self.num_queued = 0
-        self._clock = clock
+        self.spending = DaySpending()
+        self.spent = Counter[str]()
+        self._clock, self._day_clock = clock, day_clock
         self._weight = 0
         self._queued_weight = 0
         self._num_served = 0
@@ -164,8 +176,12 @@ class Admission:
         """Count a request against the rate of its caller, whatever becomes of it.
 
         Raises:
-            BusyError: the caller has used up its own rate; the request is not counted.
+            BusyError: the caller has used up its own rate, or its tokens of the day; the request is not counted.
         """
+        day_s = self._day_clock()
+        if caller.tokens_per_day is not None and self.spending.spent(caller.name, day_s) >= caller.tokens_per_day:
+            message = f"the caller {caller.name} has used up its {caller.tokens_per_day} tokens a day, until 0:00 UTC"
+            raise BusyError(message, DAY_S - day_s % DAY_S, DAY_S)
         line = self._line_of(caller)
         self._drop_idle(line)  # one without rates
         now_s = self._clock()
@@ -177,7 +193,8 @@ class Admission:
             line.rates["requests"].spend(1.0, now_s)
 
     def charge_tokens(self, caller: str, num_tokens: int) -> None:
-        """Count the tokens of an answer against the rate of the caller of this name, where it has one."""
+        """Count the tokens of an answer against the budget of the caller of this name, and its rate if it has one."""
+        self.spent[caller] += num_tokens
         line = self._lines.get(caller)
         if line is not None and (tokens := line.rates.get("tokens")) is not None:
             tokens.spend(num_tokens, self._clock())

@@ -177,6 +177,7 @@ class TargetReport:
         num_output_tokens: of all sequences, running ones included.
         weights: digest of the target's, where heads learn from it; else "".
         num_queued: requests that wait in the replica in front of its engine.
+        spent: tokens charged to callers, by name.
         uptime_s: seconds for which the replica has counted.
         node: name of its machine.
         devices: of its engine's workers (`peagle.vllm.device`).
@@ -193,6 +194,7 @@ class TargetReport:
     num_output_tokens: int = 0
     weights: str = ""
     num_queued: int = 0
+    spent: Mapping[str, int] = field(default_factory=dict)
     uptime_s: float = 0.0
     node: str = ""
     devices: tuple[Mapping[str, Any], ...] = ()

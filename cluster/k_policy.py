@@ -40,6 +40,7 @@ from cluster.acceptance import AcceptancePosteriors, AcceptanceSnapshot, check_r
 from cluster.counts import CounterDeltas, DeltaTracker, TargetReport, TrackerState
 from cluster.heads import HeadRouting, base_workload
 from cluster.request import DEFAULT_WORKLOAD, DepthPolicy, Drafting
+from cluster.spending import DaySpending
 from cluster.step_latency import StepLatency, average_latency, guessed_latency
 
 logger = logging.getLogger(__name__)
@@ -188,6 +189,7 @@ class PolicyUpdate:
             fresh reports.
         exploration_share: of the requests whose K is 0.
         heads: requests that draft with a head which the settings do not name.
+        spending: what callers have used today.
     """
 
     num_targets: int = 1
@@ -195,6 +197,7 @@ class PolicyUpdate:
     choices: Mapping[str, Drafting] = field(default_factory=dict)
     exploration_share: float = 0.0
     heads: HeadRouting = field(default_factory=HeadRouting)
+    spending: DaySpending = field(default_factory=DaySpending)
 
 
 class Snapshot(msgspec.Struct):

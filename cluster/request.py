@@ -36,6 +36,7 @@ class Caller:
     max_running_requests: int | None = None
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
+    tokens_per_day: int | None = None
     learn: bool = False
     address: str = ""
 

@@ -12,9 +12,10 @@ import json
 import math
 import re
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
@@ -104,8 +105,11 @@ STREAMED_FORMATS = ("runai_streamer", "runai_streamer_sharded")
 _HUGGING_FACE_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TAG_RULE = "1 to 64 letters, digits or . _ : - starting with a letter or digit"
 _KEY_RULE = (
-    "write key_sha256 (printf %s KEY | sha256sum), or key_env, the name of an environment variable that holds it"
+    "write key_sha256 (printf %s KEY | sha256sum), or key_env, the name of an environment variable that holds it, or "
+    "key_file, a file that does"
 )
+KEY_SETTINGS = ("key_sha256", "key_env", "key_file")
+_KEY = re.compile(r"[!-~]+")  # what a header carries unchanged
 
 
 # ====================================================================================================
@@ -519,6 +523,9 @@ class IngressSettings(Section):
     allowed_hosts: list[str] = Field(
         default_factory=list, description="`Host` names that clients may use without `callers`; `*`: any."
     )
+    usage_log: str | None = Field(
+        default=None, description="File to which each target replica appends a line of JSON a request; `-`: stdout."
+    )
 
 
 class LimitSettings(Section):
@@ -577,13 +584,15 @@ class LimitSettings(Section):
 
 
 class CallerSettings(Section):
-    """One caller. `key_env` becomes `key_sha256` here.
+    """One caller, with one of the three keys that tell where its API key is. `key_env` becomes `key_sha256` here.
+    Replicas read `key_file` again when it changes.
 
     No message repeats a value that may be a key: settings files and logs are read by more people than keys are for."""
 
-    key_sha256: str = Field(description="The API key's SHA-256, 64 hexadecimal digits.")
-    key_env: None = Field(
-        default=None, description="Environment variable that holds the key, in place of `key_sha256`."
+    key_sha256: str | None = Field(default=None, description="The API key's SHA-256, 64 hexadecimal digits.")
+    key_env: None = Field(default=None, description="Environment variable that holds the key.")
+    key_file: str | None = Field(
+        default=None, description="File with a key a line, all of them valid; read by each target replica."
     )
     tags: TagRight = Field(
         default="refuse", description="Whether the caller may set workload tags; `refuse` answers 403."
@@ -597,6 +606,9 @@ class CallerSettings(Section):
     tokens_per_minute: float | None = Field(
         default=None, gt=0, allow_inf_nan=False, description="Its prompt and output tokens."
     )
+    tokens_per_day: int | None = Field(
+        default=None, ge=1, description="Its prompt and output tokens from 0:00 to 24:00 UTC."
+    )
     learn: bool = Field(default=False, description="Whether heads may be trained on its requests and answers.")
 
     @model_validator(mode="before")
@@ -607,11 +619,13 @@ class CallerSettings(Section):
         if plain := [key for key in ("key", "api_key", "token") if key in raw]:
             raise ValueError(f".{plain[0]}: keys do not stand in the settings: {_KEY_RULE}")
         digest, variable = raw.get("key_sha256"), raw.get("key_env")
-        if digest is not None and variable is not None:
-            raise ValueError(" has key_sha256 and key_env: keep one of them")
-        if digest is None:
-            if variable is None:
-                raise ValueError(f" has no key: {_KEY_RULE}")
+        if len(given := [name for name in KEY_SETTINGS if raw.get(name) is not None]) > 1:
+            raise ValueError(f" has {listed(given)}: keep one of them")
+        if not given:
+            raise ValueError(f" has no key: {_KEY_RULE}")
+        if raw.get("key_file") is not None:
+            return raw
+        if variable is not None:
             digest = hash_key(_key_in(variable, {} if info.context is None else info.context.env))
         elif not isinstance(digest, str) or not re.fullmatch(r"[0-9a-fA-F]{64}", digest):
             raise ValueError(
@@ -630,7 +644,16 @@ class CallerSettings(Section):
         return workload
 
     def caller(self, name: str) -> Caller:
-        return Caller(name, **self.model_dump(exclude={"key_sha256", "key_env"}))
+        return Caller(name, **self.model_dump(exclude=set(KEY_SETTINGS)))
+
+
+def same_keys(digests: Mapping[str, Sequence[str]]) -> list[str]:
+    """What is wrong with callers' keys, by their SHA-256: each must be one caller's."""
+    names: dict[str, list[str]] = {}
+    for name, found in digests.items():
+        for digest in found:
+            names.setdefault(digest, []).append(name)
+    return [f" {listed(same)} have the same key" for same in names.values() if len(same) > 1]
 
 
 def _key_in(variable: Any, env: Mapping[str, str]) -> str:
@@ -640,7 +663,7 @@ def _key_in(variable: Any, env: Mapping[str, str]) -> str:
     key = env.get(variable, "").strip()
     if not key:
         raise ValueError(f".key_env: the environment variable {variable} is not set here, where settings are read")
-    if not re.fullmatch(r"[!-~]+", key):  # what a header carries unchanged
+    if not _KEY.fullmatch(key):
         raise ValueError(f".key_env: the key in {variable} has blanks or characters other than ASCII")
     return key
 
@@ -966,10 +989,7 @@ class ClusterSettings(Section):
     def _check_callers(
         cls, callers: dict[str, CallerSettings] | None, info: ValidationInfo
     ) -> dict[str, CallerSettings] | None:
-        names: dict[str, list[str]] = {}
-        for name, caller in (callers or {}).items():
-            names.setdefault(caller.key_sha256, []).append(name)
-        problems = [f" {listed(same)} have the same key" for same in names.values() if len(same) > 1]
+        problems = same_keys({name: [one.key_sha256] for name, one in (callers or {}).items() if one.key_sha256})
         if "drafter" in info.data and "depth" in info.data:
             most, because = _max_k(info.data["drafter"], info.data["depth"])
             problems += [
@@ -1077,11 +1097,38 @@ class ClusterSettings(Section):
         default_k = max_k if self.depth.default is None else self.depth.default
         return DepthPolicy(self.max_draft_tokens, max_k, default_k, dict(self.depth.by_workload))
 
-    def caller_table(self) -> Callers | None:
-        """None: everyone is served."""
+    def caller_table(self, keys: Mapping[str, Sequence[str]] = MappingProxyType({})) -> Callers | None:
+        """None: everyone is served. `keys`: those of files (`read_key_files`)."""
         if self.callers is None:
             return None
-        return Callers({section.key_sha256: section.caller(name) for name, section in self.callers.items()})
+        found = {one.key_sha256: one.caller(name) for name, one in self.callers.items() if one.key_sha256}
+        in_files = {name: one for name, one in self.callers.items() if one.key_file}
+        found |= {digest: one.caller(name) for name, one in in_files.items() for digest in keys.get(name, ())}
+        return Callers(found)
+
+    def read_key_files(self) -> dict[str, list[str]]:
+        """SHA-256 of the keys in the files of callers, by caller.
+
+        Raises:
+            SettingsError: listing every problem, without keys: no such file, a key with blanks, one key of two callers.
+        """
+        sections, problems = self.callers or {}, list[str]()
+        digests = {name: [one.key_sha256] for name, one in sections.items() if one.key_sha256}
+        found: dict[str, list[str]] = {}
+        for name, path in ((name, one.key_file) for name, one in sections.items() if one.key_file):
+            try:
+                lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
+            except OSError as error:
+                problems.append(f"callers.{name}.key_file: {path} cannot be read: {error.strerror}")
+                continue
+            keys = [key for line in lines if (key := line.strip())]
+            if not all(map(_KEY.fullmatch, keys)):
+                problems.append(f"callers.{name}.key_file: a key in {path} has blanks or characters other than ASCII")
+            found[name] = [hash_key(key) for key in dict.fromkeys(keys)]
+        problems += [f"callers{problem}" for problem in same_keys(digests | found)]
+        if problems:
+            raise SettingsError(problems)
+        return found
 
     def named_workloads(self) -> frozenset[str]:
         """Workloads named in the settings, which are always distinguished."""

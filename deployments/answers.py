@@ -29,13 +29,13 @@ from deployments.front_end import (
 )
 from peagle.vllm.grammar_checker import GrammarChecker
 from peagle.vllm.limits import guard
-from peagle.vllm.recorder import DraftingRecorder
+from peagle.vllm.recorder import DraftingRecorder, RequestDrafting
 from peagle.vllm.rendering import render_at_once
 
 logger = logging.getLogger(__name__)
 
-Charge = Callable[[str, int], None]
-"""Counts tokens against the rate of a caller (`cluster.admission.Admission.charge_tokens`)."""
+Charge = Callable[[str, int, Usage], None]
+"""Counts the tokens of a request: `deployments.front_end.FrontEnd.charge`."""
 
 RESPONSE_ID = re.compile(r'"id":"([^"]+)"')
 ODD_VALUE_ERRORS = (KeyError, IndexError, AttributeError, RecursionError, UnicodeError)
@@ -47,7 +47,7 @@ class EngineAnswers:
 
     Args:
         engine: `ray.serve.llm`'s, or `compat.front_end_engine`: vLLM's client and its API objects.
-        charge: is told the tokens of a request that was broken off.
+        charge: is told the tokens of a request that was broken off, once for each.
     """
 
     def __init__(self, engine: Any, recorder: DraftingRecorder, charge: Charge) -> None:
@@ -84,7 +84,7 @@ class EngineAnswers:
                 field = self._drafting_field(admitted, self._recorder.pop(result.id))
                 is_complete = True
                 yield whole_answer(result, field)
-                yield Usage(usage.prompt_tokens, usage.completion_tokens or 0)
+                yield Usage(usage.prompt_tokens, usage.completion_tokens or 0, field["num_accepted_tokens"])
                 return
             async with contextlib.aclosing(self._events(admitted, result)) as events:
                 async for event in events:
@@ -98,19 +98,19 @@ class EngineAnswers:
             if is_complete:
                 self._ids.difference_update(ids)
             else:
-                task = asyncio.get_running_loop().create_task(self._abort(ids, admitted.caller))
+                task = asyncio.get_running_loop().create_task(self._abort(ids, admitted))
                 self._aborts.add(task)
                 task.add_done_callback(self._aborts.discard)
 
-    async def _abort(self, ids: Sequence[str], caller: str) -> None:
+    async def _abort(self, ids: Sequence[str], admitted: Admitted) -> None:
         """End what is left of a request, and charge its caller for what there was. vLLM aborts what is cancelled, but
         not always all of its sequences, and sometimes late."""
         try:
             await self._client.abort(ids)
         finally:
             self._ids.difference_update(ids)
-            for record in filter(None, map(self._recorder.pop, ids)):
-                self._charge(caller, record.num_prompt_tokens + record.num_output_tokens)
+            counted = [usage_of(record) for record in filter(None, map(self._recorder.pop, ids))]
+            self._charge(admitted.caller, admitted.number, Usage(*map(sum, zip(*counted, strict=True))))
 
     async def _events(self, admitted: Admitted, events: Any) -> Answer:
         """vLLM's server-sent events, with `drafting` in the last chunk: the one that finishes the last choice, or with
@@ -120,7 +120,7 @@ class EngineAnswers:
         held = "" if grammars(admitted.fields) else None
         has_begun = False
         last, drafting = "", dict[str, Any]()  # the last chunk so far, once all choices have finished
-        usage = Usage(0, 0)
+        usage = Usage()
         async with contextlib.aclosing(events):
             async for event in events:
                 if is_error_event(event):
@@ -146,7 +146,7 @@ class EngineAnswers:
                         response_id = RESPONSE_ID.search(event)
                         record = None if response_id is None else self._recorder.pop(response_id[1])
                         if record is not None:
-                            usage = Usage(record.num_prompt_tokens, record.num_output_tokens)
+                            usage = usage_of(record)
                         last, drafting = event, self._drafting_field(admitted, record)
                         continue
                 yield event
@@ -186,6 +186,10 @@ class EngineAnswers:
         if refusal.status == 500:
             logger.error("a request failed", exc_info=error)
         return refusal
+
+
+def usage_of(record: RequestDrafting) -> Usage:
+    return Usage(record.num_prompt_tokens, record.num_output_tokens, record.counts.num_accepted_tokens)
 
 
 def engine_ids(admitted: Admitted) -> list[str]:

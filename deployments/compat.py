@@ -13,6 +13,7 @@ import logging
 import logging.handlers
 import math
 import os
+import secrets
 import socket
 import time
 import warnings
@@ -22,7 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from deployments import ROUTER_NAME, TARGET_NAME
+from deployments import GATEWAY_NAME, ROUTER_NAME, TARGET_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ def download_nothing(config: Any) -> None:
     config.get_or_create_callback().ctx.run_init_node = False
 
 
-def engine_class(on_cpu: bool, launch_front_ends: Callable[[Any, Namespace], Sequence[Any]]) -> type:
+def engine_class(on_cpu: bool, launch_front_ends: Callable[[Any, Namespace], tuple[Sequence[Any], str | None]]) -> type:
     """`ray.serve.llm`'s engine without Ray between scheduler and worker where there is one worker.
 
     Otherwise no step passes from process to process but through Ray's worker, and vLLM is imported once more by the
@@ -125,8 +126,8 @@ def engine_class(on_cpu: bool, launch_front_ends: Callable[[Any, Namespace], Seq
     CPU, whose cores the model has use for, both are one process; vLLM has two there, to set OpenMP's environment in the
     worker's, which the scheduler's can have as well.
 
-    `launch_front_ends`: is given vLLM's configuration and its server's arguments; returns the addresses of further
-    clients of the engine (`peagle.vllm.clients`).
+    `launch_front_ends`: is given vLLM's configuration and its server's arguments; returns what
+    `peagle.vllm.clients.started_for` takes.
     """
     import ray
     from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine, _get_vllm_engine_config
@@ -156,8 +157,7 @@ def engine_class(on_cpu: bool, launch_front_ends: Callable[[Any, Namespace], Seq
                     config.parallel_config.distributed_executor_backend = UniProcExecutor if on_cpu else "mp"
                 front: Any = self.llm_config.get_engine_config()
                 given = vars(FrontendArgs(**front.frontend_kwargs)) | vars(arguments)
-                addresses = launch_front_ends(config, Namespace(**given))
-                stack.enter_context(clients.started_for(addresses))
+                stack.enter_context(clients.started_for(*launch_front_ends(config, Namespace(**given))))
                 if on_cpu and config.parallel_config.world_size == 1:
                     stack.enter_context(cpu_environment(config))
                 return super()._start_async_llm_engine(arguments, config, placement_group)
@@ -235,15 +235,37 @@ class KVChannel:
 
 def listening_host() -> str:
     """The address that Serve's HTTP listens on. Asks Serve's controller."""
-    from ray.serve.context import _get_global_client
-
-    client: Any = _get_global_client()
-    return str(client.http_config.host or "")
+    return str(_http_options().host or "")
 
 
 def address_header() -> str:
     """The header in which HAProxy writes the client's address, "" where it was not told to."""
     return os.environ.get(ADDRESS_HEADER_ENV, "")
+
+
+def local_url() -> str:
+    """Where Serve's HTTP answers on this node, without a slash at the end. Asks Serve's controller."""
+    options = _http_options()
+    return f"http://{'127.0.0.1' if options.host in (None, '0.0.0.0') else options.host}:{options.port}"
+
+
+def _http_options() -> Any:
+    from ray.serve.context import _get_global_client
+
+    client: Any = _get_global_client()
+    return client.http_config
+
+
+GATEWAY_HEADER = "x-peagle-gateway"
+"""Header of a request that a gateway has forwarded: the cluster's token, and the client's address."""
+
+
+def gateway_token() -> str:
+    """A secret that all replicas of this Ray cluster share; the first one that asks makes it."""
+    from ray.experimental import internal_kv
+
+    internal_kv._internal_kv_put("gateway-token", secrets.token_hex(16), overwrite=False, namespace=KV_NAMESPACE)
+    return bytes(internal_kv._internal_kv_get("gateway-token", namespace=KV_NAMESPACE)).decode()
 
 
 def be_no_nicer() -> None:
@@ -421,7 +443,7 @@ class NoReplica:
         match = None
         if self._routes is not None and scope["type"] == "http" and not path.startswith("/-/"):
             match = self._routes.match_route(path)
-        if match is None or match[1].deployment_name != TARGET_NAME:
+        if match is None or match[1].deployment_name not in (TARGET_NAME, GATEWAY_NAME):
             await self._app(scope, receive, send)
         elif not await self._is_answered(match[1], scope, receive, send):
             await (await self._refusal(match[1].app_name, scope))(scope, receive, send)

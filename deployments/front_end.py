@@ -7,13 +7,14 @@ is.
 """
 
 import contextlib
+import itertools
 import json
 import logging
 import random
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -50,6 +51,7 @@ from deployments.body import (
 )
 from deployments.errors import ApiError, busy_error, internal_error
 from deployments.metrics import FAMILIES, PREFIX
+from deployments.usage_log import UsageLog
 from peagle.vllm.request_args import DEPTH_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 
 logger = logging.getLogger(__name__)
@@ -72,7 +74,8 @@ class Admitted:
 
     `fields`: vLLM's fields as the client sent them. `body`: vLLM's record of them, with what the front end decided in
     `vllm_xargs`. `num_sequences`: its weight. `trace`: headers by which the engine's span becomes part of its client's
-    trace. `caller`: name of who asked. `head`: digest of the head that drafts for it, "" where none does."""
+    trace. `caller`: name of who asked. `head`: digest of the head that drafts for it, "" where none does. `number`: its
+    own among the requests of the front end."""
 
     call: Call
     fields: dict[str, Any]
@@ -82,6 +85,7 @@ class Admitted:
     trace: Mapping[str, str] = field(default_factory=dict)
     caller: str = ""
     head: str = ""
+    number: int = 0
 
     @property
     def streams(self) -> bool:
@@ -89,10 +93,11 @@ class Admitted:
 
 
 class Usage(NamedTuple):
-    """Tokens of an answer: the last item of a complete one."""
+    """Tokens of an answer, the last item of a complete one. Each accepted draft is a token of the output."""
 
-    num_prompt_tokens: int
-    num_output_tokens: int
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 Answer = AsyncGenerator["str | ApiError | Usage", None]
@@ -123,11 +128,19 @@ class FrontEndMetrics:
         answers, queued = FAMILIES["answers"].text, FAMILIES["queued_requests"].text
         self._answers = Counter(PREFIX + "answers", answers, ["workload", "status"], registry=self._registry)
         self.queued = Gauge(PREFIX + "queued_requests", queued, registry=self._registry)
+        self._tokens = [
+            Counter(PREFIX + name, FAMILIES[name].text, ["caller"], registry=self._registry)
+            for name in ("caller_prompt_tokens", "caller_output_tokens", "caller_accepted_tokens")
+        ]
 
     def count_answer(self, workload: str, status: int) -> None:
         """workload: "" where the request was refused before it had one."""
         self._statuses.setdefault(workload, set()).add(str(status))
         self._answers.labels(workload, str(status)).inc()
+
+    def count_tokens(self, caller: str, usage: Usage) -> None:
+        for counter, number in zip(self._tokens, usage, strict=True):
+            counter.labels(caller).inc(number)
 
     def families(self, workloads: Iterable[str]) -> list[Metric]:
         """Plain values, which can travel, of these workloads; what was kept of others is dropped."""
@@ -148,12 +161,21 @@ class FrontEnd:
     Args:
         k_policy: chooses K where neither the request nor the operator did.
         max_running: sequences that the engines behind this front end run well at a time, at most `limits`'.
+        usage_log: gets a line for each request, if there is one.
+        replica: name of the replica, for these lines.
     """
 
     def __init__(
-        self, settings: ClusterSettings, k_policy: KPolicy | None = None, max_running: int | None = None
+        self,
+        settings: ClusterSettings,
+        k_policy: KPolicy | None = None,
+        max_running: int | None = None,
+        usage_log: UsageLog | None = None,
+        replica: str = "",
     ) -> None:
         self.metrics = FrontEndMetrics()
+        self._usage_log, self._replica, self._numbers = usage_log, replica, itertools.count()
+        self.keys: Mapping[str, Sequence[str]] = {}
         self._max_running = max_running
         self.max_model_len: int | None = None
         """Tokens of a prompt and its answer, once the engine has said it."""
@@ -175,8 +197,12 @@ class FrontEnd:
             self._workloads = Workloads(known=names, aliases=aliases)
         self._settings = settings
         self._policy = settings.depth_policy()
-        self._callers = settings.caller_table()
+        self.set_keys(self.keys)
         self.set_max_running(self._max_running)
+
+    def set_keys(self, keys: Mapping[str, Sequence[str]]) -> None:
+        """Tell callers by these keys of files from now on (`ClusterSettings.read_key_files`)."""
+        self.keys, self._callers = keys, self._settings.caller_table(keys)
 
     def set_max_running(self, max_running: int | None) -> None:
         """More than this wait here, where the queue is fair, and not in the engine."""
@@ -326,15 +352,20 @@ class FrontEnd:
         Raises:
             ApiError: instead of an answer, or in the midst of a stream.
         """
-        started_s, first_s = time.perf_counter(), None
-        workload, status, usage = "", 499, None
+        started_s, first_s, time_s = time.perf_counter(), None, time.time()
+        workload, status, usage, is_counted_later = "", 499, None, False
+        number = next(self._numbers)
+        if self._usage_log is not None:
+            self._usage_log.begin(number)
         try:
             admitted = self.admit(call, document, caller, headers)
+            admitted.number = number
             workload = base_workload(admitted.drafting.workload)
             async with (
                 self.admission.hold_places(caller, admitted.num_sequences),
                 contextlib.aclosing(generate(admitted)) as items,
             ):
+                is_counted_later = True
                 async for item in items:
                     if isinstance(item, str):
                         first_s = first_s or time.perf_counter()
@@ -358,7 +389,25 @@ class FrontEnd:
         finally:
             self.metrics.count_answer(workload, status)
             if usage is not None:
-                self.admission.charge_tokens(caller.name, usage.num_prompt_tokens + usage.num_output_tokens)
+                self.charge(caller.name, number, usage)
+            if self._usage_log is not None:
+                total_s = round(time.perf_counter() - started_s, 4)
+                first = None if first_s is None else round(first_s - started_s, 4)
+                self._usage_log.end(
+                    number, is_counted_later=is_counted_later, time=round(time_s, 3), replica=self._replica,
+                    caller=caller.name, workload=workload, model=self.model, call=call, status=status, first_s=first,
+                    total_s=total_s,
+                )  # fmt: skip
+
+    def charge(self, caller: str, number: int, usage: Usage) -> None:
+        """Count the tokens of a request, also of one that was broken off, for its caller. Accepted drafts beyond the
+        end of its answer are left out."""
+        usage = usage._replace(num_accepted_tokens=min(usage.num_accepted_tokens, usage.num_output_tokens))
+        self.admission.charge_tokens(caller, usage.num_prompt_tokens + usage.num_output_tokens)
+        self.metrics.count_tokens(caller, usage)
+        if self._usage_log is not None:
+            prompt, output, accepted = usage
+            self._usage_log.count(number, prompt_tokens=prompt, output_tokens=output, accepted_tokens=accepted)
 
     def families(self) -> list[Metric]:
         """`FrontEndMetrics.families` of the workloads that are told apart now."""

@@ -42,7 +42,7 @@ from deployments.body import Call, parse_body
 from deployments.errors import ApiError, engine_lost, internal_error, not_ready
 from deployments.front_end import Admitted, Answer, Usage
 from deployments.metrics import counter
-from peagle.vllm.clients import Address, client_addresses, connect
+from peagle.vllm.clients import METRICS_FOLDER, Address, client_addresses, connect
 from peagle.vllm.grammar_checker import GrammarChecker
 from peagle.vllm.recorder import DraftingRecorder, RecorderDelta
 
@@ -81,21 +81,23 @@ class Job(msgspec.Struct, tag=True, array_like=True):
     trace: dict[str, str]
     caller: str
     head: str
+    admitted_number: int
 
     @classmethod
     def pack(cls, number: int, one: Admitted) -> "Job":
         body = one.body
         return cls(
             number, one.call, one.fields, dict(body.vllm_xargs or {}), body.request_id, one.drafting,
-            one.num_sequences, dict(one.trace), one.caller, one.head,
+            one.num_sequences, dict(one.trace), one.caller, one.head, one.number,
         )  # fmt: skip
 
     def unpack(self) -> Admitted:
         body = parse_body(self.call, self.fields)
         body.vllm_xargs, body.request_id = self.xargs, self.request_id
         return Admitted(
-            self.call, self.fields, body, self.drafting, self.num_sequences, self.trace, self.caller, self.head
-        )
+            self.call, self.fields, body, self.drafting, self.num_sequences, self.trace, self.caller, self.head,
+            self.admitted_number,
+        )  # fmt: skip
 
 
 class Stop(msgspec.Struct, tag=True, array_like=True):
@@ -154,14 +156,15 @@ class End(msgspec.Struct, tag=True, array_like=True):
     """The end of a job's `Answer`, with its `Usage` if it is complete."""
 
     number: int
-    usage: tuple[int, int] | None
+    usage: tuple[int, int, int] | None
 
 
 class Charged(msgspec.Struct, tag=True, array_like=True):
-    """Tokens of a request that was broken off."""
+    """`Usage` of a request that was broken off. `number`: the front end's."""
 
     caller: str
-    num_tokens: int
+    number: int
+    usage: tuple[int, int, int]
 
 
 class Kept(msgspec.Struct, tag=True, array_like=True):
@@ -244,15 +247,17 @@ class FrontEndProcess:
         self.reports = deque[asyncio.Future[None]]()  # that it owes, the oldest first
         self.silent_since_s = 0.0  # while it owes some
         self.wire: Wire
+        own_setup = {**setup, "index": index}
+        environ = {"OMP_NUM_THREADS": "1", METRICS_FOLDER: own_setup.pop("metrics_folder")}
         self._end, theirs = socket.socketpair()
         with theirs, tempfile.TemporaryFile() as file:
-            cloudpickle.dump({**setup, "index": index}, file)
+            cloudpickle.dump(own_setup, file)
             file.seek(0)
             self._process = subprocess.Popen(
                 [sys.executable, "-m", *PROGRAM, str(theirs.fileno())],
                 stdin=file,
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env={**os.environ, **environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
 
     @property
@@ -308,7 +313,13 @@ class FrontEndProcesses:
         self._processes: dict[int, FrontEndProcess] = {}
         self._numbers = itertools.count()
         self._abort: Callable[[int], Awaitable[None]]
-        self._setup: dict[str, Any] = {"max_workloads": max_workloads, "learns": keep is not None}
+        self.metrics_folder = tempfile.TemporaryDirectory(prefix="peagle-metrics-")
+        """Where all clients of the engine keep vLLM's metrics, also those that have ended."""
+        self._setup: dict[str, Any] = {
+            "max_workloads": max_workloads,
+            "learns": keep is not None,
+            "metrics_folder": self.metrics_folder.name,
+        }
         self._addresses: list[Address] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._are_ready = asyncio.Event()
@@ -407,8 +418,8 @@ class FrontEndProcesses:
                 self._put(process, number, None)
             case Failure(number, status, text, param, code, retry_after_s):
                 self._put(process, number, ApiError(status, text, param=param, code=code, retry_after_s=retry_after_s))
-            case Charged(caller, num_tokens):
-                self._charge(caller, num_tokens)
+            case Charged(caller, number, usage):
+                self._charge(caller, number, Usage(*usage))
             case Counted(delta):
                 self._recorder.add_delta(process.index, delta)
                 process.reports.popleft().cancel()

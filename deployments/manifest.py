@@ -76,14 +76,16 @@ GPU = Machine(f"peagle-serve:{__version__}-gpu", "k8s/Dockerfile.gpu", "8Gi", "6
 
 def render(path: Path) -> str:
     """The manifest of a config's service. Raises UpError or ValueError for a wrong config."""
-    config, settings = read_config(path, is_here=False)
+    config, settings, *others = read_config(path, is_here=False)
+    if others:
+        raise UpError(f"{path.name} serves several models: write a file for each, and let the Ingress choose by path")
     if not re.fullmatch(r"[a-z0-9-]{1,40}(?<!-)", path.stem):
         raise UpError(f"{path.name} names the RayService: rename it to small letters, digits and -, at most 40")
     service = Manifest(f"peagle-{path.stem}", config, settings)
     header = f"# Made from configs/{path.name} by `make k8s`; do not edit by hand.\n"
     header += f"# Needs KubeRay 1.5.1 or later and the image that {service.machine.dockerfile} builds.\n"
-    if service.key_variables:
-        header += f"# Needs a secret {KEYS_SECRET} with callers' API keys: {', '.join(service.key_variables)}.\n"
+    if keys := [*service.key_variables, *(path.name for path in service.key_files)]:
+        header += f"# Needs a secret {KEYS_SECRET} with callers' API keys: {', '.join(keys)}.\n"
     if claims := sorted(set(settings.kubernetes.volumes.values())):
         header += f"# Needs the PersistentVolumeClaims {', '.join(claims)}, of an access mode for many nodes.\n"
     if service.machine is GPU:
@@ -106,6 +108,7 @@ class Manifest:
         self._port = int(config.get("http_options", {}).get("port", 8000))
         self._labels = {"peagle-service": name}  # of every pod, besides KubeRay's
         self.key_variables = key_variables(self._args)
+        self.key_files = [Path(one.key_file) for one in (settings.callers or {}).values() if one.key_file]
         self.machine = GPU if settings.target.has_gpu else CPU
 
     def rayservice(self) -> Json:
@@ -270,6 +273,9 @@ class Manifest:
         mounts = {"/dev/shm": "shared-memory"} | {path: f"claim-{claim}" for path, claim in claims.items()}
         volumes: dict[str, Json] = {"shared-memory": {"emptyDir": memory}}
         volumes |= {f"claim-{claim}": {"persistentVolumeClaim": {"claimName": claim}} for claim in claims.values()}
+        if self.key_files:  # Kubernetes renews mounted secrets, and replicas read them again
+            mounts |= {str(path.parent): "keys" for path in self.key_files}
+            volumes["keys"] = {"secret": {"secretName": KEYS_SECRET}}
         tolerations = [toleration.as_kubernetes() for toleration in nodes.tolerations]
         if self.machine is GPU:
             variables.append(_secret("HF_TOKEN", "hf-token", "token", optional=True))

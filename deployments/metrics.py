@@ -34,6 +34,10 @@ FAMILIES = {
     "generated_tokens": Family("counter", "model replica", "Output tokens, running sequences included."),
     "output_tokens": Family("counter", "model workload replica", "Output tokens of ended sequences."),
     "prompt_tokens": Family("counter", "model workload replica", "Prompt tokens of ended sequences."),
+    "caller_prompt_tokens": Family("counter", "caller replica", "Prompt tokens, broken-off requests included."),
+    "caller_output_tokens": Family("counter", "caller replica", "Output tokens, likewise."),
+    "caller_accepted_tokens": Family("counter", "caller replica", "Accepted drafts: output tokens without a step."),
+    "caller_tokens_today": Family("gauge", "caller", "Prompt and output tokens since 0:00 UTC, as budgets count."),
     "time_to_first_token_seconds": Family("histogram", "workload replica", "Arrival to first chunk; streams only."),
     "time_per_output_token_seconds": Family(
         "histogram", "workload replica", "Time of a token after the first; streams only."

@@ -54,6 +54,7 @@ from deployments.telemetry import (
     make_k_policy,
     prometheus_text,
     scaling_metrics,
+    spending_metrics,
     target_metrics,
 )
 from peagle.heads import candidate_directory, candidate_files, keep_candidate
@@ -100,7 +101,7 @@ class Router:
         self._state = StateStore(settings.depth.state, self._channel)
         self.k_policy = make_k_policy(settings)
         self._heads = make_head_manager(settings)
-        self._state.restore(self.k_policy, self._heads)
+        self._spending = self._state.restore(self.k_policy, self._heads)
         self._head_counts, self._counts_are_new = HeadCounts(), False
         self._history = ServiceHistory()
         self._history.add_event("router", "the router has started")
@@ -143,7 +144,8 @@ class Router:
     async def policy_update(self) -> PolicyUpdate:
         """What targets choose K by, and candidates, as of the last reports."""
         update = self.k_policy.make_update(self._monitor.num_ready or 0, time.monotonic())
-        return update if self._heads is None else dataclasses.replace(update, heads=self._heads.routing)
+        routing = update.heads if self._heads is None else self._heads.routing
+        return dataclasses.replace(update, heads=routing, spending=self._spending.today)
 
     # ---- heads
 
@@ -190,7 +192,7 @@ class Router:
                 logger.warning("%s", event)
                 self._history.add_event("head", event)
             self._heads.events.clear()
-            self._state.save_soon(self.k_policy, self._heads, is_urgent=True)
+            self._state.save_soon(self.k_policy, self._heads, self._spending, is_urgent=True)
 
     def _observe_drafters(self, drafters: Sequence[DrafterReport]) -> None:
         assert self._drafters is not None
@@ -235,6 +237,7 @@ class Router:
         families += [] if self._heads is None else change_metrics(self._heads.document())
         families += depth_metrics(self._document(), self._settings.model.id)
         families += scaling_metrics(self._scaling_document())
+        families += spending_metrics(self._spending.today)
         if self._drafters is not None:
             families += drafter_metrics(await self._drafters.refresh(), reports)
         if self._learner is not None:
@@ -296,6 +299,7 @@ class Router:
     def _observe(self, reports: Sequence[TargetReport]) -> None:
         now_s, policy = time.monotonic(), self.k_policy
         self._history.observe_replicas(TARGET_NAME, reports, self._monitor.num_ready or 0, now_s)
+        self._spending.observe(reports, time.time())
         deltas = policy.observe(reports, now_s)
         if self._autoscaler is not None:
             self._autoscaler.observe(deltas, reports, self.k_policy)
@@ -309,4 +313,4 @@ class Router:
             self._heads.record_counts(deltas, self._num_running(reports), weights)
             self._save_head_events()
         self._counts_are_new = True
-        self._state.save_soon(self.k_policy, self._heads)
+        self._state.save_soon(self.k_policy, self._heads, self._spending)

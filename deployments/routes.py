@@ -1,13 +1,13 @@
 """The HTTP routes over a `FrontEnd`: what is served at which path, who may reach it, how bodies and answers flow."""
 
-import asyncio
 import base64
 import contextlib
 import functools
 import hashlib
+import hmac
 import ipaddress
 import json
-from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,25 +19,26 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm import __version__ as vllm_version
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
 
-from cluster.admission import BusyError, HeldBody
+from cluster.admission import BusyError
 from cluster.request import (
     ANYONE,
 )
 from cluster.settings import IngressSettings
 from deployments import openapi
 from deployments.body import UNUSED_FIELDS, Call, detect_call, engine_keys, name_keys, read_json
-from deployments.compat import address_header, listening_host
+from deployments.compat import GATEWAY_HEADER, address_header, gateway_token, listening_host
 from deployments.errors import ApiError, busy_error, internal_error
 from deployments.front_end import Admitted, Answer, FrontEnd, logger
+from deployments.http_streams import EventStream, read_body, unless_disconnected
 from deployments.protocols import CONVERSIONS, TOKENIZER_PATHS, Ask, answer_by_tokenizer
+from deployments.telemetry import METRICS_CONTENT_TYPE
 from peagle import __version__ as peagle_version
 
 CALLS: dict[str, Call] = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
@@ -55,8 +56,6 @@ RECORDS: dict[str, Records] = {
 """What is taken by POST, and its answer, by path."""
 UNUSED: dict[type[BaseModel], Collection[str]] = dict.fromkeys([*CHATS, *TEXTS], UNUSED_FIELDS)
 UNUSED |= {conversion.record: conversion.unused for conversion in CONVERSIONS.values()}
-
-BODY_TIMEOUT_S = 120.0
 
 JSON_MEDIA_TYPE = "application/json"
 
@@ -85,24 +84,22 @@ class Backend(Protocol):
     async def drafting(self) -> dict[str, Any]: ...
 
 
-METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-
 @dataclass(frozen=True)
 class Entrance:
     """Where requests come in. `host`: the address that the service listens on, "" where it is not known;
     `address_header`: of the client's address, as HAProxy of this service writes it, "" without one; and what the
-    settings' `ingress` allows."""
+    settings' `ingress` allows. `gateway_token`: by which a gateway of this cluster proves what it is."""
 
     host: str = ""
     address_header: str = ""
+    gateway_token: str = ""
     allowed_hosts: Sequence[str] = ()
     allow_origins: Sequence[str] = ()
 
     @classmethod
     def read_from_serve(cls, ingress: IngressSettings) -> "Entrance":
         """The entrance of the replica that runs this. Waits for Serve's controller."""
-        return cls(listening_host(), address_header(), ingress.allowed_hosts, ingress.allow_origins)
+        return cls(listening_host(), address_header(), gateway_token(), ingress.allowed_hosts, ingress.allow_origins)
 
     @property
     def checks_hosts(self) -> bool:
@@ -280,11 +277,11 @@ async def _answer(backend: Backend, request: Request) -> Response:
             front_end.admission.count_request(caller)
             _check_media_type(request.headers.get("content-type", ""))
             body = until_sent.enter_context(front_end.bodies.hold_body(caller))
-            document = read_json(await _body(request, body, front_end.limits.max_body_bytes), front_end.limits)
+            document = read_json(await read_body(request, body, front_end.limits.max_body_bytes), front_end.limits)
             if path in TOKENIZER_PATHS:
                 async with front_end.admission.hold_places(caller):
                     work = answer_by_tokenizer(path, front_end, backend.vllm, document)
-                    text = await _unless_disconnected(request, work)
+                    text = await unless_disconnected(request, work)
                 front_end.metrics.count_answer("", 200)
                 return Response(text, media_type=JSON_MEDIA_TYPE)
             call = CALLS.get(path) or detect_call(document)
@@ -295,7 +292,7 @@ async def _answer(backend: Backend, request: Request) -> Response:
         sent: dict[str, Any] = {"generate": backend.generate, "caller": caller, "headers": request.headers}
         ask: Ask = functools.partial(front_end.answer, call, **sent)
         pieces = (CONVERSIONS[path](front_end, backend.vllm, ask).answer if path in CONVERSIONS else ask)(document)
-        first = await _unless_disconnected(request, anext(pieces, ""))
+        first = await unless_disconnected(request, anext(pieces, ""))
         if first.startswith(("data: ", "event: ")):
             return EventStream(_events(first, pieces, path), until_sent.pop_all())
         return Response("".join([first, *[piece async for piece in pieces]]), media_type=JSON_MEDIA_TYPE)
@@ -313,40 +310,6 @@ def _check_media_type(content_type: str) -> None:
         )
 
 
-class EventStream(StreamingResponse):
-    """Ends its source with the response, and closes `until_sent`. A source that is left to the garbage collector goes
-    on for a while, and with it the request in the engine."""
-
-    def __init__(self, source: AsyncIterator[str], until_sent: contextlib.ExitStack) -> None:
-        super().__init__(source, media_type="text/event-stream")
-        self._until_sent = until_sent
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        source: Any = self.body_iterator
-        with self._until_sent:
-            async with contextlib.aclosing(source):
-                await super().__call__(scope, receive, send)
-
-
-async def _body(request: Request, body: HeldBody, max_bytes: int) -> bytes:
-    """The body, of which no more is read than may be sent. Raises BusyError where others fill the memory for bodies."""
-    parts, size = [], 0
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for part in request.stream():
-                body.add(len(part))
-                parts.append(part)
-                size += len(part)
-                if size > max_bytes:
-                    break
-    except TimeoutError as error:
-        text = f"The request body was not complete after {BODY_TIMEOUT_S:.0f} s, with {size} bytes of it."
-        raise ApiError(408, text, code="timeout") from error
-    except ClientDisconnect as error:
-        raise ApiError(499, "the client has gone") from error
-    return b"".join(parts)
-
-
 async def _events(first: str, pieces: AsyncIterator[str], path: str) -> AsyncIterator[str]:
     async with contextlib.aclosing(pieces):  # type: ignore[type-var]
         yield first
@@ -355,27 +318,6 @@ async def _events(first: str, pieces: AsyncIterator[str], path: str) -> AsyncIte
                 yield piece
         except ApiError as error:
             yield error.event(path)  # the status line is out: the stream itself says that it broke off
-
-
-async def _unless_disconnected(request: Request, work: Awaitable[str]) -> str:
-    """The result of `work`, which is cancelled when the client goes away first: the engine then drops the request."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ApiError(499, "the client has gone")
-        return task.result()
-    finally:
-        for unfinished in (task, gone):
-            unfinished.cancel()
-            # vLLM answers a cancelled request with an error, which nobody waits for any more.
-            unfinished.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 class GateMiddleware:
@@ -412,6 +354,11 @@ class GateMiddleware:
         await self._app(scope, receive, send)
 
     def _read_address(self, scope: Scope) -> str:
-        """What HAProxy wrote: it appends its header below those that the client may have sent under the same name."""
-        found = Headers(scope=scope).getlist(self._entrance.address_header) if self._entrance.address_header else []
+        """What HAProxy wrote: it appends its header below those that the client may have sent under the same name. A
+        gateway is the client of HAProxy, and proves that it is one."""
+        headers = Headers(scope=scope)
+        proof, _, address = headers.get(GATEWAY_HEADER, "").partition(" ")
+        if proof and hmac.compare_digest(proof.encode(), self._entrance.gateway_token.encode()):
+            return address
+        found = headers.getlist(self._entrance.address_header) if self._entrance.address_header else []
         return found[-1] if found else ""

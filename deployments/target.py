@@ -42,7 +42,7 @@ from cluster.request import MAX_NUM_WORKLOADS
 from cluster.settings import ClusterSettings
 from cluster.step_latency import StepLatency
 from deployments import compat
-from deployments.answers import EngineAnswers
+from deployments.answers import Charge, EngineAnswers
 from deployments.body import Call, grammar_limits
 from deployments.drafter import MAX_SMALL_MACHINE_CORES, head_directory, local_directory, target_source
 from deployments.errors import ApiError, not_ready
@@ -57,8 +57,10 @@ from deployments.replicas import (
     settings_with,
 )
 from deployments.routes import Entrance, make_app
-from deployments.telemetry import make_k_policy
+from deployments.telemetry import engine_metrics, make_k_policy
+from deployments.usage_log import UsageLog
 from peagle.heads import head_digest, target_digest
+from peagle.schema import SettingsError
 from peagle.vllm.clients import Address, abort_all_of
 from peagle.vllm.engine import ASYNC_SCHEDULER, RemoteSettings, engine_kwargs
 from peagle.vllm.grammar_checker import GrammarChecker
@@ -87,6 +89,8 @@ class TargetServer(LLMServer):
         compat.prepare_replica()
         if not settings.target.has_gpu:
             use_all_cores_of_a_small_machine()
+        usage_log = UsageLog(settings.ingress.usage_log) if settings.ingress.usage_log else None
+        keys = await asyncio.to_thread(settings.read_key_files)
         target_dir, head_dir = await asyncio.to_thread(prepare, settings)
         env = ray.get_runtime_context().runtime_env.get("env_vars", {})
         config = engine_config(settings, target_dir, head_dir, env)
@@ -101,14 +105,15 @@ class TargetServer(LLMServer):
         keep = None if self._answers is None else self._keep
         self._recorder = DraftingRecorder(max_workloads=max_workloads, on_answer=keep)
         self._front_ends: FrontEndProcesses | None = None
+        charge: Charge = lambda *counted: self.front_end.charge(*counted)  # noqa: E731  # it is made later
 
-        def launch_front_ends(vllm_config: Any, arguments: Namespace) -> Sequence[Address]:
+        def launch_front_ends(vllm_config: Any, arguments: Namespace) -> tuple[Sequence[Address], str | None]:
             number = settings.target.front_ends
             if number == 1:
-                return ()
+                return (), None
             model = settings.model.id
-            self._front_ends = FrontEndProcesses(number, model, max_workloads, self._recorder, self._charge, keep)
-            return self._front_ends.launch(vllm_config, arguments)
+            self._front_ends = FrontEndProcesses(number, model, max_workloads, self._recorder, charge, keep)
+            return self._front_ends.launch(vllm_config, arguments), self._front_ends.metrics_folder.name
 
         on_cpu = not settings.target.has_gpu
         await super().__init__(config, engine_cls=compat.engine_class(on_cpu, launch_front_ends))
@@ -119,9 +124,11 @@ class TargetServer(LLMServer):
         self._started_s = time.monotonic()
         self._grammars = GrammarChecker(client.vllm_config, grammar_limits(settings.limits))
         self._grammars.start()
-        self.front_end = FrontEnd(settings, make_k_policy(settings), QUEUED_PER_RUNNING * settings.max_num_seqs)
+        max_running = QUEUED_PER_RUNNING * settings.max_num_seqs
+        self.front_end = FrontEnd(settings, make_k_policy(settings), max_running, usage_log, self._replica)
+        self.front_end.set_keys(keys)
         if self._front_ends is None:
-            self._generate = EngineAnswers.attach(self.engine, self._recorder, self._charge, self._grammars).generate
+            self._generate = EngineAnswers.attach(self.engine, self._recorder, charge, self._grammars).generate
         else:
             guard(client, self._grammars)
             abort = functools.partial(abort_all_of, client)
@@ -182,6 +189,7 @@ class TargetServer(LLMServer):
             num_output_tokens=self._recorder.num_output_tokens,
             weights=self._weights,
             num_queued=self.front_end.admission.num_queued,
+            spent=dict(self.front_end.admission.spent),
             uptime_s=time.monotonic() - self._started_s,
             node=socket.gethostname(),
             devices=self._devices,
@@ -217,17 +225,21 @@ class TargetServer(LLMServer):
         return [] if self._answers is None else self._answers.drain()
 
     async def front_end_metrics(self) -> tuple[str, list[Any]]:
-        """This replica, and what its clients saw, as `FrontEnd.families`."""
+        """This replica, and what its clients saw, as `FrontEnd.families`, with vLLM's families of its engine."""
+        others = self._front_ends
         return self._replica, [
             *self.front_end.families(),
-            *([] if self._front_ends is None else self._front_ends.families(self._replica)),
+            *engine_metrics(None if others is None else others.metrics_folder.name),
+            *([] if others is None else others.families(self._replica)),
         ]
 
     async def _learn_forever(self) -> None:
-        """Once a second apply the router's policy update; without any, learn from this replica's own counts."""
-        problem = ""
+        """Once a second apply the router's policy update; without any, learn from this replica's own counts. And read
+        callers' keys again."""
+        problem, key_problem = "", ""
         while True:
             await asyncio.sleep(POLL_INTERVAL_S)
+            key_problem = await self._refresh_keys(key_problem)
             try:
                 if self._router is not None:
                     await self._apply_update(self._router)
@@ -243,11 +255,26 @@ class TargetServer(LLMServer):
             except Exception:
                 logger.exception("this replica's own counts cannot be taken in")
 
+    async def _refresh_keys(self, known_problem: str) -> str:
+        """Take other keys of callers' files. With files that cannot be used, the keys before stay, and the problem is
+        returned; it is logged if it is not known."""
+        try:
+            keys = await asyncio.to_thread(self._settings.read_key_files)
+        except SettingsError as error:
+            if str(error) != known_problem:
+                logger.error("callers' keys stay as they were. %s", error)
+            return str(error)
+        if keys != self.front_end.keys:
+            logger.info("callers' keys have changed")
+            self.front_end.set_keys(keys)
+        return ""
+
     async def _apply_update(self, router: DeploymentHandle[Any]) -> None:
         async with asyncio.timeout(POLL_TIMEOUT_S):
             update: PolicyUpdate = await router.policy_update.remote()
         self._num_targets = self.front_end.admission.num_replicas = max(1, update.num_targets)
         self.front_end.routing = update.heads
+        self.front_end.admission.spending = update.spending
         for workload in update.workloads:
             self.front_end.remember_workload(workload)
         if self.front_end.k_policy is not None:
@@ -281,9 +308,6 @@ class TargetServer(LLMServer):
         """The engine's answer to what the front end has admitted, see `deployments.front_end.Answer`."""
         admitted.head = self.front_end.head_of(admitted.drafting.workload)
         return self._generate(admitted)
-
-    def _charge(self, caller: str, num_tokens: int) -> None:
-        self.front_end.admission.charge_tokens(caller, num_tokens)
 
     async def ask(self, call: Call, document: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """The answer to a request by deployment handle (see `deployments.client`), through the front end: one response,
@@ -364,4 +388,5 @@ def engine_config(
         engine_kwargs=kwargs,
         placement_group_config={"bundle_per_worker": dict(settings.target.bundle)},
         runtime_env={"env_vars": dict(env)},
+        log_engine_metrics=False,  # else Ray's, which `deployments.telemetry` does not read
     )

@@ -3,7 +3,8 @@ was learned.
 
 Enters: `TargetReport`s, `DrafterReport`s, the front ends' own metrics, and decisions. Leaves: text and JSON. There is
 one way into Prometheus: the router asks all replicas when `/metrics` is read, so that one address says everything, with
-every replica once. Ray's own metrics would need a scraper on every node, come in steps of 10 s, and name no replica.
+every replica once, vLLM's own families included. Ray's metrics would need a scraper on every node, and come in steps
+of 10 s.
 
 Denominators: `draft_tokens{depth=i}` counts the steps that verified at least i drafts, so accepted_tokens{depth=i} /
 draft_tokens{depth=i} is the survival S_i even where K varies, and 1 + sum over depths of accepted_tokens /
@@ -24,14 +25,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+import msgspec
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from cluster.counts import CounterDeltas, Counts, TargetReport
 from cluster.heads import DrafterReport, HeadManager
 from cluster.k_policy import KPolicy
 from cluster.learning import LearnerReport
 from cluster.settings import ClusterSettings
+from cluster.spending import DaySpending, SpendingTracker
 from deployments.compat import KVChannel
 from deployments.metrics import counter, gauge
 from peagle.store import write_bytes
@@ -144,6 +148,21 @@ def labelled(families: Iterable[Metric], **labels: str) -> list[Metric]:
     found = list(families)
     for family in found:
         family.samples = [sample._replace(labels={**sample.labels, **labels}) for sample in family.samples]
+    return found
+
+
+METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+ENGINE_PREFIX = "vllm:"
+
+
+def engine_metrics(folder: str | None = None) -> list[Metric]:
+    """vLLM's families of one engine, without its replica. `folder`: where the clients of an engine that has several
+    keep them; None: they are in this process."""
+    registry: Any = REGISTRY if folder is None else MultiProcessCollector(CollectorRegistry(), folder)  # type: ignore[no-untyped-call]
+    found = [family for family in registry.collect() if family.name.startswith(ENGINE_PREFIX)]
+    for family in found:
+        shown = (sample for sample in family.samples if not sample.name.endswith("_created"))
+        family.samples = [sample._replace(timestamp=None) for sample in shown]
     return found
 
 
@@ -313,6 +332,14 @@ def scaling_metrics(document: Mapping[str, Any] | None) -> list[Metric]:
     return found
 
 
+def spending_metrics(today: DaySpending) -> list[Metric]:
+    """What callers have used today, all replicas together."""
+    found = gauge("caller_tokens_today")
+    for caller, tokens in today.tokens.items():
+        found.add_metric([caller], tokens)
+    return [found]
+
+
 # ---- what was learned, kept over restarts
 
 
@@ -332,13 +359,15 @@ class StateStore:
         self._task: asyncio.Task[None] | None = None
         self._fails = False
 
-    def restore(self, policy: KPolicy, heads: HeadManager | None = None) -> None:
-        """Begin where the last replica stopped. A state that is damaged or of another version is logged and not used;
-        its file is put aside."""
+    def restore(self, policy: KPolicy, heads: HeadManager | None = None) -> SpendingTracker:
+        """Begin where the last replica stopped; what callers have used until then is returned. A state that is damaged
+        or of another version is logged and not used; its file is put aside."""
+        spending = SpendingTracker()
         try:
             snapshot = self._read()
             if snapshot is None:
-                return
+                return spending
+            spending = msgspec.convert(snapshot.get("spending", {}), SpendingTracker)
             if heads is not None and "heads" in snapshot:
                 heads.restore(snapshot["heads"])  # first: heads are kept where what was learned is of another version
             policy.restore(snapshot)
@@ -350,6 +379,7 @@ class StateStore:
                     self._path.replace(aside)
                     kept = f"; it is kept as {aside}"
             logger.warning("%s cannot be used (%s)%s", self._name, error, kept)
+        return spending
 
     def _read(self) -> Any:
         """None where there is none."""
@@ -357,7 +387,14 @@ class StateStore:
             return json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else None
         return None if self._channel is None else self._channel.get(LEARNED)
 
-    def save_soon(self, policy: KPolicy, heads: HeadManager | None = None, *, is_urgent: bool = False) -> None:
+    def save_soon(
+        self,
+        policy: KPolicy,
+        heads: HeadManager | None = None,
+        spending: SpendingTracker | None = None,
+        *,
+        is_urgent: bool = False,
+    ) -> None:
         """Save in a thread, when it is time again and the last save is done: a slow disk holds up no request.
         `is_urgent`: it is time."""
         if is_urgent:
@@ -367,6 +404,7 @@ class StateStore:
             return
         self._saved_s = time.monotonic()
         snapshot = policy.snapshot() | ({} if heads is None else {"heads": heads.snapshot()})
+        snapshot |= {} if spending is None else {"spending": msgspec.to_builtins(spending)}
         work = asyncio.to_thread(self.write, snapshot)
         self._task = asyncio.get_running_loop().create_task(work)
 

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from cluster.settings import (
 from deployments import DRAFTER_NAME, ROUTER_NAME, TARGET_NAME, compat
 from deployments.app import catalog, check_heads
 from deployments.autoscaling import MAX_STREAM_S
+from deployments.gateway import GATEWAY_PATH, GatewaySettings
 from deployments.host import TERMINATE_S
 from peagle.schema import read_yaml
 
@@ -102,31 +103,32 @@ def up(path: Path, *, detach: bool = False, timeout_s: float = 900.0, say: Say =
     Raises:
         UpError, ValueError, OSError: with the reason.
     """
-    config, settings = read_config(path)
+    config, *services = read_config(path)
     _stop_by_signals()
     with contextlib.ExitStack() as stack:
         try:
-            dashboard = stack.enter_context(ray_cluster(config, settings, detach, say))
+            dashboard = stack.enter_context(ray_cluster(config, services, detach, say))
             _stop_by_signals()  # Ray has put handlers of its own in their place
             serve = _connect(dashboard)
             before = running_config(serve, config)
             if before is not None:
-                _update(serve, config, before, settings, timeout_s, say)
+                _update(serve, config, before, services, timeout_s, say)
                 return
             stack.callback(_stop_service, say)
-            if settings.callers is None:
+            if any(settings.callers is None for settings in services):
                 say("no callers in the settings: no API key is asked for, and every workload tag is trusted")
-            deploy(serve, live_form(config, settings))
-            wait_until_ready(serve, config, time.monotonic() + timeout_s, say, Downloads(settings))
-            say(usage(base_url(config), settings.model.id, dashboard, needs_key=settings.callers is not None))
+            deploy(serve, live_form(config, *services))
+            wait_until_ready(serve, config, time.monotonic() + timeout_s, say, Downloads(*services))
+            first = services[0]
+            say(usage(base_url(config), first.model.id, dashboard, needs_key=first.callers is not None))
             if detach:
                 say(f"Stop it with: {_tool('ray')} stop")
                 stack.pop_all()
                 return
             say("Ctrl-C stops the service.")
-            name = config["applications"][0].get("name", "default")
-            logging.getLogger("ray.serve").setLevel(logging.ERROR)  # of the handle
-            watch(ray.serve.get_deployment_handle(ROUTER_NAME, name), say)
+            logging.getLogger("ray.serve").setLevel(logging.ERROR)  # of the handles
+            names = [application.get("name", "default") for application in model_applications(config)]
+            watch({name: ray.serve.get_deployment_handle(ROUTER_NAME, name) for name in names}, say)
         except KeyboardInterrupt:
             pass
 
@@ -147,8 +149,9 @@ def _stop_service(say: Say) -> None:
 # ---- the config
 
 
-def read_config(path: Path, *, is_here: bool = True) -> tuple[dict[str, Any], ClusterSettings]:
-    """A Serve config file and the settings under its first application's `args`, checked without loading anything.
+def read_config(path: Path, *, is_here: bool = True) -> tuple[Any, ...]:
+    """A Serve config file, and the `ClusterSettings` under `args` of each application that serves a model, checked
+    without loading anything. What stands there of a gateway is checked too.
 
     What does not run here has callers' keys and the volumes of its pods elsewhere: then the name of each environment
     variable that is to hold a key stands for the key, and directories in volumes are taken as they are.
@@ -175,7 +178,31 @@ def read_config(path: Path, *, is_here: bool = True) -> tuple[dict[str, Any], Cl
         raise UpError(f"{path} is not a Ray Serve config file: {error}") from error
     if not config["applications"]:
         raise UpError(f"{path}: applications is empty, there is nothing to serve")
-    args = config["applications"][0].get("args") or {}
+    services = [_read_args(application.setdefault("args", {}), is_here) for application in model_applications(config)]
+    if (gateway := gateway_application(config)) is not None:
+        prefixes = {application.get("route_prefix") for application in model_applications(config)}
+        for name, prefix in GatewaySettings.read(gateway.get("args")).models.items():
+            if prefix not in prefixes:
+                raise UpError(f"{path}: models.{name}: no application has the route_prefix {prefix}")
+    elif len(services) > 1:
+        raise UpError(f"{path}: several applications need one more in front of them, {GATEWAY_PATH}")
+    if not services:
+        raise UpError(f"{path}: no application serves a model")
+    return config, *services
+
+
+def gateway_application(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The application in front of those of several models."""
+    found = [application for application in config["applications"] if application["import_path"] == GATEWAY_PATH]
+    return found[0] if found else None
+
+
+def model_applications(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [application for application in config["applications"] if application["import_path"] != GATEWAY_PATH]
+
+
+def _read_args(args: dict[str, Any], is_here: bool) -> ClusterSettings:
+    """The settings of one application, whose `args` get the drafter of SM_VLLM_SPECULATIVE_CONFIG."""
     env, known = dict(os.environ), catalog()
     if not is_here:
         env |= {name: name for name in key_variables(args)}
@@ -184,17 +211,22 @@ def read_config(path: Path, *, is_here: bool = True) -> tuple[dict[str, Any], Cl
     check_heads(settings)
     if settings.drafter is not None and not {"drafter", "speculative_config"} & args.keys():
         args["speculative_config"] = env[SPECULATIVE_CONFIG_ENV]
-    return config, settings
+    return settings
 
 
-def live_form(config: Mapping[str, Any], settings: ClusterSettings) -> dict[str, Any]:
+def live_form(config: Mapping[str, Any], *services: ClusterSettings) -> dict[str, Any]:
     """The config with what can be changed while requests run taken out of `args`, and put under `deployments`.
 
     Serve starts every replica of an application anew when its `args` change, so engines would be stopped for a limit or
     a number of replicas.
     """
     made = copy.deepcopy(dict(config))
-    application = made["applications"][0]
+    for application, settings in zip(model_applications(made), services, strict=True):
+        _make_live(application, settings)
+    return made
+
+
+def _make_live(application: dict[str, Any], settings: ClusterSettings) -> None:
     args = application["args"]
     live = live_config(settings)
     for section in ("callers", "limits", "depth", "kubernetes"):
@@ -203,7 +235,7 @@ def live_form(config: Mapping[str, Any], settings: ClusterSettings) -> dict[str,
         args["depth"] = {"state": settings.depth.state}
     args["model"] = {key: value for key, value in args["model"].items() if key != "aliases"}
     section = args.pop("ingress", {})
-    if kept := {key: section[key] for key in ("allow_origins", "allowed_hosts") if section.get(key)}:
+    if kept := {key: section[key] for key in ("allow_origins", "allowed_hosts", "usage_log") if section.get(key)}:
         args["ingress"] = kept
     changes: dict[str, dict[str, Any]] = {
         ROUTER_NAME: {"ray_actor_options": {"num_cpus": settings.ingress.num_cpus}, "user_config": live},
@@ -218,13 +250,12 @@ def live_form(config: Mapping[str, Any], settings: ClusterSettings) -> dict[str,
     for given in application.get("deployments") or ():
         changes[given["name"]] = {**changes.get(given["name"], {}), **given}
     application["deployments"] = [{"name": name, **options} for name, options in changes.items()]
-    return made
 
 
 def base_url(config: Mapping[str, Any]) -> str:
-    """Where the first application answers, as seen from this machine."""
+    """Where the gateway answers, without one the first application, as seen from this machine."""
     host, port = _address(config)
-    prefix = config["applications"][0].get("route_prefix") or "/"
+    prefix = (gateway_application(config) or config["applications"][0]).get("route_prefix") or "/"
     return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}{prefix.rstrip('/')}"
 
 
@@ -249,8 +280,12 @@ def resources(settings: ClusterSettings) -> dict[str, float]:
     return needed
 
 
-def describe(config: Mapping[str, Any], settings: ClusterSettings) -> str:
+def describe(config: Mapping[str, Any], *services: ClusterSettings) -> str:
     """What a config that was read asks for, a line each."""
+    return "\n\n".join(_describe(config, settings) for settings in services)
+
+
+def _describe(config: Mapping[str, Any], settings: ClusterSettings) -> str:
     drafter, scaling = settings.drafter, settings.autoscaling
     lines = [f"target: {settings.model.source}, served as {settings.model.id} at {base_url(config)}"]
     if drafter is None:
@@ -266,17 +301,19 @@ def describe(config: Mapping[str, Any], settings: ClusterSettings) -> str:
     return "\n".join(lines)
 
 
-def num_logical_cpus(settings: ClusterSettings) -> int:
+def num_logical_cpus(services: Sequence[ClusterSettings]) -> int:
     """CPUs that Ray is told to have. They are places for processes, not cores: replicas, router and engine workers
     each take some, and on a small machine nothing would ever be scheduled with the number of cores."""
-    return max(MIN_LOGICAL_CPUS, int(resources(settings)["CPU"]) + 3, os.cpu_count() or 1)
+    return max(MIN_LOGICAL_CPUS, int(sum(resources(settings)["CPU"] for settings in services)) + 3, os.cpu_count() or 1)
 
 
 # ---- a Ray cluster
 
 
 @contextlib.contextmanager
-def ray_cluster(config: Mapping[str, Any], settings: ClusterSettings, detach: bool, say: Say) -> Iterator[str]:
+def ray_cluster(
+    config: Mapping[str, Any], services: Sequence[ClusterSettings], detach: bool, say: Say
+) -> Iterator[str]:
     """Connect to the Ray cluster that runs here or that RAY_ADDRESS names, else to a fresh one, which ends afterwards
     unless `detach`. RAY_ADDRESS=local asks for a fresh one. Gives the URL of its dashboard.
 
@@ -297,7 +334,7 @@ def ray_cluster(config: Mapping[str, Any], settings: ClusterSettings, detach: bo
             host, port = _address(config)
             if reason := _why_taken(host, port):
                 raise UpError(f"{host}:{port} cannot be used ({reason}); set http_options.port in the YAML")
-            num_cpus = num_logical_cpus(settings)
+            num_cpus = num_logical_cpus(services)
             say(f"starting Ray on this machine ({num_cpus} logical CPUs)")
             local = {} if detach else LOCAL_ENVIRONMENT
             env = {**ray_environment(say), **local, **os.environ}
@@ -402,14 +439,17 @@ def _update(
     serve: Any,
     config: Mapping[str, Any],
     before: dict[str, Any],
-    settings: ClusterSettings,
+    services: Sequence[ClusterSettings],
     timeout_s: float,
     say: Say,
 ) -> None:
     """Change a running service. Raises UpError, after which it runs as before."""
-    wanted = live_form(config, settings)
-    restarts = wanted["applications"][0]["args"] != before["applications"][0].get("args")
-    _check_room(settings, restarts)
+    wanted = live_form(config, *services)
+    args = {one.get("name", "default"): one.get("args") for one in before["applications"]}
+    changed = [args.get(one.get("name", "default")) != one["args"] for one in model_applications(wanted)]
+    restarts = any(changed)
+    for settings, is_changed in zip(services, changed, strict=True):
+        _check_room(settings, is_changed)
     say("the service runs: " + ("its replicas start anew, one after the other" if restarts else "only options change"))
     try:
         deploy(serve, wanted)
@@ -451,8 +491,8 @@ def deploy(serve: Any, config: Mapping[str, Any]) -> None:
 class Downloads:
     """What comes from the Hugging Face hub into the cache of this machine, as replicas that start fill it."""
 
-    def __init__(self, settings: ClusterSettings) -> None:
-        names = {settings.model.source, settings.drafter.head if settings.drafter else ""}
+    def __init__(self, *services: ClusterSettings) -> None:
+        names = {one.model.source for one in services} | {one.drafter.head for one in services if one.drafter}
         self._names = [name for name in sorted(names) if "/" in name and "://" not in name and not Path(name).exists()]
         self._began: tuple[float, int, int] | None = None
 
@@ -503,25 +543,28 @@ def wait_until_ready(
         time.sleep(POLL_INTERVAL_S)
 
 
-def watch(router: Any, say: Say) -> None:
-    """Say what the router notes of replicas and heads. `router`: its deployment handle. Does not return."""
-    seen: Any = None
-    is_away = False
+def watch(routers: Mapping[str, Any], say: Say) -> None:
+    """Say what the routers note of replicas and heads. `routers`: deployment handles by application. Does not
+    return."""
+    seen: dict[str, Any] = {}
+    is_away = dict.fromkeys(routers, False)
     while True:
         time.sleep(WATCH_INTERVAL_S)
-        try:
-            events = router.drafting.remote().result(timeout_s=ROUTER_TIMEOUT_S)["events"]
-        except Exception as error:  # noqa: BLE001  # a router that starts again, or is busy
-            if not is_away:
-                is_away = True
-                now = time.strftime("%H:%M:%S")
-                say(f"{now} the router does not answer ({type(error).__name__}); requests are served all the same")
-            continue
-        is_away = False
-        for event in reversed(events if seen is not None else ()):
-            if event not in seen and event["kind"] != "k":
-                say(f"{time.strftime('%H:%M:%S', time.localtime(event['time_s']))} {event['text']}")
-        seen = events
+        for name, router in routers.items():
+            whose = f"{name}: " if len(routers) > 1 else ""
+            try:
+                events = router.drafting.remote().result(timeout_s=ROUTER_TIMEOUT_S)["events"]
+            except Exception as error:  # noqa: BLE001  # a router that starts again, or is busy
+                if not is_away[name]:
+                    now, what = time.strftime("%H:%M:%S"), type(error).__name__
+                    say(f"{now} {whose}the router does not answer ({what}); requests are served all the same")
+                is_away[name] = True
+                continue
+            is_away[name] = False
+            for event in reversed(events if name in seen else ()):
+                if event not in seen[name] and event["kind"] != "k":
+                    say(f"{time.strftime('%H:%M:%S', time.localtime(event['time_s']))} {whose}{event['text']}")
+            seen[name] = events
 
 
 def _answers(url: str) -> bool:

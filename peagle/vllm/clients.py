@@ -9,10 +9,12 @@ one needs an address of its own: ask `client_addresses` for spare ones.
 """
 
 import contextlib
+import os
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from prometheus_client import values
 from starlette.datastructures import State
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.v1.engine import core_client
@@ -25,6 +27,9 @@ from peagle.vllm.request_args import ALL_OF_CLIENT
 
 Address = tuple[str, str]
 """ZMQ addresses of one client: of its requests, of its outputs."""
+
+METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+"""Environment variable of prometheus_client. Where it is set, metrics are in files that other processes can read."""
 
 
 def client_addresses(config: Any, number: int) -> list[Address]:
@@ -41,9 +46,14 @@ def client_addresses(config: Any, number: int) -> list[Address]:
 
 
 @contextlib.contextmanager
-def started_for(addresses: Sequence[Address]) -> Iterator[None]:
-    """An engine that an `AsyncLLM` starts meanwhile also serves the clients at these addresses, numbered from 1 on."""
-    launch = core_client.launch_core_engines
+def started_for(addresses: Sequence[Address], metrics_folder: str | None = None) -> Iterator[None]:
+    """An engine that an `AsyncLLM` starts meanwhile also serves the clients at these addresses, numbered from 1 on.
+
+    Args:
+        metrics_folder: where this client keeps vLLM's metrics, as the others do in which `METRICS_FOLDER` is set. The
+            engine tells the state after a step to one of those clients that the step answers.
+    """
+    launch, value_class = core_client.launch_core_engines, values.ValueClass
 
     def launch_for_all(config: Any, executor_class: Any, log_stats: bool, own: Any) -> Any:
         own.inputs += [address for address, _ in addresses]
@@ -51,10 +61,13 @@ def started_for(addresses: Sequence[Address]) -> Iterator[None]:
         return launch(config, executor_class, log_stats, own)
 
     core_client.launch_core_engines = launch_for_all  # type: ignore[assignment]
+    if metrics_folder is not None:
+        os.environ[METRICS_FOLDER], values.ValueClass = metrics_folder, values.MultiProcessValue()
     try:
         yield
     finally:
-        core_client.launch_core_engines = launch
+        core_client.launch_core_engines, values.ValueClass = launch, value_class
+        os.environ.pop(METRICS_FOLDER, None)
 
 
 async def connect(config: Any, arguments: Namespace, address: Address, index: int) -> tuple[AsyncLLM, Any, Any]:
@@ -69,7 +82,7 @@ async def connect(config: Any, arguments: Namespace, address: Address, index: in
     client = AsyncLLM(
         vllm_config=config,
         executor_class=Executor.get_class(config),
-        log_stats=False,
+        log_stats=True,
         log_requests=False,
         client_addresses={"input_address": address[0], "output_address": address[1]},
         client_count=index + 1,

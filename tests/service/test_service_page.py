@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from benchmarks.common import free_port
+from benchmarks.pages import engine_families
 from cluster.request import hash_key
 from tests.support.browser import browser
 from tests.support.metric_names import documented, exported
@@ -38,6 +39,7 @@ def service(application):
 def test_the_table_of_metrics_is_what_the_service_exports(service):
     elsewhere = (  # test_metrics.py, test_service_front_ends.py
         "peagle_autoscaling_", "peagle_learner_", "peagle_head_change", "peagle_head_gain", "peagle_front_end_",
+        "vllm:",
     )  # fmt: skip
     wanted = {name: labels for name, labels in documented().items() if not name.startswith(elsewhere)}
 
@@ -51,6 +53,14 @@ def test_the_table_of_metrics_is_what_the_service_exports(service):
         }
 
     wait_for(lambda: not difference(), f"agreement: {difference()}")
+
+
+def test_vllms_own_metrics_stand_beside_with_the_replica(service):
+    found, table = exported(httpx.get(f"{service.url}/metrics", timeout=30).text), engine_families()
+    for name in ("vllm:kv_cache_usage_perc", "vllm:prefix_cache_hits_total", "vllm:num_preemptions_total",
+                 "vllm:num_requests_waiting", "vllm:e2e_request_latency_seconds"):  # fmt: skip
+        assert found[name] == set(table[name][1].split())
+    assert sum(service.metrics()["vllm:generation_tokens_total"].values()) > 0
 
 
 @pytest.mark.long

@@ -7,12 +7,15 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.admission import MAX_OVERTAKEN, UNCOUNTED_BODY_BYTES, Admission, BodyBudget, BusyError
+from cluster.counts import TargetReport
 from cluster.request import ANYONE, Caller, client_network
+from cluster.spending import DAY_S, DaySpending, SpendingTracker
 
 WEB, JOB = Caller("web"), Caller("job")
 
@@ -66,6 +69,48 @@ def played(play: Callable[[Requests], Awaitable[None]], max_running: int, max_qu
         return requests
 
     return asyncio.run(run())
+
+
+def test_tokens_of_a_day_are_refused_until_midnight_and_counted_on_all_replicas() -> None:
+    day, now_s = 20_000, [20_000 * DAY_S + 3600.5]
+    caller = Caller("web", tokens_per_day=100)
+    trackers, replicas = SpendingTracker(), [Admission(4, 4, day_clock=lambda: now_s[0]) for _ in range(2)]
+
+    def tell(uptime_s: float = 60.0) -> None:
+        named = zip("ab", replicas, strict=True)
+        trackers.observe(
+            [TargetReport(name, spent=dict(one.spent), uptime_s=uptime_s) for name, one in named], now_s[0]
+        )
+        for one in replicas:
+            one.spending = trackers.today
+
+    replicas[0].charge_tokens("web", 60)
+    tell()
+    tell()
+    replicas[1].count_request(caller)
+    replicas[1].charge_tokens("web", 40)
+    replicas[1].charge_tokens("job", 1)
+    tell()
+    assert trackers.today == DaySpending(day, {"web": 100, "job": 1})
+    for one in replicas:
+        with pytest.raises(BusyError, match="web has used up its 100 tokens a day, until 0:00 UTC") as raised:
+            one.count_request(caller)
+        assert raised.value.retry_after_s == DAY_S - 3600
+        one.count_request(Caller("job"))
+    # A router that starts again goes on where the last one stopped; a replica that starts again begins at 0.
+    trackers = msgspec.json.decode(msgspec.json.encode(trackers), type=SpendingTracker)
+    replicas[1].charge_tokens("web", 5)
+    replicas[0].spent.clear()
+    tell()
+    assert trackers.today.tokens["web"] == 105
+    now_s[0] += DAY_S
+    replicas[0].count_request(caller)
+    tell(uptime_s=2 * DAY_S)
+    assert trackers.today == DaySpending(day + 1, {"web": 0, "job": 0})
+    # What a replica used on an unknown day is not counted.
+    trackers = SpendingTracker()
+    tell(uptime_s=2 * DAY_S)
+    assert trackers.today.tokens == {"web": 0, "job": 0}
 
 
 def test_a_caller_with_one_request_waits_for_no_crowd() -> None:

@@ -1,5 +1,6 @@
 """Callers and their keys: what settings are accepted, who is let through, and that no key leaks on the way."""
 
+import contextlib
 import hashlib
 import pickle
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.request import Caller, UnknownCallerError
+from cluster.request import Caller, UnknownCallerError, hash_key
 from cluster.settings import Catalog, ClusterSettings, load_settings
 from peagle.checkpoint import read_head_config
 from peagle.schema import SettingsError
@@ -23,6 +24,7 @@ KEY_ERRORS: dict[str, tuple[Any, list[str]]] = {
     "a number as a name": ({3: OTHER}, ["callers has the name 3"]),
     "a key as a caller": ({"web": SECRET}, ["callers.web must be a mapping", "key_sha256"]),
     "no key": ({"web": {"tags": "allow"}}, ["callers.web has no key", "key_sha256", "key_env"]),
+    "a key and a file": ({"web": {**OTHER, "key_file": "/k"}}, ["callers.web has key_sha256 and key_file"]),
     "two keys": ({"web": {**OTHER, "key_env": "WEB_KEY"}}, ["callers.web", "keep one"]),
     "a plain key": ({"web": {"key": SECRET, **OTHER}}, ["callers.web.key: keys do not stand in the settings"]),
     "a plain api_key": ({"web": {"api_key": SECRET, **OTHER}}, ["callers.web.api_key: keys do not stand"]),
@@ -93,3 +95,37 @@ def test_an_unknown_caller_is_told_nothing_of_the_key(header: str | None) -> Non
     with pytest.raises(UnknownCallerError) as raised:
         table.identify(header)
     assert SECRET not in str(raised.value)
+
+
+def test_all_keys_of_a_file_are_the_callers_and_others_can_be_read_later(tmp_path: Path) -> None:
+    path = tmp_path / "web"
+    settings = service({"web": {"key_file": str(path), "max_k": 3}, "job": {"key_sha256": DIGEST}})
+    for text, keys in (("sk-new\n\n sk-old \n", ["sk-new", "sk-old"]), ("sk-next", ["sk-next"]), ("", [])):
+        path.write_text(text)
+        found = settings.read_key_files()
+        assert found == {"web": [hash_key(key) for key in keys]}
+        table = settings.caller_table(found)
+        assert table is not None
+        for key in ("sk-new", "sk-old", "sk-next"):
+            with contextlib.nullcontext() if key in keys else pytest.raises(UnknownCallerError):
+                assert table.identify(f"Bearer {key}") == Caller("web", max_k=3)
+        assert table.identify(f"Bearer {SECRET}").name == "job"
+
+
+def test_key_files_that_cannot_be_used_are_all_named_without_their_keys(tmp_path: Path) -> None:
+    for name, text in (("words", "sk a"), ("same", SECRET), ("twice", "x\nx")):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    files = {name: {"key_file": str(tmp_path / name)} for name in ("none", "words", "same", "twice", "bytes")}
+    with pytest.raises(SettingsError) as raised:
+        service({**files, "job": {"key_sha256": DIGEST}}).read_key_files()
+    text = str(raised.value)
+    for part in (
+        f"callers.none.key_file: {tmp_path}/none cannot be read: No such file",
+        f"callers.words.key_file: a key in {tmp_path}/words has blanks",
+        f"callers.bytes.key_file: a key in {tmp_path}/bytes has blanks",
+        "callers job and same have the same key",
+    ):
+        assert part in text
+    assert "twice" not in text
+    assert SECRET not in text

@@ -9,6 +9,7 @@ import gc
 import hashlib
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import httpx
@@ -33,11 +34,13 @@ from cluster.settings import (
     live_config,
     with_live,
 )
-from deployments import routes
+from deployments import http_streams
 from deployments.body import BODIES, MAX_NESTING, UNUSED_FIELDS, Call, check_document, from_engine, read_json
+from deployments.compat import GATEWAY_HEADER
 from deployments.errors import ApiError, engine_lost
 from deployments.front_end import Admitted, FrontEnd, FrontEndMetrics, Usage, drafting_field
 from deployments.routes import Entrance, make_app
+from deployments.usage_log import UsageLog
 from peagle.vllm.request_args import DEPTH_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 
 SECRET = "sk-very-secret"
@@ -536,7 +539,7 @@ def test_a_body_beyond_the_limit_gets_413_and_is_not_read_to_its_end() -> None:
 def test_a_body_that_does_not_come_gets_408_and_one_whose_client_leaves_is_no_failure(
     monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    monkeypatch.setattr(routes, "BODY_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(http_streams, "BODY_TIMEOUT_S", 0.5)
 
     async def ask(*pieces: bytes, leaves: bool) -> list[Any]:
         received = [{"type": "http.request", "body": piece, "more_body": True} for piece in pieces]
@@ -994,6 +997,10 @@ def test_callers_without_a_key_are_told_apart_by_the_address_that_the_proxy_wrot
     assert asyncio.run(run(("X-Client", "192.0.2.9"))) == {"anyone/192.0.2.9"}
     assert asyncio.run(run(("X-Client", "192.0.2.1"), ("X-Client", "192.0.2.9"))) == {"anyone/192.0.2.9"}
     assert asyncio.run(run(("X-Forwarded-For", "192.0.2.1"))) == {"anyone"}
+    entrance = Entrance(address_header="x-client", gateway_token="t")
+    for proof, found in (("t", "192.0.2.7"), ("u", "192.0.2.9"), ("", "192.0.2.9")):
+        forwarded = ("X-Client", "192.0.2.9"), (GATEWAY_HEADER, f"{proof} 192.0.2.7")
+        assert asyncio.run(run(*forwarded)) == {f"anyone/{found}"}
 
 
 def test_a_request_that_is_refused_counts_against_the_rate_of_its_caller() -> None:
@@ -1220,6 +1227,29 @@ def test_workloads_that_are_told_apart_no_more_leave_no_series() -> None:
     for _ in range(2):
         labels = {sample.labels.get("workload") for family in metrics.families(["tag-7"]) for sample in family.samples}
         assert labels == {"tag-7", "", None}, "None: the queue's length"
+
+
+def test_each_request_leaves_one_line_of_its_use_without_its_text(tmp_path: Path) -> None:
+    log, backend = UsageLog(str(tmp_path / "usage")), Echo()
+    settings = callers(web={"key_sha256": DIGEST, "workload": "pages"})
+    backend.front_end = FrontEnd(settings, usage_log=log, replica="r1")
+    chat(backend, headers=bearer(SECRET))
+    assert chat(backend, headers=bearer(SECRET), drafting={"k": 99}).status_code == 400
+    backend.front_end.charge("web", 7, Usage(1, 1, 2))  # of no open request
+    log.close()
+    answered, refused = map(json.loads, (tmp_path / "usage").read_text().splitlines())
+    assert list(answered) == [
+        "time", "replica", "caller", "workload", "model", "call", "status", "first_s", "total_s",
+        "prompt_tokens", "output_tokens", "accepted_tokens",
+    ]  # fmt: skip
+    about = {"replica": "r1", "caller": "web", "workload": "pages", "model": "tiny", "call": "chat", "status": 200}
+    assert answered.items() >= (about | {"prompt_tokens": 3, "output_tokens": 5, "accepted_tokens": 0}).items()
+    assert 0 <= answered["first_s"] <= answered["total_s"]
+    assert (refused["status"], refused["workload"], "output_tokens" in refused) == (400, "", False)
+    samples = [sample for family in backend.front_end.families() for sample in family.samples]
+    tokens = {sample.name: sample.value for sample in samples if sample.labels.get("caller") == "web"}
+    counted = {"prompt": 4, "output": 6, "accepted": 1}
+    assert tokens == {f"peagle_caller_{kind}_tokens_total": number for kind, number in counted.items()}
 
 
 # ---- callers

@@ -151,7 +151,7 @@ def test_requests_go_to_the_process_with_the_fewest_sequences(monkeypatch: pytes
         for stream in streams:
             await stream.aclose()
         await soon(lambda: len(replica.charged) == 4)
-        assert replica.charged[0] == ("anyone", 13)
+        assert replica.charged[0] == ("anyone", 0, Usage(4, 9, 4))
         assert [len(replica.process(place).aborted) for place in (0, 1)] == [1, 3]
         assert [replica.process(place).sequences.total() for place in (0, 1)] == [0, 0]
 
@@ -166,7 +166,7 @@ def test_answers_and_errors_come_through_as_they_are(monkeypatch: pytest.MonkeyP
         found = [item async for item in replica.ask()]
         assert found[0] == chunk()
         assert json.loads(found[1].removeprefix("data: "))["drafting"]["num_steps"] == 2
-        assert found[2:] == [LAST[-1], Usage(4, 9)]
+        assert found[2:] == [LAST[-1], Usage(4, 9, 4)]
         NoProcess.answer = lambda _: create_error_response(ValueError("too long"))
         (error,) = [item async for item in replica.ask()]
         assert isinstance(error, ApiError)

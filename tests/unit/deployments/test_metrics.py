@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.pages import engine_families
 from cluster.heads import DrafterReport, HeadRef
 from cluster.learning import LearnerReport
 from deployments.replicas import link_reports
@@ -54,7 +55,7 @@ def expressions() -> dict[str, str]:
 
 
 def metrics_in(expression: str) -> set[str]:
-    return {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"peagle_\w+", expression)}
+    return {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"(?:peagle_|vllm:)\w+", expression)}
 
 
 def test_metrics_of_autoscaling_are_those_of_the_table() -> None:
@@ -102,7 +103,8 @@ def test_metrics_of_the_learner_are_those_of_the_table() -> None:
 
 @pytest.mark.parametrize("where", expressions())
 def test_every_expression_names_metrics_and_labels_that_exist(where: str) -> None:
-    expression, table = expressions()[where], documented()
+    expression, engines = expressions()[where], engine_families()
+    table = documented() | {name: set(labels.split()) for name, (_, labels, _) in engines.items()}
     names = metrics_in(expression)
     assert names
     assert names <= table.keys()

@@ -5,6 +5,7 @@ import json
 import pickle
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from deployments.errors import ApiError
 from deployments.front_end import FrontEnd, Usage
 from deployments.replicas import EngineLost
 from deployments.target import TargetServer
+from deployments.usage_log import UsageLog
 from peagle.vllm.recorder import RequestDrafting
 from tests.support.counted import counts_of
 from tests.unit.deployments.test_front_end import HELLO, cluster
@@ -44,14 +46,14 @@ class Replica(TargetServer):
         self.front_end.heads = ("digest",)
         self._client = SimpleNamespace(errored=False, abort=self._end)
         self.record = RequestDrafting("x", "default", 7, COUNTS, num_output_tokens=9, num_prompt_tokens=4)
-        recorder: Any = SimpleNamespace(pop=lambda response_id: self.record)
+        self.recorder: Any = SimpleNamespace(pop=lambda response_id: self.record)
         chat = SimpleNamespace(create_chat_completion=ask, create_error_response=create_error_response)
         self.engine = SimpleNamespace(
             _engine_client=self._client,
             _oai_serving_chat=chat,
             _oai_serving_completion=SimpleNamespace(create_completion=ask),
         )
-        self._generate = EngineAnswers(self.engine, recorder, self._charge).generate
+        self._generate = EngineAnswers(self.engine, self.recorder, self.front_end.charge).generate
 
     async def _end(self, ids: list[str]) -> None:
         self.aborted += ids
@@ -102,7 +104,7 @@ def test_a_whole_answer_has_its_drafting_and_its_usage() -> None:
     answer = json.loads(text)
     assert answer["choices"][0]["message"]["content"] == "Hi"
     assert answer["drafting"] == DRAFTING
-    assert usage == Usage(4, 9)
+    assert usage == Usage(4, 9, 4)
     assert replica.aborted == []
 
 
@@ -122,7 +124,7 @@ def test_a_stream_has_its_drafting_in_the_chunk_that_finishes_the_last_choice() 
     )  # fmt: skip
     assert ["drafting" in item for item in found if isinstance(item, str)] == [False, False, False, True, False]
     assert json.loads(found[3].removeprefix("data: "))["drafting"] == DRAFTING
-    assert found[-1] == Usage(4, 9)
+    assert found[-1] == Usage(4, 9, 4)
 
 
 def test_who_hears_of_an_engines_death_needs_no_vllm_to_read_it() -> None:
@@ -226,7 +228,7 @@ def test_a_grammar_that_allows_no_text_is_an_error_of_the_request(stream: bool) 
 
 
 @pytest.mark.parametrize("call", ["chat", "completions"])
-def test_a_client_that_leaves_aborts_all_sequences_of_its_request(call: Any) -> None:
+def test_a_client_that_leaves_aborts_all_sequences_of_its_request(call: Any, tmp_path: Path) -> None:
     """vLLM's generator may be left to the garbage collector with two of three sequences still running."""
 
     async def run() -> None:
@@ -244,6 +246,9 @@ def test_a_client_that_leaves_aborts_all_sequences_of_its_request(call: Any) -> 
         fields = {"messages": HELLO} if call == "chat" else {"prompt": ["a", "b"]}
         document = {**fields, "stream": True, "n": 3, "request_id": "r1"}
         charged: list[Any] = []
+        log = UsageLog(str(tmp_path / "usage"))
+        replica.front_end = FrontEnd(cluster(), usage_log=log)
+        replica._generate = EngineAnswers(replica.engine, replica.recorder, replica.front_end.charge).generate
         replica.front_end.admission.charge_tokens = lambda *given: charged.append(given)  # type: ignore[method-assign]
         answer = replica.front_end.answer(call, document, replica.generate, Caller("web"))
         assert [await anext(answer) for _ in range(3)]
@@ -251,7 +256,11 @@ def test_a_client_that_leaves_aborts_all_sequences_of_its_request(call: Any) -> 
         await asyncio.sleep(0.01)
         assert closed == [True]
         assert replica.aborted == (["chatcmpl-r1"] if call == "chat" else ["cmpl-r1-0", "cmpl-r1-1"])
-        assert charged == [("web", 13)] * len(replica.aborted), "prompt and output so far of each of its prompts"
+        assert charged == [("web", 13 * len(replica.aborted))], "prompt and output so far of all of its prompts"
+        log.close()
+        line = json.loads((tmp_path / "usage").read_text())
+        counted = [line[f"{kind}_tokens"] // len(replica.aborted) for kind in ("prompt", "output", "accepted")]
+        assert (line["status"], line["caller"], counted) == (499, "web", [4, 9, 4])
 
     asyncio.run(run())
 

@@ -14,6 +14,7 @@ from cluster.counts import CounterDeltas, Counts, TargetReport, WorkloadCounts
 from cluster.heads import DrafterReport, HeadManager, HeadRef
 from cluster.k_policy import KPolicy
 from cluster.request import DepthPolicy
+from cluster.spending import DaySpending, SpendingTracker
 from deployments.telemetry import (
     HeadCounts,
     StateStore,
@@ -148,12 +149,18 @@ def test_state_is_saved_and_found_again(tmp_path: Path) -> None:
     assert [found.name for found in path.parent.iterdir()] == ["state.json"]
 
 
+async def save(store: StateStore, *state: Any) -> None:
+    store.save_soon(*state, is_urgent=True)
+    await store._task  # type: ignore[misc]
+
+
 def test_without_a_file_state_outlives_the_router_in_the_cluster() -> None:
     """What was learned, and which heads were put in others' place."""
     channel, k_policy, manager = MemoryChannel(), k_policy_with_counts(), swapped(0, 0.5, 120).manager
-    StateStore(None, channel).write(k_policy.snapshot() | {"heads": manager.snapshot()})
+    spending = SpendingTracker(DaySpending(3, {"web": 5}), {"t1": {"web": 5}})
+    asyncio.run(save(StateStore(None, channel), k_policy, manager, spending))
     second, found = KPolicy(DepthPolicy(3, 3, 3)), HeadManager({}, 0, 0.1)
-    StateStore(None, channel).restore(second, found)
+    assert StateStore(None, channel).restore(second, found) == spending
     assert second.posteriors.rates("code") == k_policy.posteriors.rates("code")
     assert found.desired == manager.desired
 

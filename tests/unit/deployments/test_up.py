@@ -18,10 +18,11 @@ import yaml
 from cluster.history import ServiceHistory
 from deployments import up
 from deployments.cli import main
-from deployments.up import UpError, live_form, read_config
+from deployments.up import UpError, base_url, live_form, read_config
 from peagle.checkpoint import save_head
 from peagle.schema import SettingsError
 from tests.support.head_factory import CONFIG, head_tensors
+from tests.support.service_harness import CONFIGS
 
 
 def config(**http_options: Any) -> dict[str, Any]:
@@ -54,6 +55,22 @@ def test_a_drafter_named_by_sagemakers_variable_goes_with_the_config(
     assert read_config(Path(write(tmp_path / "sent.yaml", raw)))[1] == settings
 
 
+def several(*prefixes: str, gateway: str | None = None) -> dict[str, Any]:
+    (model,) = config()["applications"]
+    made = [{**model, "name": prefix, "route_prefix": prefix} for prefix in prefixes]
+    front = {"name": "g", "import_path": "deployments.gateway:build", "args": {"models": {"m": gateway}}}
+    return {"applications": made if gateway is None else [front, *made]}
+
+
+def test_each_of_several_models_is_changed_live() -> None:
+    config, *services = read_config(CONFIGS / "two-models.yaml")
+    made = {one["name"]: one for one in live_form(config, *services)["applications"]}
+    assert [one.model.id for one in services] == list(made["gateway"]["args"]["models"])
+    for name in ("fast", "plain"):
+        assert {one["name"] for one in made[name]["deployments"]} == {"router", "target"}
+    assert base_url(config) == "http://127.0.0.1:8000"
+
+
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
@@ -68,6 +85,9 @@ def test_a_drafter_named_by_sagemakers_variable_goes_with_the_config(
         ),
         ({"applications": [{"import_path": "deployments.app:build", "args": {"modle": {}}}]}, "unknown key modle"),
         ({"applications": [{"import_path": "deployments.app:build"}]}, "missing key model"),
+        (several("/a", "/b"), "in front of them, deployments.gateway:build"),
+        (several("/a", "/b", gateway="/x"), "models.m: no application has the route_prefix /x"),
+        (several("/a", gateway="a"), "models.m is 'a'"),
     ],
 )
 def test_wrong_config_stops_before_ray_starts(
@@ -319,8 +339,9 @@ def test_each_event_of_replicas_and_heads_is_said_once_and_so_is_a_router_that_i
 
     said: list[str] = []
     monkeypatch.setattr(up, "WATCH_INTERVAL_S", 0.0)
+    router = SimpleNamespace(drafting=SimpleNamespace(remote=lambda: SimpleNamespace(result=result)))
     with pytest.raises(KeyboardInterrupt):
-        up.watch(SimpleNamespace(drafting=SimpleNamespace(remote=lambda: SimpleNamespace(result=result))), said.append)
+        up.watch({"a": router}, said.append)
     gone, away, back = [line.split(" ", 1)[1] for line in said]
     assert (gone, back) == ("target b is gone (1 running)", "target c runs (2 running)")
     assert away == "the router does not answer (ConnectionError); requests are served all the same"

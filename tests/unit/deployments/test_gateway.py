@@ -1,0 +1,210 @@
+"""The gateway in front of several models: a real server before real servers, without Ray."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+
+from benchmarks.common import free_port
+from deployments import compat
+from deployments.errors import not_ready
+from deployments.gateway import Forwarder, GatewaySettings
+from peagle.schema import SettingsError
+
+MODELS = {"org/coder": "/coder", "small-coder": "/coder", "chat": "/chat"}
+
+
+class Model:
+    """One application, which says what it got."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.is_ready = name, True
+        self.pause = asyncio.Event()
+        self.has_left = asyncio.Event()
+
+    async def answer(self, request: Request) -> Response:
+        if not self.is_ready:
+            return not_ready("The service").response()
+        body = await request.body()
+        if body and json.loads(body).get("stream"):
+            return StreamingResponse(self.stream(), media_type="text/event-stream", headers={"x-own": "1"})
+        if body and json.loads(body).get("waits"):
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            self.has_left.set()
+        path = request.url.path
+        if path.endswith("/models"):
+            if request.headers.get("authorization") == "Bearer wrong":
+                return JSONResponse({"error": {}}, 401)
+            return JSONResponse({"data": [{"id": self.name, "max_model_len": 7}]})
+        if path.endswith("/health"):
+            return JSONResponse({})
+        if path.endswith("/metrics"):
+            return PlainTextResponse(f'# TYPE a_total counter\na_total{{x="{self.name}"}} 1\n')
+        sent = [[name.decode(), value.decode()] for name, value in request.headers.raw]
+        return JSONResponse({"model": self.name, "path": path, "headers": sent, "body": body.decode()}, 201)
+
+    async def stream(self) -> AsyncIterator[str]:
+        try:
+            yield "data: 1\n\n"
+            await self.pause.wait()
+            yield "data: 2\n\n"
+        finally:
+            self.has_left.set()
+
+
+@contextlib.asynccontextmanager
+async def server(app: Any) -> AsyncIterator[str]:
+    port = free_port()
+    running = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", lifespan="off"))
+    task = asyncio.create_task(running.serve())
+    while not running.started:
+        await asyncio.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        running.should_exit = running.force_exit = True
+        await task
+
+
+@contextlib.asynccontextmanager
+async def gateway(coder: Model, chat: Model) -> AsyncIterator[httpx.AsyncClient]:
+    every = ["GET", "POST", "HEAD"]
+    mounts = [
+        Mount(prefix, Starlette(routes=[Route("/{path:path}", model.answer, methods=every)]))
+        for prefix, model in (("/coder", coder), ("/chat", chat))
+    ]
+    settings = GatewaySettings(models=MODELS, max_body_bytes=1000)
+    async with server(Starlette(routes=mounts)) as url:
+        forwarder = Forwarder(settings, url, "X-Secret", "token")
+        async with server(forwarder.app()) as own, httpx.AsyncClient(base_url=own, timeout=30) as client:
+            yield client
+        await forwarder.session.close()
+
+
+def run(test: Any) -> None:
+    async def start() -> None:
+        coder, chat = Model("org/coder"), Model("chat")
+        async with asyncio.timeout(60), gateway(coder, chat) as client:
+            await test(client, coder, chat)
+
+    asyncio.run(start())
+
+
+def test_a_request_goes_unchanged_to_the_application_of_its_model() -> None:
+    async def test(client: httpx.AsyncClient, *_: Model) -> None:
+        for name, served in (("org/coder", "org/coder"), ("small-coder", "org/coder"), ("chat", "chat")):
+            body = json.dumps({"model": name, "messages": []}, indent=3)
+            headers = {"Authorization": "Bearer k", "X-Drafting-K": "3", "Content-Type": "application/json"}
+            answer = await client.post("/v1/chat%20x?a=%2F", content=body, headers=headers)
+            got = answer.json()
+            assert (answer.status_code, got["model"], got["body"]) == (201, served, body)
+            assert got["path"] == f"{MODELS[name]}/v1/chat x"
+            sent = {key: value for key, value in answer.request.headers.items() if key != "connection"}
+            assert {key: value for key, value in got["headers"] if key != "connection"} == sent
+        first = await client.get("/version")
+        assert (first.json()["path"], first.json()["body"]) == ("/coder/version", "")
+
+    run(test)
+
+
+def test_the_clients_address_comes_with_a_proof_and_none_of_the_clients_own_making() -> None:
+    async def test(client: httpx.AsyncClient, *_: Model) -> None:
+        forged = [(compat.GATEWAY_HEADER, "token 10.0.0.1"), ("X-Secret", "10.0.0.2"), ("X-Secret", "192.0.2.7")]
+        got = (await client.post("/v1/x", json={"model": "chat"}, headers=forged)).json()["headers"]
+        assert [value for name, value in got if name in (compat.GATEWAY_HEADER, "x-secret")] == ["token 192.0.2.7"]
+
+    run(test)
+
+
+def test_streams_come_piece_by_piece_and_end_when_their_client_leaves() -> None:
+    async def test(client: httpx.AsyncClient, coder: Model, chat: Model) -> None:
+        async with client.stream("POST", "/v1/x", json={"model": "org/coder", "stream": True}) as answer:
+            assert (answer.status_code, answer.headers["x-own"]) == (200, "1")
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            pieces = answer.aiter_text()
+            assert await anext(pieces) == "data: 1\n\n"
+            coder.pause.set()
+            assert await anext(pieces) == "data: 2\n\n"
+        async with client.stream("POST", "/v1/x", json={"model": "chat", "stream": True}) as answer:
+            assert await anext(answer.aiter_text()) == "data: 1\n\n"
+        await chat.has_left.wait()
+        chat.has_left.clear()
+        waiting = asyncio.create_task(client.post("/v1/x", json={"model": "chat", "waits": True}))
+        await asyncio.sleep(0.2)
+        waiting.cancel()
+        await chat.has_left.wait()
+
+    run(test)
+
+
+def test_a_model_that_is_not_ready_refuses_its_own_requests_only() -> None:
+    async def test(client: httpx.AsyncClient, coder: Model, chat: Model) -> None:
+        chat.is_ready = False
+        refused = await client.post("/v1/x", json={"model": "chat"})
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"], refused.headers["retry-after"]) == (503, "model_not_ready", "5")
+        assert "'chat'" in error["message"]
+        assert (await client.post("/v1/x", json={"model": "org/coder"})).status_code == 201
+        listed = (await client.get("/v1/models")).json()["data"]
+        assert [card["id"] for card in listed] == list(MODELS)
+        assert [card.get("max_model_len") for card in listed] == [7, None, None]
+        assert (await client.get("/health")).json()["models"]["chat"] == "not ready"
+        coder.is_ready = False
+        assert (await client.get("/health")).status_code == 503
+        # HAProxy sends what belongs to an application that is not deployed yet to the one at /.
+        assert (await client.post("/coder/v1/x", json={"model": "chat"})).json()["error"]["code"] == "model_not_ready"
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "param"),
+    [
+        ({"json": {"model": "other"}}, 404, "model"),
+        ({"json": {"messages": []}}, 400, "model"),
+        ({"json": {"model": ["chat"]}}, 404, "model"),
+        ({"content": b"{"}, 400, None),
+        ({"content": b"[]"}, 400, None),
+        ({"content": b"x" * 1001}, 413, None),
+    ],
+)
+def test_what_belongs_to_no_model_is_refused_here(sent: dict[str, Any], status: int, param: str | None) -> None:
+    async def test(client: httpx.AsyncClient, *_: Model) -> None:
+        answer = await client.post("/v1/x", **sent)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+
+    run(test)
+
+
+def test_metrics_of_all_models_stand_side_by_side_and_keys_are_asked_for() -> None:
+    async def test(client: httpx.AsyncClient, *_: Model) -> None:
+        lines = (await client.get("/metrics")).text.splitlines()
+        assert lines[1:] == [
+            "# TYPE a_total counter",
+            'a_total{application="/coder",x="org/coder"} 1.0',
+            'a_total{application="/chat",x="chat"} 1.0',
+        ]
+        assert (await client.get("/v1/models", headers={"Authorization": "Bearer wrong"})).status_code == 401
+
+    run(test)
+
+
+def test_wrong_settings_are_named() -> None:
+    for raw, text in (
+        ({}, "missing key models"),
+        ({"models": {}}, "models is empty"),
+        ({"models": {"a": "/"}}, "models.a is '/'"),
+        ({"models": {"a": "/a"}, "model": 1}, "unknown key model"),
+    ):
+        with pytest.raises(SettingsError, match=text):
+            GatewaySettings.read(raw)
