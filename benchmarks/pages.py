@@ -25,6 +25,7 @@ from pydantic.fields import FieldInfo
 
 from benchmarks.chart import svg
 from cluster.settings import ClusterSettings
+from deployments.gateway import GATEWAY_PATH, GatewaySettings
 from deployments.metrics import FAMILIES, LEARNED, PREFIX, REMOTE, SCALED, SEVERAL
 from deployments.telemetry import ENGINE_PREFIX
 from peagle.train.recipe import Recipe
@@ -200,6 +201,8 @@ def config_schema() -> str:
     """JSON Schema of a config: Ray Serve's own keys are left to Ray, the settings under `args` are ours."""
     settings = ClusterSettings.model_json_schema()
     known = {"type": "object", "properties": {"args": {"$ref": "#/$defs/ClusterSettings"}}}
+    is_gateway = {"properties": {"import_path": {"const": GATEWAY_PATH}}, "required": ["import_path"]}
+    gateway = {"type": "object", "properties": {"args": GatewaySettings.model_json_schema()}}
     # vLLM's own JSON may stand in place of a section.
     own = {**settings["properties"], "speculative_config": {"description": "vLLM's, in place of `drafter`."}}
     definitions = settings.pop("$defs") | {"ClusterSettings": {**settings, "properties": own}}
@@ -207,7 +210,7 @@ def config_schema() -> str:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "A service's Ray Serve config",
         "type": "object",
-        "properties": {"applications": {"type": "array", "items": known}},
+        "properties": {"applications": {"type": "array", "items": {"if": is_gateway, "then": gateway, "else": known}}},
         "$defs": definitions,
     }
     return json.dumps(schema, indent=1) + "\n"

@@ -11,6 +11,7 @@ import pytest
 from cluster.heads import DesiredHeads, HeadManager, HeadProposal
 from cluster.history import ServiceHistory
 from cluster.settings import DrafterSettings
+from cluster.spending import SpendingTracker
 from deployments import drafter as of_drafters
 from deployments.drafter import HeadLoader
 from deployments.router import Router
@@ -76,8 +77,9 @@ def router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(of_drafters, "head_directory", lambda name, target: Path(name))
     router: Any = Router.__new__(Router)
     router.__dict__ |= {
-        "_heads": HeadManager({}, 1, 0.1), "_state": StateStore(None), "_handing_out": None,
-        "k_policy": k_policy_with_counts(), "_monitor": SimpleNamespace(reports=()), "_history": ServiceHistory(),
+        "_heads": HeadManager({}, 1, 0.1), "_state": StateStore(None), "_spending": SpendingTracker(),
+        "_handing_out": None, "k_policy": k_policy_with_counts(), "_monitor": SimpleNamespace(reports=()),
+        "_history": ServiceHistory(),
     }  # fmt: skip
     return router
 
