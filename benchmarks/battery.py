@@ -60,7 +60,7 @@ from benchmarks.hostile import (
 from cluster.settings import load_settings
 from deployments.app import catalog
 from deployments.front_end import FrontEnd
-from deployments.routes import make_app
+from deployments.routes import Entrance, make_app
 from peagle.provenance import conditions
 
 CANARY_PERIOD_S, HEALTH_PERIOD_S, MEMORY_PERIOD_S, TIMEOUT_S, MAX_WAIT_S = 2.0, 1.0, 0.5, 60.0, 5.0
@@ -219,7 +219,7 @@ def make_document(config: Path) -> dict[str, Any]:
     (application,) = yaml.safe_load(config.read_text(encoding="utf-8"))["applications"]
     front_end = FrontEnd(load_settings(application["args"], catalog(), os.environ))
     backend: Any = SimpleNamespace(front_end=front_end)
-    return dict(make_app(backend, []).openapi())
+    return dict(make_app(backend, Entrance()).openapi())
 
 
 def make_inputs(document: dict[str, Any], num: int, number: int = 0) -> list[Input]:
