@@ -15,7 +15,7 @@ from peagle.train.recipe import Recipe
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """num_trainable: parameters of the drafter; gib: memory of each part, `rows` (activations) roughly; available: GiB.
 
     The sum is between 0.9 and 1.25 times the peaks that the heads of `configs/train` had on GPUs.
@@ -28,7 +28,7 @@ class Plan:
     @classmethod
     def make(
         cls, recipe: Recipe, target_dir: Path, target: dict[str, Any], config: DrafterConfig, device: torch.device
-    ) -> Plan:
+    ) -> TrainingPlan:
         """target: its `config.json`. Loads no weights."""
         with torch.device("meta"):
             num_owned = sum(parameter.numel() for parameter in Drafter(config).parameters())

@@ -41,7 +41,7 @@ from peagle.train.passes import (
     new_drafter,
     seen_by_drafter,
 )
-from peagle.train.plan import Plan
+from peagle.train.plan import TrainingPlan
 from peagle.train.qk_clip import EVERY_STEPS, attention_scores, clip_attention
 from peagle.train.recipe import OptimizerRecipe, Recipe, ScheduleRecipe
 from peagle.train.target import KeptStates, Target
@@ -219,7 +219,7 @@ class Trainer:
         self.output = Path(recipe.output)
         target_dir = recipe.target_dir()
         target_config = read_target_config(target_dir)
-        plan = Plan.make(recipe, target_dir, target_config, drafter_config(recipe, target_config), self.device)
+        plan = TrainingPlan.make(recipe, target_dir, target_config, drafter_config(recipe, target_config), self.device)
         plan.check()
         data, num_held_out = self._split_data()
         packing = recipe.batch.model_dump(include={"num_sequences", "max_tokens", "long"})
