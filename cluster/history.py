@@ -164,17 +164,22 @@ class ServiceHistory:
             if name == KV_CACHE and labels["replica"] in self._replicas:
                 self._replicas[labels["replica"]]["kv_cache"] = _rounded(value)
             elif name in HISTOGRAMS or (name == ANSWERS and labels["status"] >= "500"):
-                key, end = (name, *labels.values()), float(labels.get("le", "inf"))
+                key, end = (labels["replica"], name, *labels.values()), float(labels.get("le", "inf"))
                 before = self._counters.get(key, 0.0)
                 counters[key] = value
                 for workload in {"", labels["workload"]}:
                     counts = grown.setdefault((HISTOGRAMS.get(name, ANSWERS), workload), {})
                     counts[end] = counts.get(end, 0.0) + value - (before if before <= value else 0.0)
-        self._counters, older = counters, self._recent
-        self._recent = {
-            found: {end: count + DECAY * older.get(found, {}).get(end, 0.0) for end, count in counts.items()}
-            for found, counts in grown.items()
-        }
+        kept = {key: value for key, value in self._counters.items() if key[0] in self._replicas}
+        self._counters, older = kept | counters, self._recent  # a replica may be missing for a moment
+        self._recent = (
+            older
+            if not counters
+            else {
+                found: {end: count + DECAY * older.get(found, {}).get(end, 0.0) for end, count in counts.items()}
+                for found, counts in grown.items()
+            }
+        )
         if not self._points:
             grown = {}  # counted before the router started
         caches = [row["kv_cache"] for row in self._replicas.values() if row["kv_cache"] is not None]

@@ -20,6 +20,8 @@ from typing import Annotated
 
 import typer
 
+from deployments import APP_NAME
+
 app = typer.Typer(
     name="peagle",
     help="Serve LLMs with P-EAGLE speculative decoding on Ray Serve and vLLM, and train the drafters.",
@@ -127,6 +129,7 @@ def view(
 def heads(
     url: Annotated[str, typer.Argument(help="of the service")] = "http://127.0.0.1:8000",
     propose: Annotated[Path | None, typer.Option(help="directory of a head to try")] = None,
+    application: Annotated[str, typer.Option("--app", help="Serve's name of the service, for changes")] = APP_NAME,
     back: Annotated[
         bool, typer.Option("--back", help="end the trial, else roll back the last change, likewise")
     ] = False,
@@ -141,7 +144,7 @@ def heads(
     if propose is not None or back:
         from deployments.client import change_heads
 
-        change = change_heads(propose)
+        change = change_heads(propose, application)
         typer.echo(f"{change.name}: {change.state}, {change.reason}")
         return
     for change in fetch(url, api_key)["head_changes"]:

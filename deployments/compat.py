@@ -209,6 +209,9 @@ def check_engine(engine: Any) -> None:
         if getattr(engine, name, None) is None:
             version = importlib.metadata.version("ray")
             raise CompatError(f"Ray {version} is not supported, {RAY_VERSION} is: its vLLM engine has no {name}")
+    for name in ("anthropic_serving_messages", "openai_serving_responses", "serving_tokenization"):
+        if getattr(vllm_state(engine), name, None) is None:
+            raise CompatError(f"this vLLM's API server has no {name}")
 
 
 class KVChannel:

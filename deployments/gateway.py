@@ -98,7 +98,7 @@ class Forwarder:
             return next(iter(self._models))
         try:
             model = msgspec.json.decode(body, type=_Named).model
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ApiError(400, f"the body is no JSON object: {error}") from error
         names = ", ".join(map(repr, self._models))
         if model is None:
@@ -124,7 +124,7 @@ class Forwarder:
                 raise ApiError(413, f"the body has more than {self._max_body_bytes} bytes (max_body_bytes)")
             model = self.find_model(body)
             answer = await unless_disconnected(request, self._ask(request, request.method, self._models[model], body))
-            if answer.status == 503:
+            if answer.status == 503 and request.method == "POST":
                 answer.close()
                 raise not_ready(model)
             response = EventStream(_until_closed(answer), until_sent.pop_all())
@@ -136,8 +136,13 @@ class Forwarder:
             ]
             return response
 
-    async def _ask(self, request: Request, method: str, prefix: str, body: bytes) -> aiohttp.ClientResponse:
-        path, query = request.scope["raw_path"].decode("latin-1"), request.scope["query_string"].decode("latin-1")
+    async def _ask(
+        self, request: Request, method: str, prefix: str, body: bytes, path: str = ""
+    ) -> aiohttp.ClientResponse:
+        path, query = (
+            path or request.scope["raw_path"].decode("latin-1"),
+            request.scope["query_string"].decode("latin-1"),
+        )
         url = URL(f"{self._base_url}{prefix}{path}" + (f"?{query}" if query else ""), encoded=True)
         dropped = {*OF_CONNECTION, "content-length", self._address_header, compat.GATEWAY_HEADER}
         headers = [(name, value) for name, value in request.headers.items() if name not in dropped]
@@ -153,13 +158,14 @@ class Forwarder:
         found = request.headers.getlist(self._address_header) if self._address_header else []
         return found[-1] if found else ""
 
-    async def _ask_all(self, request: Request) -> dict[str, tuple[int, bytes]]:
-        """Status and body of a GET of this path at each application, by its prefix; 503 where none comes."""
+    async def _ask_all(self, request: Request, path: str = "") -> dict[str, tuple[int, bytes]]:
+        """Status and body of a GET of `path`, else that of the request, at each application, by its prefix; 503 where
+        none comes."""
 
         async def ask(prefix: str) -> tuple[int, bytes]:
             try:
                 async with asyncio.timeout(ASK_TIMEOUT_S):
-                    answer = await self._ask(request, "GET", prefix, b"")
+                    answer = await self._ask(request, "GET", prefix, b"", path)
                     return answer.status, await answer.read()
             except (ApiError, TimeoutError, aiohttp.ClientError):
                 return 503, b""
@@ -170,14 +176,21 @@ class Forwarder:
     # ---- what the gateway answers itself
 
     async def models(self, request: Request) -> Response:
-        """All models, also those that are not ready."""
+        """All models, also those that are not ready; or one of them."""
         cards = {name: {"id": name, "object": "model", "created": 0, "owned_by": "peagle"} for name in self._models}
-        for status, body in (await self._ask_all(request)).values():
-            if status in (401, 403):
-                return Response(body, status, media_type="application/json")
+        answers = await self._ask_all(request, "/v1/models")
+        refusals = [answer for answer in answers.values() if answer[0] in (401, 403)]
+        if len(refusals) == len(answers):
+            return Response(refusals[0][1], refusals[0][0], media_type="application/json")
+        for status, body in answers.values():
             found = json.loads(body)["data"] if status == 200 else []
             cards |= {card["id"]: card for card in found if card["id"] in cards}
-        return JSONResponse({"object": "list", "data": list(cards.values())})
+        if not (name := request.path_params.get("model", "").rstrip("/")):
+            return JSONResponse({"object": "list", "data": list(cards.values())})
+        if name not in cards:
+            text = f"the model {name!r:.80} is not served here"
+            raise ApiError(404, text, param="model", code="model_not_found")
+        return JSONResponse(cards[name])
 
     async def health(self, request: Request) -> Response:
         """200 while any model is ready."""
@@ -198,10 +211,11 @@ class Forwarder:
     def app(self) -> Starlette:
         async def refuse(request: Request, error: Exception) -> Response:
             assert isinstance(error, ApiError)
-            return error.response()
+            return error.response(request.url.path)
 
         methods = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
         own = {"/v1/models": self.models, "/health": self.health, "/ping": self.health, "/metrics": self.metrics}
+        own |= {f"{path}/": answer for path, answer in own.items()} | {"/v1/models/{model:path}": self.models}
         routes = [Route(path, answer, methods=["GET", "POST"]) for path, answer in own.items()]
         routes.append(Route("/{path:path}", self.forward, methods=methods))
         return Starlette(routes=routes, exception_handlers={ApiError: refuse})

@@ -17,7 +17,7 @@ import yaml
 
 from cluster.settings import ClusterSettings, PodSettings, key_variables
 from deployments.autoscaling import MAX_STREAM_S
-from deployments.up import RAY_ENVIRONMENT, UpError, live_form, read_config, replica_resources
+from deployments.up import RAY_ENVIRONMENT, UpError, live_form, model_applications, read_config, replica_resources
 from peagle import __version__
 
 Json = dict[str, Any]
@@ -104,7 +104,7 @@ class Manifest:
 
     def __init__(self, name: str, config: Json, settings: ClusterSettings) -> None:
         self._name, self._config, self._settings, self._pods = name, config, settings, settings.kubernetes
-        self._args: Json = config["applications"][0].get("args") or {}
+        self._args: Json = model_applications(config)[0].get("args") or {}
         self._port = int(config.get("http_options", {}).get("port", 8000))
         self._labels = {"peagle-service": name}  # of every pod, besides KubeRay's
         self.key_variables = key_variables(self._args)

@@ -55,6 +55,9 @@ async def regenerate(
         for line in lines
         if line["custom_id"] in asked and line["response"]["status_code"] == 200
     ]
+    statuses = {line["custom_id"]: line["response"]["status_code"] for line in lines}
+    if left := sum(statuses.get(name, 500) == 429 or statuses.get(name, 500) >= 500 for name in asked):
+        raise OSError(f"{url} has not answered {left} of {len(asked)} prompts yet: the same command asks these again")
     if not found:
         raise ValueError(f"{url} answered none of {len(asked)} prompts; see {answers}")
     answered = keep_good(found, _with_answer, answers)

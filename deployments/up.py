@@ -277,6 +277,9 @@ def resources(settings: ClusterSettings) -> dict[str, float]:
     if settings.drafter is not None and (drafters := settings.drafter.replicas) is not None:
         needed["CPU"] += settings.max_num_drafters * drafters.num_cpus
         needed["GPU"] = needed.get("GPU", 0.0) + settings.max_num_drafters * (drafters.num_gpus or 0.0)
+    if (learning := settings.learning) is not None:
+        needed["CPU"] += learning.num_cpus
+        needed["GPU"] = needed.get("GPU", 0.0) + (learning.num_gpus or 0.0)
     return needed
 
 

@@ -27,9 +27,15 @@ class TrainingPlan:
 
     @classmethod
     def make(
-        cls, recipe: Recipe, target_dir: Path, target: dict[str, Any], config: DrafterConfig, device: torch.device
+        cls,
+        recipe: Recipe,
+        target_dir: Path,
+        target: dict[str, Any],
+        config: DrafterConfig,
+        device: torch.device,
+        num_workers: int = 1,
     ) -> TrainingPlan:
-        """target: its `config.json`. Loads no weights."""
+        """target: its `config.json`. num_workers: that share a host without a GPU. Loads no weights."""
         with torch.device("meta"):
             num_owned = sum(parameter.numel() for parameter in Drafter(config).parameters())
         num_owned += target["vocab_size"] * config.hidden_size * recipe.drafter.trainable_embedding
@@ -49,8 +55,7 @@ class TrainingPlan:
             "logits": num_logits * width,
             "rows": num_rows * kept * width / batch.num_segments,
         }
-        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        available = torch.cuda.mem_get_info(device)[0] if on_gpu else physical
+        available = torch.cuda.mem_get_info(device)[0] if on_gpu else host_memory() / num_workers
         return cls(num_owned, {name: size / 2**30 for name, size in num_bytes.items()}, available / 2**30)
 
     def check(self) -> None:
@@ -80,3 +85,11 @@ class TrainingPlan:
 
     def _parts(self) -> str:
         return "; ".join(f"{name} {size:.1f}" for name, size in self.gib.items())
+
+
+def host_memory() -> int:
+    """Bytes of memory that this process may use: the host's, or what its container is limited to."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return physical if text == "max" else min(physical, int(text))

@@ -122,7 +122,7 @@ class Message(_Record):
         wrong = [key for key, role in only.items() if getattr(self, key) is not None and self.role != role]
         if wrong:
             raise ValueError(f".{wrong[0]} is of the role {only[wrong[0]]}, not {self.role}")
-        if self.content is None and self.tool_calls is None:
+        if self.content is None and self.tool_calls is None and self.reasoning_content is None:
             raise ValueError(" needs content" + (", or tool_calls" if self.role == "assistant" else ""))
         return self
 
@@ -209,7 +209,8 @@ def _parse_line(line: bytes) -> Any:
 def _from_sharegpt(turn: Any) -> Any:
     if not isinstance(turn, dict) or "from" not in turn:
         return turn
-    named = {"role": _ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")}
+    role = turn["from"]
+    named = {"role": _ROLES.get(role, role) if isinstance(role, str) else role, "content": turn.get("value")}
     return named | {key: value for key, value in turn.items() if key == "weight"}
 
 

@@ -219,7 +219,9 @@ class Trainer:
         self.output = Path(recipe.output)
         target_dir = recipe.target_dir()
         target_config = read_target_config(target_dir)
-        plan = TrainingPlan.make(recipe, target_dir, target_config, drafter_config(recipe, target_config), self.device)
+        plan = TrainingPlan.make(
+            recipe, target_dir, target_config, drafter_config(recipe, target_config), self.device, self.workers.size
+        )
         plan.check()
         data, num_held_out = self._split_data()
         packing = recipe.batch.model_dump(include={"num_sequences", "max_tokens", "long"})

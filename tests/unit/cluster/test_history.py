@@ -113,12 +113,16 @@ def test_latencies_are_medians_of_a_point_and_of_the_newest_streams_of_a_workloa
         counts = {"0.1": below_a_tenth, "1.0": below_one, "+Inf": total}
         return [(TTFT, {"workload": workload, "replica": "a", "le": end}, count) for end, count in counts.items()]
 
-    service = Service("a")
+    service, failed = Service("a"), {"workload": "", "status": "500", "replica": "a"}
     service.run(2)
     assert service.point(samples(10, 10, 10))["history"]["ttft_s"] == [None], "counted before the router started"
-    document = service.point([*samples(10, 20, 20), ("peagle_answers_total", {"workload": "", "status": "500"}, 2)])
+    document = service.point([*samples(10, 20, 20), ("peagle_answers_total", failed, 2)])
     assert document["history"]["ttft_s"][-1] == pytest.approx(0.55)
     assert document["history"]["num_failed"][-1] == 2
+    service.point()
+    document = service.point([*samples(10, 20, 20), ("peagle_answers_total", failed, 2)])
+    assert document["history"]["num_failed"][-2:] == [0, 0], "a replica that was missing in a point is not counted anew"
+    assert service.history.times("code")["ttft_s"] is not None
     assert service.point(samples(3, 3, 3))["history"]["ttft_s"][-1] == pytest.approx(0.05), "counted anew"
     assert 0.05 < service.history.times("code")["ttft_s"] < 0.2  # type: ignore[operator]
     assert service.history.times("chat") == {"ttft_s": None, "tpot_s": None}

@@ -158,6 +158,9 @@ def test_a_model_that_is_not_ready_refuses_its_own_requests_only() -> None:
         listed = (await client.get("/v1/models")).json()["data"]
         assert [card["id"] for card in listed] == list(MODELS)
         assert [card.get("max_model_len") for card in listed] == [7, None, None]
+        assert (await client.get("/v1/models/chat/")).json()["id"] == "chat"
+        assert (await client.get("/v1/models/other")).json()["error"]["code"] == "model_not_found"
+        assert (await client.post("/v1/messages", json={"model": "chat"})).json()["type"] == "error"
         assert (await client.get("/health")).json()["models"]["chat"] == "not ready"
         coder.is_ready = False
         assert (await client.get("/health")).status_code == 503
@@ -175,6 +178,8 @@ def test_a_model_that_is_not_ready_refuses_its_own_requests_only() -> None:
         ({"json": {"model": ["chat"]}}, 404, "model"),
         ({"content": b"{"}, 400, None),
         ({"content": b"[]"}, 400, None),
+        ({"content": b'{"x": ' + b"[" * 900}, 400, None),
+        ({"content": b'{"model": "\xff"}'}, 400, None),
         ({"content": b"x" * 1001}, 413, None),
     ],
 )

@@ -139,6 +139,7 @@ def test_line_ends_that_json_allows_inside_a_string(tmp_path) -> None:
             "messages.0.role must be 'system', 'user', 'assistant' or 'tool'",
         ),
         (b'{"messages": [{"role": "user", "content": null}]}', "messages.0 needs content"),
+        (b'{"conversations": [{"from": ["x"], "value": "a"}]}', "role"),
         (
             b'{"messages": [{"role": "user", "content": "a", "weight": 0}]}',
             "messages.0.weight is of the role assistant",
