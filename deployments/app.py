@@ -88,10 +88,10 @@ def target_options(settings: ClusterSettings) -> dict[str, Any]:
     # it. Several are actors of their own, and take their bundles whole.
     sees_gpu = {"num_gpus": LEAST_GPU} if target.has_gpu and settings.num_workers == 1 else {}
     actor = {"num_cpus": target.num_cpus, **sees_gpu, "runtime_env": {"env_vars": replica_env(settings)}}
-    scaled = {"autoscaling_config": scaling, "graceful_shutdown_timeout_s": MAX_STREAM_S}
     return {
         "name": TARGET_NAME,
-        **({"num_replicas": target.num_replicas} if scaling is None else scaled),
+        **({"num_replicas": target.num_replicas} if scaling is None else {"autoscaling_config": scaling}),
+        "graceful_shutdown_timeout_s": MAX_STREAM_S,
         "max_ongoing_requests": TARGET_REQUESTS,
         "ray_actor_options": actor,
         "placement_group_bundles": settings.target_bundles(),

@@ -164,7 +164,7 @@ def test_a_killed_process_ends_its_own_streams_only_and_comes_back(service: Serv
 def test_a_replica_that_goes_finishes_its_streams_and_takes_its_processes_along(service: Service) -> None:
     processes, begun = front_ends(service), Event()
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(stream, service, begun, max_tokens=120, ignore_eos=True)
+        running = pool.submit(stream, service, begun, max_tokens=40, ignore_eos=True)
         assert begun.wait(60)
         serve.delete(APP_NAME, _blocking=False)
         assert running.result()[2][-1] == "[DONE]"

@@ -32,7 +32,7 @@ class Replica:
             placement_group_config={"bundle_per_worker": {"GPU": share}},
         )
         compat.download_nothing(config)
-        engine = compat.engine_class(False, lambda *_: ())(config)
+        engine = compat.engine_class(False, lambda *_: ((), None))(config)
         await engine.start()
         params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
         async for output in engine._engine_client.generate(TokensPrompt(prompt_token_ids=[1, 2, 3]), params, "r"):

@@ -16,6 +16,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 
 from cluster.settings import STALE_AFTER_S, Catalog, load_settings
 from deployments import view
+from deployments.app import target_options
 from deployments.autoscaling import RECORD, capacity_model, drafter_autoscaling, target_autoscaling
 from deployments.drafter import HeadLoader
 from deployments.telemetry import scaling_metrics
@@ -47,6 +48,14 @@ def test_the_config_that_ships_says_what_serve_gets(catalog: Catalog) -> None:  
     assert (model.max_num_seqs, model.max_k, dict(model.pinned), model.pinned_default) == (8, 7, {}, None)
     cpus = shipped.target.num_cpus + shipped.target.bundle["CPU"]
     assert 2 * cpus + shipped.ingress.num_cpus <= 2
+
+
+@pytest.mark.parametrize("changes", [{}, {"autoscaling": {**QUEUE, "drafter": {"min": 1, "max": 2}}}])
+def test_a_target_that_goes_may_finish_its_streams(changes: dict[str, Any], catalog: Catalog) -> None:  # noqa: F811
+    number = {"target__num_replicas": ...} if changes else {}
+    options = target_options(load_settings(remote(**changes, **number), catalog))
+    assert options["graceful_shutdown_timeout_s"] == 600.0
+    assert ("num_replicas" in options, "autoscaling_config" in options) == (not changes, bool(changes))
 
 
 def test_a_drafter_has_a_policy_and_room_for_the_requests_of_all_targets_that_may_come(
