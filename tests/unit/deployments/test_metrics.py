@@ -39,7 +39,7 @@ MONITORING = Path(__file__).parents[3] / "k8s" / "components" / "monitoring"
 ALERTS = yaml.safe_load((MONITORING / "alerts.yaml").read_text(encoding="utf-8"))
 DASHBOARD = json.loads((MONITORING / "grafana-dashboard.json").read_text(encoding="utf-8"))
 RULES = [rule for group in ALERTS["spec"]["groups"] for rule in group["rules"]]
-OWN_LABELS = {"le", "job", "instance", "cluster", "namespace"}
+OWN_LABELS = {"le", "job", "instance", "cluster", "namespace", "application"}
 
 
 def panels() -> list[dict[str, Any]]:
