@@ -4,9 +4,9 @@ Enters: the replicas' reports with their counter deltas, about once a second; sa
 the K of each workload, once a point. Leaves: a part of `GET /drafting`. `now_s` is monotonic, times of points and
 events are Unix times.
 
-The speed-up by drafts is an estimate. Tokens, verified drafts and accepted drafts are counted. The times of steps with
-these drafts, and of the more steps that the same tokens take without drafts, are those of the step latency model at the
-load of each second. Prompts are left out of both.
+The speed-up by drafts is an estimate. Tokens, verified drafts and accepted drafts are counted. The step
+latency model gives the times at the load of each second: for steps with these drafts, and for the more steps that the
+same tokens take without drafts. Prompts are left out of both.
 """
 
 import math
@@ -77,7 +77,7 @@ def speed_up(record: Array) -> float | None:
 
 
 def quantile(buckets: Mapping[float, float], share: float) -> float | None:
-    """Of a histogram, by upper bound of a bucket and count up to it, as Prometheus estimates it; None when empty."""
+    """A quantile of a histogram, as Prometheus estimates it; None when empty. buckets: count up to each bound."""
     finite = sorted(buckets)[:-1]  # the last one is infinity
     total = max(buckets.values(), default=0.0)
     if total <= 0 or not finite:

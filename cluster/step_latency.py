@@ -162,7 +162,8 @@ def average_latency(engines: Sequence[StepLatency]) -> StepLatency:
 _R, _K = np.meshgrid(REQUESTS, np.maximum(_COLUMNS, 0.0), indexing="ij")
 _PASS = np.broadcast_to(np.array(_COLUMNS) >= 0, _K.shape)
 _CPU_COEFFICIENTS = 0.03 * np.array([1.0, 1 / 64, 1 / 16, 0.3, 0.18, 1 / 16])
-"""Of a CPU's terms. It is compute-bound at once: within 30 % of the drafted steps of SmolLM2-135M on two cores."""
+"""Coefficients of a CPU's terms. A CPU is compute-bound at once. They are within 30 % of the drafted steps of
+SmolLM2-135M on two cores."""
 _GPU_TABLE = 0.008 * (1.0 + np.maximum(_R * (1 + _K) - 64, 0) / 150 + _R / 200 + (0.2 + 0.001 * _R) * _PASS)
 """A GPU has room for 64 rows: within 10 % of the steps of an H200 with the shape of Llama-3.1-8B."""
 _GPU_PROMPT_ROW_S = 0.008 / 150

@@ -60,7 +60,7 @@ class EngineAnswers:
     def attach(
         cls, engine: Any, recorder: DraftingRecorder, charge: Charge, grammars: GrammarChecker
     ) -> "EngineAnswers":
-        """Of an engine before its first request, whose client is changed: it checks requests and counts drafts."""
+        """For an engine before its first request. Its client is changed: it checks requests and counts drafts."""
         client = compat.engine_client(engine)
         recorder.attach(client)
         guard(client, grammars)

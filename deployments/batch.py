@@ -20,7 +20,7 @@ from peagle.schema import problem_lines
 Json = dict[str, Any]
 
 MAX_RETRIES = 8
-"""Of a request that a full or a restarting service refuses: for 40 s, or as long as its Retry-After says."""
+"""Retries of a request that a full or a restarting service refuses: for 40 s, or as long as its Retry-After says."""
 
 TIMEOUT_S = 3600.0
 

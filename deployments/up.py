@@ -304,10 +304,14 @@ def _describe(config: Mapping[str, Any], settings: ClusterSettings) -> str:
     return "\n".join(lines)
 
 
-def num_logical_cpus(services: Sequence[ClusterSettings]) -> int:
+def num_logical_cpus(config: Mapping[str, Any], services: Sequence[ClusterSettings]) -> int:
     """CPUs that Ray is told to have. They are places for processes, not cores: replicas, router and engine workers
     each take some, and on a small machine nothing would ever be scheduled with the number of cores."""
-    return max(MIN_LOGICAL_CPUS, int(sum(resources(settings)["CPU"] for settings in services)) + 3, os.cpu_count() or 1)
+    needed = sum(resources(settings)["CPU"] for settings in services)
+    if (gateway := gateway_application(config)) is not None:
+        front = GatewaySettings.read(gateway.get("args"))
+        needed += front.num_replicas * front.num_cpus
+    return max(MIN_LOGICAL_CPUS, int(needed) + 3, os.cpu_count() or 1)
 
 
 # ---- a Ray cluster
@@ -337,7 +341,7 @@ def ray_cluster(
             host, port = _address(config)
             if reason := _why_taken(host, port):
                 raise UpError(f"{host}:{port} cannot be used ({reason}); set http_options.port in the YAML")
-            num_cpus = num_logical_cpus(services)
+            num_cpus = num_logical_cpus(config, services)
             say(f"starting Ray on this machine ({num_cpus} logical CPUs)")
             local = {} if detach else LOCAL_ENVIRONMENT
             env = {**ray_environment(say), **local, **os.environ}

@@ -16,10 +16,7 @@ from peagle.train.recipe import Recipe
 
 @dataclasses.dataclass(frozen=True)
 class TrainingPlan:
-    """num_trainable: parameters of the drafter; gib: memory of each part, `rows` (activations) roughly; available: GiB.
-
-    The sum is between 0.9 and 1.25 times the peaks that the heads of `configs/train` had on GPUs.
-    """
+    """num_trainable: parameters of the drafter; gib: of each part, `rows` (activations) roughly; available: GiB."""
 
     num_trainable: int
     gib: dict[str, float]

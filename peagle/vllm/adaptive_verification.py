@@ -7,8 +7,8 @@ before it. Its cumulative probability is the product of its own and of all befor
 cumulative probability are verified. Both are properties of the distribution and not of a drawn token, so the output
 keeps the target's distribution.
 
-`AdaptiveVerification` replaces vLLM's `AdaptiveVerificationManager` in the runner, in steps with a draft budget. vLLM's
-own rule brings 0.95 of its tokens/s (docs/performance.md).
+`AdaptiveVerification` replaces vLLM's `AdaptiveVerificationManager` in the runner, in steps with a draft budget. With
+vLLM's rule the engine makes 0.95 times the tokens/s (docs/performance.md).
 
 B requests, S places of requests in the runner, K drafts at most.
 """
@@ -199,7 +199,7 @@ def _choose_kernel(
         higher = least | (1 << (30 - index))
         least = tl.where(tl.sum((bits >= higher).to(tl.int32)) >= num_drafts, higher, least)
     num_better = tl.sum((bits > least).to(tl.int32))
-    # Of equal drafts the first are chosen. Those of one request are adjacent, and after its better ones.
+    # Among equal drafts the first are chosen. Those of one request are adjacent, and after its better ones.
     equal = tl.reshape((bits == least).to(tl.int32), [ROWS * COLUMNS])
     is_chosen = tl.reshape((tl.cumsum(equal, axis=0) <= num_drafts - num_better) & (equal > 0), [ROWS, COLUMNS])
     admitted = tl.sum(((bits > least) | is_chosen).to(tl.int32), axis=1)

@@ -1,10 +1,10 @@
 """The service through LangChain and LiteLLM, which are not in the lock: `pip install langchain-openai litellm`."""
 
-from typing import Any, Literal
+from typing import Any
 
 import pytest
-from pydantic import BaseModel
 
+from tests.service.test_service_protocols import Weather
 from tests.support.service_harness import QUESTION, Service
 
 langchain_openai = pytest.importorskip("langchain_openai")
@@ -12,10 +12,6 @@ litellm = pytest.importorskip("litellm")
 pytestmark = pytest.mark.service
 
 LIMIT = 12
-
-
-class Weather(BaseModel):
-    city: Literal["Lisbon", "Porto"]
 
 
 @pytest.fixture(scope="module")

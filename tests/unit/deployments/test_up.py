@@ -18,7 +18,15 @@ import yaml
 from cluster.history import ServiceHistory
 from deployments import up
 from deployments.cli import main
-from deployments.up import UpError, base_url, live_form, read_config
+from deployments.up import (
+    UpError,
+    base_url,
+    gateway_application,
+    live_form,
+    num_logical_cpus,
+    read_config,
+    resources,
+)
 from peagle.checkpoint import save_head
 from peagle.schema import SettingsError
 from tests.support.head_factory import CONFIG, head_tensors
@@ -60,6 +68,12 @@ def several(*prefixes: str, gateway: str | None = None) -> dict[str, Any]:
     made = [{**model, "name": prefix, "route_prefix": prefix} for prefix in prefixes]
     front = {"name": "g", "import_path": "deployments.gateway:build", "args": {"models": {"m": gateway}}}
     return {"applications": made if gateway is None else [front, *made]}
+
+
+def test_rays_places_are_enough_for_the_models_and_the_gateway() -> None:
+    raw, *services = read_config(CONFIGS / "two-models.yaml")
+    gateway_application(raw)["args"] |= {"num_replicas": 200, "num_cpus": 1}
+    assert num_logical_cpus(raw, services) >= 200 + sum(resources(one)["CPU"] for one in services)
 
 
 def test_each_of_several_models_is_changed_live() -> None:
