@@ -37,10 +37,10 @@ PANELS = (
     ),
     Panel(
         "Llama-3.1-8B's shape, random weights",
-        "equal acceptance; one H200; vLLM 0.29",
-        "2026-11-26-headline-8b-shape-packed-h200x4.json",
+        "acceptance set; one H200; vLLM 0.32, EAGLE-3 0.33",
+        "2026-11-28-headline-8b-shape-h200x2.json",
         "random",
-        {"this service": ["ours-7"], "EAGLE-3, K = 3": ["eagle3-3"]},
+        {"this service": ["ours-7x4"], "EAGLE-3, K = 3": ["eagle3-3"]},
     ),
 )
 STYLE = """

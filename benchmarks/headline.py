@@ -282,6 +282,7 @@ def servers(options: argparse.Namespace, arms: list[Arm], first: int) -> Iterato
     urls: dict[Arm, tuple[str, float, int]] = {}
     with contextlib.ExitStack() as stack:
         started: dict[Arm, tuple[subprocess.Popen[bytes], str, float]] = {}
+        processes: list[subprocess.Popen[bytes]] = []
         for index, arm in enumerate(arms, start=first):
             port = options.first_port + index
             log = stack.enter_context((options.folder / f"{arm}.log").open("wb"))
@@ -293,10 +294,13 @@ def servers(options: argparse.Namespace, arms: list[Arm], first: int) -> Iterato
                 start_new_session=True,
             )
             stack.callback(stop, process)
+            processes.append(process)
             started[arm] = process, f"http://127.0.0.1:{port}", time.monotonic()
+        # Each takes long to stop, and they stop beside each other.
+        stack.callback(lambda: [process.terminate() for process in processes])
         while started:
             for arm, (process, url, start_s) in list(started.items()):
-                if is_ready(url):
+                if process.poll() is None and is_ready(url):
                     urls[arm] = url, round(time.monotonic() - start_s, 1), process.pid
                 elif process.poll() is None and time.monotonic() - start_s < options.max_ready_s:
                     continue
@@ -458,15 +462,18 @@ def read_counters(url: str) -> Counts:
 def parse_counters(text: str) -> Counts:
     """Of a page in Prometheus' form; depths count from 1."""
     found = Counts(dict.fromkeys(COUNTERS, 0.0))
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            for name, samples in COUNTERS.items():
-                found[name] += sample.value if sample.name in samples else 0.0
-            position = sample.labels.get("position")  # vLLM's, from 0
-            depth = int(sample.labels.get("depth") or 0) if position is None else int(position) + 1
-            kind = "reached" if sample.name == REACHED_BY_DEPTH else "accepted"
-            if depth and (kind == "reached" or sample.name in ACCEPTED_BY_DEPTH):
-                found[f"{kind}/{depth}"] = found.get(f"{kind}/{depth}", 0.0) + sample.value
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    # A service of ours has vLLM's families beside its own, which count the same drafts.
+    if any(sample.name.startswith("peagle_") for sample in samples):
+        samples = [sample for sample in samples if not sample.name.startswith("vllm:spec_decode_")]
+    for sample in samples:
+        for name, names in COUNTERS.items():
+            found[name] += sample.value if sample.name in names else 0.0
+        position = sample.labels.get("position")  # vLLM's, from 0
+        depth = int(sample.labels.get("depth") or 0) if position is None else int(position) + 1
+        kind = "reached" if sample.name == REACHED_BY_DEPTH else "accepted"
+        if depth and (kind == "reached" or sample.name in ACCEPTED_BY_DEPTH):
+            found[f"{kind}/{depth}"] = found.get(f"{kind}/{depth}", 0.0) + sample.value
     return found
 
 

@@ -220,7 +220,13 @@ class TargetSettings(Section):
         description="Ray resources of each engine worker, such as `{GPU: 1}` or `{CPU: 1}`.",
     )
     env: dict[str, str] = Field(default_factory=dict, description="Environment variables of replica and engine.")
-    front_ends: int = Field(default=1, ge=1, le=64, description="Processes that turn text to tokens and back.")
+    front_ends: int | None = Field(
+        default=None,
+        ge=1,
+        le=64,
+        description="Processes that turn text to tokens and back; by default [by the CPUs]"
+        "(architecture.md#front-end-processes).",
+    )
 
     @property
     def has_gpu(self) -> bool:

@@ -71,6 +71,8 @@ gc.enable()
 
 logger = logging.getLogger(__name__)
 
+CPUS_OF_A_FRONT_END, MAX_DEFAULT_FRONT_ENDS = 8, 4
+
 
 class TargetServer(LLMServer):
     """One replica. Its constructor returns when the engine answers, so a running replica is a ready one."""
@@ -107,15 +109,18 @@ class TargetServer(LLMServer):
         self._front_ends: FrontEndProcesses | None = None
         charge: Charge = lambda *counted: self.front_end.charge(*counted)  # noqa: E731  # it is made later
 
+        on_cpu = not settings.target.has_gpu
+        own_node = ray.get_runtime_context().get_node_id()
+        num_cpus = next(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["NodeID"] == own_node)
+
         def launch_front_ends(vllm_config: Any, arguments: Namespace) -> tuple[Sequence[Address], str | None]:
-            number = settings.target.front_ends
+            number = settings.target.front_ends or default_front_ends(num_cpus, on_cpu)
             if number == 1:
                 return (), None
             model = settings.model.id
             self._front_ends = FrontEndProcesses(number, model, max_workloads, self._recorder, charge, keep)
             return self._front_ends.launch(vllm_config, arguments), self._front_ends.metrics_folder.name
 
-        on_cpu = not settings.target.has_gpu
         await super().__init__(config, engine_cls=compat.engine_class(on_cpu, launch_front_ends))
         compat.check_engine(self.engine)
         self._client = client = compat.engine_client(self.engine)
@@ -345,6 +350,12 @@ def prepare(settings: ClusterSettings) -> tuple[str, Path | None]:
     if drafter.is_vllms_own:
         return target, local_directory(target_source(drafter.head))
     return target, head_directory(drafter.head, target)
+
+
+def default_front_ends(num_cpus: float, on_cpu: bool) -> int:
+    """Front-end processes of a replica. num_cpus: that Ray has on its node."""
+    # An engine on the CPU needs the cores itself.
+    return 1 if on_cpu else max(1, min(MAX_DEFAULT_FRONT_ENDS, int(num_cpus / CPUS_OF_A_FRONT_END)))
 
 
 def use_all_cores_of_a_small_machine(environ: MutableMapping[str, str] = os.environ) -> None:

@@ -21,7 +21,6 @@ The host goes on, the stream waits, and the host learns later from `outcome` wha
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import mmap
 import os
@@ -150,7 +149,7 @@ class Ring:
         return cls(fd, shape)
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):  # a ring that could not be made
+        if hasattr(self, "_fd") and os is not None:  # not made; or at the interpreter's end, when the kernel closes it
             os.close(self._fd)
 
     def slot(self, number: int) -> Slot:

@@ -1,7 +1,7 @@
 """A block drafter drafts behind our scheduler and worker what it drafts in stock vLLM with the same weights.
 
-vLLM fills dummy weights from a fixed seed, so both engines have the same ones. Both drafters are asked one request at a
-time: what they propose then depends on nothing but the text.
+Both engines fill their weights from the same seeds, and have one request at a time: what a drafter proposes then
+depends on nothing but the text.
 """
 
 import json
@@ -33,11 +33,18 @@ DRAFTER = TARGET | {
 
 
 class DraftRecorder:
-    """vLLM's `worker_extension_cls`: keeps what the speculator proposes."""
+    """vLLM's `worker_extension_cls`: weights that tell texts apart, and what the speculator proposes."""
 
     model_runner: Any
 
     def start_recording(self) -> None:
+        for model in (self.model_runner.model, self.model_runner.speculator.model):
+            for seed, weight in enumerate(model.parameters()):
+                if weight.ndim == 1:
+                    weight.data.fill_(1)
+                else:
+                    drawn = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
+                    weight.data.copy_(drawn / weight.shape[-1] ** 0.5)
         self.proposed: list[list[list[int]]] = []
         propose = self.model_runner.speculator.propose
 

@@ -23,7 +23,7 @@ from deployments.answers import EngineAnswers
 from deployments.errors import ApiError
 from deployments.front_end import FrontEnd, Usage
 from deployments.replicas import EngineLost
-from deployments.target import TargetServer
+from deployments.target import TargetServer, default_front_ends
 from deployments.usage_log import UsageLog
 from peagle.vllm.recorder import RequestDrafting
 from tests.support.counted import counts_of
@@ -343,3 +343,10 @@ def test_a_target_follows_the_router_and_goes_on_when_it_is_silent() -> None:
         assert admitted.drafting.source in ("learned", "probe")
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("num_cpus", "on_cpu", "number"), [(2, False, 1), (16, False, 2), (128, False, 4), (16, True, 1)]
+)
+def test_front_end_processes_by_default_follow_the_nodes_cpus(num_cpus: float, on_cpu: bool, number: int) -> None:
+    assert default_front_ends(num_cpus, on_cpu) == number
