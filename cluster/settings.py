@@ -221,11 +221,7 @@ class TargetSettings(Section):
     )
     env: dict[str, str] = Field(default_factory=dict, description="Environment variables of replica and engine.")
     front_ends: int | None = Field(
-        default=None,
-        ge=1,
-        le=64,
-        description="Processes that turn text to tokens and back; by default [by the CPUs]"
-        "(architecture.md#front-end-processes).",
+        default=None, ge=1, le=64, description="Processes that turn text to tokens and back; by default by the CPUs."
     )
 
     @property

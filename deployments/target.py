@@ -111,7 +111,7 @@ class TargetServer(LLMServer):
 
         on_cpu = not settings.target.has_gpu
         own_node = ray.get_runtime_context().get_node_id()
-        num_cpus = next(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["NodeID"] == own_node)
+        num_cpus = next(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["NodeID"] == own_node)  # type: ignore[no-untyped-call]
 
         def launch_front_ends(vllm_config: Any, arguments: Namespace) -> tuple[Sequence[Address], str | None]:
             number = settings.target.front_ends or default_front_ends(num_cpus, on_cpu)
