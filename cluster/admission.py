@@ -85,11 +85,6 @@ class _Line:
             return 0
         return next((index for index, (_, weight) in enumerate(self.waiting) if weight == 1), 0)
 
-    def remove_waiting(self, index: int) -> None:
-        """Remove the request at this place of `waiting`, which goes next."""
-        del self.waiting[index]
-        self.num_overtaken = self.num_overtaken + 1 if index else 0
-
 
 class Admission:
     """The places of one replica. All but the clocks may be changed at any time.
@@ -129,15 +124,6 @@ class Admission:
         self._queued_weight = 0
         self._num_served = 0
         self._lines: dict[str, _Line] = {}
-
-    @property
-    def num_lines(self) -> int:
-        """Callers that are remembered."""
-        return len(self._lines)
-
-    def running_by_caller(self) -> dict[str, int]:
-        """Requests that run, by `Caller.line`."""
-        return {line.name: line.num_running for line in self._lines.values() if line.num_running}
 
     @asynccontextmanager
     async def hold_places(self, caller: Caller, weight: int = 1) -> AsyncIterator[None]:
@@ -205,20 +191,18 @@ class Admission:
         line.limit = None if most is None else -(-most // self.num_replicas)
         now_s = self._clock()
         for name, per_minute in _rates_of(caller).items():
-            rate = line.rates.get(name)
-            share = None if per_minute is None else per_minute / self.num_replicas
-            if share is None:
+            if per_minute is None:
                 line.rates.pop(name, None)
-            elif rate is None:
-                line.rates[name] = Allowance(share, now_s)
-            elif rate.per_minute != share:
-                rate.change(share, now_s)
+            else:
+                share = per_minute / self.num_replicas
+                line.rates.setdefault(name, Allowance(share, now_s)).change(share, now_s)
         return line
 
     def _hand_out_places(self) -> None:
         """Give the free places to those whose turn it is."""
         while True:
-            lines = [line for line in self._lines.values() if line.waiting and self._may_run(line)]
+            waiting = [line for line in self._lines.values() if line.waiting]
+            lines = [line for line in waiting if line.limit is None or line.num_running < line.limit]
             if not lines:
                 return
             line = min(lines, key=lambda line: (line.weight, line.last_served))
@@ -232,7 +216,8 @@ class Admission:
             num_places = self.max_running - (self.num_reserved if line.num_running else 0)
             if self.num_running and self._weight + weight > num_places:
                 return
-            line.remove_waiting(index)
+            del line.waiting[index]
+            line.num_overtaken = line.num_overtaken + 1 if index else 0
             self._count_queued(-1, -weight)
             self._num_served += 1
             line.last_served = self._num_served
@@ -241,10 +226,6 @@ class Admission:
             self.num_running += 1
             self._weight += weight
             turn.set_result(None)
-
-    @staticmethod
-    def _may_run(line: _Line) -> bool:
-        return line.limit is None or line.num_running < line.limit
 
     def _leave(self, line: _Line, weight: int) -> None:
         line.num_running -= 1
@@ -285,15 +266,25 @@ class BodyBudget:
         self._by_line: Counter[str] = Counter()
 
     @contextmanager
-    def hold_body(self, caller: Caller) -> Iterator["HeldBody"]:
-        """The body of a request of this caller, held during the `with`."""
-        body = HeldBody(self, caller.line)
-        try:
-            yield body
-        finally:
-            self.charge(caller.line, -body.num_counted)
+    def hold_body(self, caller: Caller) -> Iterator[Callable[[int], None]]:
+        """The body of a request of this caller, held during the `with`. Gives a function that counts bytes as they
+        arrive, and raises BusyError where they do not fit. The first `UNCOUNTED_BODY_BYTES` are free as long as there
+        are no more."""
+        num_bytes = num_charged = 0
 
-    def charge(self, line: str, num_bytes: int) -> None:
+        def add(number: int) -> None:
+            nonlocal num_bytes, num_charged
+            num_bytes += number
+            if num_bytes > UNCOUNTED_BODY_BYTES:
+                self._charge(caller.line, num_bytes - num_charged)
+                num_charged = num_bytes
+
+        try:
+            yield add
+        finally:
+            self._charge(caller.line, -num_charged)
+
+    def _charge(self, line: str, num_bytes: int) -> None:
         """Raises BusyError, with nothing charged, where they do not fit."""
         share = self.max_bytes // 2
         if num_bytes > 0 and (self.num_bytes + num_bytes > self.max_bytes or self._by_line[line] + num_bytes > share):
@@ -306,21 +297,6 @@ class BodyBudget:
         self._by_line[line] += num_bytes
         if not self._by_line[line]:
             del self._by_line[line]
-
-
-class HeldBody:
-    """One request's body as it arrives. Its first `UNCOUNTED_BODY_BYTES` are free as long as there are no more."""
-
-    def __init__(self, budget: BodyBudget, line: str) -> None:
-        self._budget, self._line = budget, line
-        self._num_bytes = self.num_counted = 0
-
-    def add(self, num_bytes: int) -> None:
-        """Raises BusyError where they do not fit."""
-        self._num_bytes += num_bytes
-        if self._num_bytes > UNCOUNTED_BODY_BYTES:
-            self._budget.charge(self._line, self._num_bytes - self.num_counted)
-            self.num_counted = self._num_bytes
 
 
 def _rates_of(caller: Caller) -> dict[str, float | None]:

@@ -1104,7 +1104,7 @@ class ClusterSettings(Section):
         found = {one.key_sha256: one.caller(name) for name, one in self.callers.items() if one.key_sha256}
         in_files = {name: one for name, one in self.callers.items() if one.key_file}
         found |= {digest: one.caller(name) for name, one in in_files.items() for digest in keys.get(name, ())}
-        return Callers(found)
+        return found
 
     def read_key_files(self) -> dict[str, list[str]]:
         """SHA-256 of the keys in the files of callers, by caller.

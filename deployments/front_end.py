@@ -35,6 +35,7 @@ from cluster.request import (
     UnknownCallerError,
     Workloads,
     client_network,
+    identify_caller,
     resolve,
     system_prompt,
 )
@@ -243,7 +244,7 @@ class FrontEnd:
         if self._callers is None:
             return replace(ANYONE, address=client_network(address))
         try:
-            return self._callers.identify(authorization)
+            return identify_caller(self._callers, authorization)
         except UnknownCallerError as error:
             raise ApiError(401, str(error), code="invalid_api_key") from error
 

@@ -23,6 +23,7 @@ from ray.scripts.scripts import cli as ray_command_line
 from ray.serve.schema import ServeDeploySchema
 
 import peagle.heads
+from cluster.request import identify_caller
 from cluster.settings import Catalog, ClusterSettings, key_variables, load_settings, with_live
 from deployments import ROUTER_NAME, TARGET_NAME
 from deployments.batch import read_requests
@@ -235,7 +236,7 @@ def test_keys_are_named_and_not_held(raw: Json, make: Any, monkeypatch: pytest.M
     settings, options = settings_in(service, keys)
     table = settings.caller_table()
     assert table is not None
-    caller = table.identify("Bearer sk-web")
+    caller = identify_caller(table, "Bearer sk-web")
     assert (caller.name, caller.max_k) == ("web", 3)
     assert "callers" not in options[ROUTER_NAME]["user_config"]  # None there would open the service
     assert key_variables({"callers": [1]}) == key_variables({"callers": {"a": 1, "b": {"key_env": 2}}}) == []
