@@ -104,6 +104,16 @@ STREAMED_FORMATS = ("runai_streamer", "runai_streamer_sharded")
 
 _HUGGING_FACE_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TAG_RULE = "1 to 64 letters, digits or . _ : - starting with a letter or digit"
+
+
+def _check_tag(tag: str) -> str:
+    if not is_workload_tag(tag):
+        raise ValueError(f" is {tag!r:.80}: a workload is {_TAG_RULE}")
+    return tag
+
+
+Tag = Annotated[str, AfterValidator(_check_tag)]
+
 _KEY_RULE = (
     "write key_sha256 (printf %s KEY | sha256sum), or key_env, the name of an environment variable that holds it, or "
     "key_file, a file that does"
@@ -181,7 +191,7 @@ class ModelSettings(Section):
         validate_default=True,
         description="Model's name in requests; by default the last part of `source`.",
     )
-    aliases: dict[str, str] = Field(
+    aliases: dict[str, Tag] = Field(
         default_factory=dict, description="Further names of the model, each with the workload of its requests."
     )
 
@@ -200,11 +210,9 @@ class ModelSettings(Section):
     @classmethod
     def _check_aliases(cls, aliases: dict[str, str], info: ValidationInfo) -> dict[str, str]:
         model_id = info.data.get("id")
-        for alias, workload in aliases.items():
+        for alias in aliases:
             if not alias or alias == model_id or any(character.isspace() for character in alias):
                 raise ValueError(f" has the name {alias!r:.80}: an alias is another name than {model_id}, no blanks")
-            if not is_workload_tag(workload):
-                raise ValueError(f".{alias} is {workload!r:.80}: a workload is {_TAG_RULE}")
         return aliases
 
 
@@ -297,7 +305,7 @@ class DrafterSettings(Section):
     links: LinkSettings | None = Field(
         default=None, description="How long targets wait for drafts; with `placement: remote` only."
     )
-    heads_by_workload: dict[str, str] = Field(
+    heads_by_workload: dict[Tag, str] = Field(
         default_factory=dict, description="Workloads with a head of their own; with `placement: remote` only."
     )
     spare_heads: int = Field(
@@ -438,8 +446,6 @@ class DrafterSettings(Section):
     ) -> tuple[str, list[str]]:
         """A workload's head, resolved, and why it cannot draft beside the default head."""
         key = f".heads_by_workload.{workload}"
-        if not is_workload_tag(workload):
-            return name, [f".heads_by_workload has the tag {workload!r:.80}: a tag is {_TAG_RULE}"]
         try:
             resolved, head = catalog.head(name)
         except ValueError as error:
@@ -485,25 +491,18 @@ class DepthSettings(Section):
     )
     default: int | None = Field(default=None, ge=0, description="K where nothing else decides; by default `max`.")
     max: int | None = Field(default=None, ge=0, description="Largest K of any request; by default K_max.")
-    by_workload: dict[str, int] = Field(default_factory=dict, description="Pinned K by workload.")
+    by_workload: dict[Tag, int] = Field(default_factory=dict, description="Pinned K by workload.")
     state: str | None = Field(default=None, description="File for what was learned; by default Ray's key-value store.")
-    objectives: dict[str, Objective] = Field(
+    objectives: dict[Tag, Objective] = Field(
         default_factory=dict, description="Limits of a workload; with `policy: adaptive` only."
     )
 
     @model_validator(mode="after")
     def _check_meaning(self) -> typing.Self:
-        problems = [
-            f".{key} has the tag {tag!r:.80}: a tag is {_TAG_RULE}"
-            for key in ("by_workload", "objectives")
-            for tag in getattr(self, key)
-            if not is_workload_tag(tag)
-        ]
         if self.policy == "fixed" and self.objectives:
-            problems.append(".objectives is read by the adaptive policy only: write depth.policy: adaptive")
-        elif both := sorted(self.by_workload.keys() & self.objectives.keys()):
-            problems.append(f".by_workload pins K of {both[0]}, so depth.objectives.{both[0]} decides nothing")
-        Problems.check(problems)
+            raise ValueError(".objectives is read by the adaptive policy only: write depth.policy: adaptive")
+        if both := sorted(self.by_workload.keys() & self.objectives.keys()):
+            raise ValueError(f".by_workload pins K of {both[0]}, so depth.objectives.{both[0]} decides nothing")
         return self
 
 
@@ -597,7 +596,7 @@ class CallerSettings(Section):
     tags: TagRight = Field(
         default="refuse", description="Whether the caller may set workload tags; `refuse` answers 403."
     )
-    workload: str | None = Field(default=None, description="Workload of its requests without a tag.")
+    workload: Tag | None = Field(default=None, description="Workload of its requests without a tag.")
     max_k: int | None = Field(default=None, ge=0, description="Largest K of its requests.")
     max_running_requests: int | None = Field(default=None, ge=1, description="Its running sequences.")
     requests_per_minute: float | None = Field(
@@ -635,13 +634,6 @@ class CallerSettings(Section):
         if digest.lower() == hash_key(""):
             raise ValueError(".key_sha256 is the SHA-256 of an empty key")
         return {**raw, "key_sha256": digest.lower(), "key_env": None}
-
-    @field_validator("workload")
-    @classmethod
-    def _check_workload(cls, workload: str | None) -> str | None:
-        if workload is not None and not is_workload_tag(workload):
-            raise ValueError(f" is {workload!r:.80}: a workload is {_TAG_RULE}")
-        return workload
 
     def caller(self, name: str) -> Caller:
         return Caller(name, **self.model_dump(exclude=set(KEY_SETTINGS)))

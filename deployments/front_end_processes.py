@@ -35,13 +35,11 @@ import uvloop
 from prometheus_client.core import Metric
 from vllm.utils.gc_utils import freeze_gc_heap
 
-from cluster.request import Drafting
 from deployments import compat
 from deployments.answers import Charge, EngineAnswers
-from deployments.body import Call, parse_body
 from deployments.errors import ApiError, engine_lost, internal_error, not_ready
 from deployments.front_end import Admitted, Answer, Usage
-from deployments.metrics import counter
+from deployments.metrics import Families
 from peagle.vllm.clients import METRICS_FOLDER, Address, client_addresses, connect
 from peagle.vllm.grammar_checker import GrammarChecker
 from peagle.vllm.recorder import DraftingRecorder, RecorderDelta
@@ -69,35 +67,10 @@ Keep = Callable[[str, str, list[int], list[int]], None]
 
 
 class Job(msgspec.Struct, tag=True, array_like=True):
-    """An `Admitted` request. `body` is read from `fields` again: pydantic's records cannot be pickled."""
+    """A request to answer."""
 
     number: int
-    call: Call
-    fields: dict[str, Any]
-    xargs: dict[str, Any]
-    request_id: str
-    drafting: Drafting
-    num_sequences: int
-    trace: dict[str, str]
-    caller: str
-    head: str
-    admitted_number: int
-
-    @classmethod
-    def pack(cls, number: int, one: Admitted) -> "Job":
-        body = one.body
-        return cls(
-            number, one.call, one.fields, dict(body.vllm_xargs or {}), body.request_id, one.drafting,
-            one.num_sequences, dict(one.trace), one.caller, one.head, one.number,
-        )  # fmt: skip
-
-    def unpack(self) -> Admitted:
-        body = parse_body(self.call, self.fields)
-        body.vllm_xargs, body.request_id = self.xargs, self.request_id
-        return Admitted(
-            self.call, self.fields, body, self.drafting, self.num_sequences, self.trace, self.caller, self.head,
-            self.admitted_number,
-        )  # fmt: skip
+    admitted: Admitted
 
 
 class Stop(msgspec.Struct, tag=True, array_like=True):
@@ -378,11 +351,11 @@ class FrontEndProcesses:
 
     def families(self, replica: str) -> list[Metric]:
         """Metrics of the processes."""
-        requests, restarts = counter("front_end_requests"), counter("front_end_restarts")
+        found = Families()
         for place, number in enumerate(self.num_requests):
-            requests.add_metric([replica, str(place)], number)
-        restarts.add_metric([replica], self.num_restarts)
-        return [requests, restarts]
+            found.add("front_end_requests", number, replica, str(place))
+        found.add("front_end_restarts", self.num_restarts, replica)
+        return list(found.values())
 
     def _run_task(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -456,7 +429,7 @@ class FrontEndProcesses:
             yield not_ready(self._model)
             return
         process, number = min(ready, key=lambda one: one.sequences.total()), next(self._numbers)
-        process.wire.send(Job.pack(number, admitted))
+        process.wire.send(Job(number, admitted))
         process.sequences[admitted.drafting.workload] += admitted.num_sequences
         self.num_requests[process.place] += 1
         items = process.jobs[number] = asyncio.Queue()
@@ -530,7 +503,7 @@ class Worker:
     async def _answer(self, job: Job, room: asyncio.Semaphore) -> None:
         number, usage = job.number, None
         try:
-            async with contextlib.aclosing(self._answers.generate(job.unpack())) as items:
+            async with contextlib.aclosing(self._answers.generate(job.admitted)) as items:
                 async for item in items:
                     if isinstance(item, str):
                         await room.acquire()

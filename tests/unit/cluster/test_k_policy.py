@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.acceptance import RatesError
 from cluster.counts import Counts, TargetReport, WorkloadCounts
 from cluster.k_policy import EXPLORED_STEPS, MAX_REPORT_AGE_S, MIN_GAIN, Demand, KPolicy, best_ks, steady_ks
 from cluster.request import DepthPolicy, Drafting, resolve
@@ -129,23 +128,6 @@ def test_a_fraction_of_a_request_lies_between_whole_ones():
     assert steps[1] == pytest.approx((steps[0] + steps[2]) / 2, rel=0.02)
     thin, one = (best_ks([Demand("a", num, CODE, 5)], latency) for num in (0.1, 1))
     assert thin == one, "a step that runs has a request"
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Demand("a", math.nan, CODE, 5), "num_requests of 'a' is nan"),
-        (lambda: Demand("a", 1, CODE, 6), "workload 'a' may get 6 drafts but has acceptance rates of 5"),
-        (lambda: Demand("a", 1, (math.nan,), 1), "rate of workload 'a' at position 1 is nan"),
-        (lambda: Demand("a", 1, CODE, 2, min_k=3), "from 3 to 2, which cannot be"),
-        (lambda: best_ks([], Table()), "at least one demand"),
-        (lambda: best_ks([Demand("a", 1, CODE, 5)] * 2, Table()), "each workload once"),
-    ],
-)
-def test_what_cannot_be_is_named(make, message):
-    with pytest.raises(ValueError, match=message) as found:
-        make()
-    assert isinstance(found.value, RatesError) == ("rate" in message)
 
 
 # ---- K is steady
