@@ -65,7 +65,6 @@ def test_a_key_by_digest_and_by_variable_are_the_same_caller_and_stay_secret() -
     for key in ({"key_sha256": DIGEST.upper()}, {"key_env": "WEB_KEY"}):
         settings = service({"web": {**key, **further}})
         table = settings.caller_table()
-        assert table is not None
         for header in (f"Bearer {SECRET}", f"bearer   {SECRET} "):
             assert identify_caller(table, header) == wanted
         assert SECRET not in repr(settings)
@@ -78,7 +77,6 @@ def test_a_key_by_digest_and_by_variable_are_the_same_caller_and_stay_secret() -
 )
 def test_an_unknown_caller_is_told_nothing_of_the_key(header: str | None) -> None:
     table = service({"web": {"key_sha256": DIGEST}}).caller_table()
-    assert table is not None
     with pytest.raises(UnknownCallerError) as raised:
         identify_caller(table, header)
     assert SECRET not in str(raised.value)
@@ -92,7 +90,6 @@ def test_all_keys_of_a_file_are_the_callers_and_others_can_be_read_later(tmp_pat
         found = settings.read_key_files()
         assert found == {"web": [hash_key(key) for key in keys]}
         table = settings.caller_table(found)
-        assert table is not None
         for key in ("sk-new", "sk-old", "sk-next"):
             with contextlib.nullcontext() if key in keys else pytest.raises(UnknownCallerError):
                 assert identify_caller(table, f"Bearer {key}") == Caller("web", max_k=3)

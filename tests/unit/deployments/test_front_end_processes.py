@@ -64,7 +64,7 @@ class NoProcess(FrontEndProcess):
         chat: Any = SimpleNamespace(create_chat_completion=ask, create_error_response=create_error_response)
         record = RequestDrafting("x", "default", 7, COUNTS, num_output_tokens=9, num_prompt_tokens=4)
         recorder = DraftingRecorder()
-        recorder.pop = lambda response_id: record  # type: ignore[method-assign]
+        recorder.pop = lambda response_id: record
         self.checker = RemoteGrammarChecker(wire)
         engine = compat.front_end_engine(client, chat, None)
         charge = lambda *charged: wire.send(front_end_processes.Charged(*charged))  # noqa: E731
@@ -110,7 +110,7 @@ class Replica(FrontEndProcesses):
 
         self.launch(None, Namespace())
         self.engine_end = asyncio.get_running_loop().create_future()
-        await self.attach(SimpleNamespace(find_outcome=find_outcome), abort, self.engine_end)  # type: ignore[arg-type]
+        await self.attach(SimpleNamespace(find_outcome=find_outcome), abort, self.engine_end)
 
     def process(self, place: int) -> Any:
         return self._processes[place]

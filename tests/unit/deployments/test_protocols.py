@@ -122,7 +122,7 @@ def test_a_client_that_leaves_closes_the_answer_at_once(path: str) -> None:
             gone.set()
 
         async with asyncio.timeout(60):
-            await make_app(backend, Entrance())(http_scope(path), receive, send)  # type: ignore[arg-type]
+            await make_app(backend, Entrance())(http_scope(path), receive, send)
         assert (backend.num_closed, answers_by_status(backend)) == (1, {"499": 1})
 
     asyncio.run(run())
