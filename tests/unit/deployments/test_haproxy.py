@@ -14,7 +14,7 @@ from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig,
 from ray.serve.config import HTTPOptions
 
 from benchmarks.common import free_port
-from deployments import compat, haproxy
+from deployments import compat, errors, haproxy
 from deployments.up import ray_environment
 
 Use = Callable[[Any, httpx.AsyncClient], Awaitable[None]]
@@ -83,8 +83,8 @@ async def wait_for_answer(client: httpx.AsyncClient) -> list[Any]:
 def test_before_any_application_is_known_a_request_gets_503_with_retry_after(tmp_path: Path) -> None:
     async def use(_: Any, client: httpx.AsyncClient) -> None:
         answer = await client.post("/v1/completions", json={"prompt": "a"})
-        assert (answer.status_code, answer.headers["retry-after"]) == (503, str(compat.RETRY_AFTER_S))
-        assert answer.json()["error"]["code"] == compat.NOT_READY_CODE
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, str(errors.RETRY_AFTER_S))
+        assert answer.json()["error"]["code"] == errors.NOT_READY_CODE
 
     use_haproxy(tmp_path, use)
 
@@ -122,8 +122,8 @@ def test_a_server_that_died_gives_503_with_retry_after(tmp_path: Path) -> None:
         api.set_backend_configs({"app": BackendConfig(name="app", path_prefix="/", app_name="app", servers=[gone])})
         await api.reload()
         answer = await client.get("/v1/models")
-        assert (answer.status_code, answer.headers["retry-after"]) == (503, str(compat.RETRY_AFTER_S))
-        assert answer.json()["error"]["code"] == compat.LOST_CODE
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, str(errors.RETRY_AFTER_S))
+        assert answer.json()["error"]["code"] == errors.LOST_CODE
 
     use_haproxy(tmp_path, use)
 
