@@ -44,9 +44,13 @@ class ApiError(Exception):
         self.code = code or {400: "invalid_value", 404: "not_found"}.get(status)
         self.retry_after_s = RETRY_AFTER_S if status in (502, 503) and retry_after_s is None else retry_after_s
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """By which the same error is made again."""
+        return {name: getattr(self, name) for name in ("status", "message", "param", "code", "retry_after_s")}
+
     def __reduce__(self) -> tuple[Any, ...]:
-        kwargs: dict[str, Any] = {"param": self.param, "code": self.code, "retry_after_s": self.retry_after_s}
-        return functools.partial(ApiError, **kwargs), (self.status, self.message)
+        return functools.partial(ApiError, **self.arguments), ()
 
     def body(self, path: str = "") -> dict[str, Any]:
         """`{"error": {"message", "type", "param", "code"}}`, which can be encoded whatever the client sent. `path`: of

@@ -111,25 +111,17 @@ class Event(msgspec.Struct, tag=True, array_like=True):
 
 
 class Failure(msgspec.Struct, tag=True, array_like=True):
-    """An `ApiError` of a job's `Answer`."""
+    """An `ApiError` of a job's `Answer`, by its arguments."""
 
     number: int
-    status: int
-    message: str
-    param: str | None
-    code: str | None
-    retry_after_s: int | None
-
-    @classmethod
-    def pack(cls, number: int, error: ApiError) -> "Failure":
-        return cls(number, error.status, error.message, error.param, error.code, error.retry_after_s)
+    arguments: dict[str, Any]
 
 
 class End(msgspec.Struct, tag=True, array_like=True):
     """The end of a job's `Answer`, with its `Usage` if it is complete."""
 
     number: int
-    usage: tuple[int, int, int] | None
+    usage: Usage | None
 
 
 class Charged(msgspec.Struct, tag=True, array_like=True):
@@ -137,7 +129,7 @@ class Charged(msgspec.Struct, tag=True, array_like=True):
 
     caller: str
     number: int
-    usage: tuple[int, int, int]
+    usage: Usage
 
 
 class Kept(msgspec.Struct, tag=True, array_like=True):
@@ -387,12 +379,12 @@ class FrontEndProcesses:
                 self._put(process, number, text)
             case End(number, usage):
                 if usage is not None:
-                    self._put(process, number, Usage(*usage))
+                    self._put(process, number, usage)
                 self._put(process, number, None)
-            case Failure(number, status, text, param, code, retry_after_s):
-                self._put(process, number, ApiError(status, text, param=param, code=code, retry_after_s=retry_after_s))
+            case Failure(number, arguments):
+                self._put(process, number, ApiError(**arguments))
             case Charged(caller, number, usage):
-                self._charge(caller, number, Usage(*usage))
+                self._charge(caller, number, usage)
             case Counted(delta):
                 self._recorder.add_delta(process.index, delta)
                 process.reports.popleft().cancel()
@@ -511,10 +503,10 @@ class Worker:
                     elif isinstance(item, Usage):
                         usage = item
                     else:
-                        self._wire.send(Failure.pack(number, item))
+                        self._wire.send(Failure(number, item.arguments))
         except Exception:
             logger.exception("a request failed")
-            self._wire.send(Failure.pack(number, internal_error()))
+            self._wire.send(Failure(number, internal_error().arguments))
         self._wire.send(End(number, usage))
 
 
