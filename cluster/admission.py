@@ -115,15 +115,21 @@ class Admission:
         self.max_queued = max_queued
         self.num_reserved = 0
         self.num_replicas = 1
-        self.num_running = 0
-        self.num_queued = 0
         self.spending = DaySpending()
         self.spent = Counter[str]()
         self._clock, self._day_clock = clock, day_clock
-        self._weight = 0
-        self._queued_weight = 0
         self._num_served = 0
         self._lines: dict[str, _Line] = {}
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have a place."""
+        return sum(line.num_running for line in self._lines.values())
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait for one."""
+        return sum(len(line.waiting) for line in self._lines.values())
 
     @asynccontextmanager
     async def hold_places(self, caller: Caller, weight: int = 1) -> AsyncIterator[None]:
@@ -135,10 +141,10 @@ class Admission:
         line = self._line_of(caller)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         line.waiting.append((turn, weight))
-        self._count_queued(1, weight)
         self._hand_out_places()
-        is_alone = self.num_queued == 1 and self.max_queued > 0
-        if not turn.done() and self._queued_weight > self.max_queued and not is_alone:
+        queued = [weight for line in self._lines.values() for _, weight in line.waiting]
+        is_alone = len(queued) == 1 and self.max_queued > 0
+        if not turn.done() and sum(queued) > self.max_queued and not is_alone:
             self._leave_queue(line, turn, weight)
             raise BusyError(
                 f"{self.num_running} requests run and {self.num_queued} wait for a place, which is all that this "
@@ -210,41 +216,31 @@ class Admission:
             turn, weight = line.waiting[index]
             if turn.cancelled():  # it leaves at this moment
                 del line.waiting[index]
-                self._count_queued(-1, -weight)
                 continue
             # The heaviest request is not passed over for lighter ones for ever: it waits until it fits.
             num_places = self.max_running - (self.num_reserved if line.num_running else 0)
-            if self.num_running and self._weight + weight > num_places:
+            running = sum(line.weight for line in self._lines.values())
+            if running and running + weight > num_places:
                 return
             del line.waiting[index]
             line.num_overtaken = line.num_overtaken + 1 if index else 0
-            self._count_queued(-1, -weight)
             self._num_served += 1
             line.last_served = self._num_served
             line.num_running += 1
             line.weight += weight
-            self.num_running += 1
-            self._weight += weight
             turn.set_result(None)
 
     def _leave(self, line: _Line, weight: int) -> None:
         line.num_running -= 1
         line.weight -= weight
-        self.num_running -= 1
-        self._weight -= weight
         self._drop_idle(line)
         self._hand_out_places()
 
     def _leave_queue(self, line: _Line, turn: asyncio.Future[None], weight: int) -> None:
         if (turn, weight) in line.waiting:
             line.waiting.remove((turn, weight))
-            self._count_queued(-1, -weight)
         self._drop_idle(line)
         self._hand_out_places()
-
-    def _count_queued(self, num: int, weight: int) -> None:
-        self.num_queued += num
-        self._queued_weight += weight
 
     def _drop_idle(self, line: _Line) -> None:
         """Addresses come and go without end: a line is kept while it has requests, or rates that fill up."""

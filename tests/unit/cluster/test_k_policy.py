@@ -342,7 +342,6 @@ def test_a_bad_report_is_logged_and_the_others_count(caplog: pytest.LogCaptureFi
     impossible = WorkloadCounts(counts=Counts([1], [1], [5]))
     bad = [
         report("bad", workloads={"code": impossible}),
-        report("bad", workloads={"code": WorkloadCounts(-1)}),
         report("bad", workloads=None),
         report("bad", workloads={"code": None}),
         report("bad", context_tokens=float("nan")),
