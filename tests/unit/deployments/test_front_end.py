@@ -79,7 +79,7 @@ class Echo:
         self.front_end = FrontEnd(found or cluster())
         self.admitted: list[Admitted] = []
         self.pause: asyncio.Event | None = None
-        self.num_closed = 0
+        self.num_begun = self.num_closed = 0
         self._ends_with = ends_with
 
     async def generate(self, admitted: Admitted) -> AsyncIterator[Any]:
@@ -87,6 +87,7 @@ class Echo:
         try:
             if admitted.streams:
                 yield 'data: {"id":"x","choices":[]}\n\n'
+                self.num_begun += 1
             if self.pause is not None:
                 await self.pause.wait()
             if self._ends_with is not None:
@@ -130,13 +131,30 @@ def complete(backend: Echo, **body: Any) -> httpx.Response:
     return request(backend, "POST", "/v1/completions", json={"prompt": "One,", **body})
 
 
-async def call_app(backend: Echo, receive: Any, sent: list[Any]) -> None:
-    """A chat by ASGI itself, which knows clients that leave. `sent` gets what is answered."""
+async def call_app(backend: Echo, receive: Any, path: str = "/v1/chat/completions") -> list[Any]:
+    """The messages of an answer by ASGI itself, which knows clients that leave."""
+    sent: list[Any] = []
 
     async def send(message: Any) -> None:
         sent.append(message)
 
-    await make_app(backend, Entrance())(http_scope(), receive, send)
+    async with asyncio.timeout(60):
+        await make_app(backend, Entrance())(http_scope(path), receive, send)
+    return sent
+
+
+async def call_and_leave(backend: Echo, document: Any, begins: bool, path: str = "/v1/chat/completions") -> bytes:
+    """The text of an answer whose client leaves when the engine has it, or where it `begins` has said something."""
+    bodies = [{"type": "http.request", "body": json.dumps(document).encode(), "more_body": False}]
+
+    async def receive() -> Any:
+        if bodies:
+            return bodies.pop()
+        while not backend.admitted or (begins and not backend.num_begun):
+            await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
+
+    return b"".join(message.get("body", b"") for message in await call_app(backend, receive, path))
 
 
 def statuses(backend: Echo) -> dict[str, float]:
@@ -417,7 +435,6 @@ def test_a_body_that_does_not_come_gets_408_and_one_whose_client_leaves_is_no_fa
 
     async def ask(*pieces: bytes, leaves: bool) -> list[Any]:
         received = [{"type": "http.request", "body": piece, "more_body": True} for piece in pieces]
-        sent: list[Any] = []
 
         async def receive() -> Any:
             if received:
@@ -426,8 +443,7 @@ def test_a_body_that_does_not_come_gets_408_and_one_whose_client_leaves_is_no_fa
                 await asyncio.sleep(5)
             return {"type": "http.disconnect"}
 
-        await call_app(Echo(), receive, sent)
-        return sent
+        return await call_app(Echo(), receive)
 
     slow, gone = asyncio.run(ask(b'{"messages": [', leaves=False)), asyncio.run(ask(b"{", leaves=True))
     assert [sent[0]["status"] for sent in (slow, gone)] == [408, 499]
@@ -918,36 +934,19 @@ def test_the_engines_own_refusal_keeps_its_field_and_its_failures_keep_their_wor
     assert "stack trace" not in failed.message
 
 
-def test_a_client_that_leaves_closes_its_answer_at_once_and_logs_nothing(caplog: Any) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_closes_its_answer_at_once_and_logs_nothing(stream: bool, caplog: Any) -> None:
     """An answer that is left to the garbage collector goes on in the engine."""
 
-    async def run(stream: bool, has_begun: bool) -> None:
+    async def run() -> None:
         backend = Echo()
         backend.pause = asyncio.Event()
-        body = json.dumps({"messages": HELLO, "stream": stream}).encode()
-        received = [{"type": "http.request", "body": body, "more_body": False}]
-        sent: list[Any] = []
-        gone = asyncio.Event()
-
-        async def receive() -> Any:
-            if received:
-                return received.pop()
-            await gone.wait()
-            return {"type": "http.disconnect"}
-
-        served = asyncio.ensure_future(call_app(backend, receive, sent))
-        async with asyncio.timeout(60):
-            while not backend.admitted or bool(sent) != has_begun:
-                await asyncio.sleep(0)
-        gone.set()
-        await asyncio.wait_for(served, 60)
-        assert backend.num_closed == 1
-        text = b"".join(message.get("body", b"") for message in sent)
-        assert b"DONE" not in text
+        text = await call_and_leave(backend, {"messages": HELLO, "stream": stream}, begins=stream)
+        await asyncio.sleep(0)  # what is cancelled ends in the next turn
+        assert (backend.num_closed, b"DONE" in text) == (1, False)
         assert statuses(backend) == {"499": 1.0}
 
-    asyncio.run(run(stream=True, has_begun=True))
-    asyncio.run(run(stream=False, has_begun=False))
+    asyncio.run(run())
     assert "Traceback" not in caplog.text
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
@@ -965,14 +964,7 @@ def test_an_engine_that_answers_a_cancelled_request_is_not_heard(caplog: Any) ->
 
     async def run() -> None:
         backend = Answering()
-        pieces = [{"type": "http.request", "body": json.dumps({"messages": HELLO}).encode(), "more_body": False}]
-
-        async def receive() -> Any:
-            while not pieces and not backend.admitted:
-                await asyncio.sleep(0)
-            return pieces.pop() if pieces else {"type": "http.disconnect"}
-
-        await call_app(backend, receive, [])
+        await call_and_leave(backend, {"messages": HELLO}, begins=False)
         await asyncio.sleep(0)
         gc.collect()
         assert statuses(backend) == {"499": 1.0}
