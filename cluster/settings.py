@@ -44,16 +44,10 @@ OWNED_ENGINE_KEYS = {
 }
 """Engine arguments that cannot be set, each with what to do instead."""
 
-COUNTED = {
-    "max_model_len": "tokens",
-    "max_num_seqs": "requests",
-    "tensor_parallel_size": "workers",
-    "pipeline_parallel_size": "workers",
-    "max_num_batched_tokens": "tokens",
-    "block_size": "tokens",
-    "num_gpu_blocks_override": "blocks",
-    "kv_cache_memory_bytes": "bytes",
-}
+COUNTED = (
+    "max_model_len", "max_num_seqs", "tensor_parallel_size", "pipeline_parallel_size", "max_num_batched_tokens",
+    "block_size", "num_gpu_blocks_override", "kv_cache_memory_bytes",
+)  # fmt: skip
 """Engine arguments that are read here too, or whose bounds do not stand beside them in vLLM's source."""
 
 PARSER_PLUGINS = {"tool_call_parser": "tool_parser_plugin", "reasoning_parser": "reasoning_parser_plugin"}
@@ -878,8 +872,8 @@ class ClusterSettings(Section):
                 problems.append(f".{key} is not yours to set: {OWNED_ENGINE_KEYS[key]}")
             elif known is not None and key not in known:
                 problems.append(f"unknown key engine.{key}: vLLM has no such argument{nearest(key, known)}")
-            elif key in COUNTED and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                problems.append(f".{key} must be a number of {COUNTED[key]} from 1, not {value!r:.80}")
+            elif key in COUNTED and (type(value) is not int or value < 1):
+                problems.append(f".{key} must be an integer from 1, not {value!r:.80}")
             elif known is not None and not engine.get(PARSER_PLUGINS.get(key, "")):
                 problems += type_problems(f"engine.{key}", value, known[key])
         source, load_format = getattr(info.data.get("model"), "source", ""), engine.get("load_format")

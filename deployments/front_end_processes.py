@@ -212,16 +212,18 @@ class FrontEndProcess:
         self.reports = deque[asyncio.Future[None]]()  # that it owes, the oldest first
         self.silent_since_s = 0.0  # while it owes some
         self.wire: Wire
-        own_setup = {**setup, "index": index}
-        environ = {"OMP_NUM_THREADS": "1", METRICS_FOLDER: own_setup.pop("metrics_folder")}
         self._end, theirs = socket.socketpair()
-        with theirs, tempfile.TemporaryFile() as file:
-            cloudpickle.dump(own_setup, file)
+        self._process = self._launch({**setup, "index": index}, theirs)
+
+    def _launch(self, setup: dict[str, Any], end: socket.socket) -> subprocess.Popen[bytes]:
+        environ = {"OMP_NUM_THREADS": "1", METRICS_FOLDER: setup.pop("metrics_folder")}
+        with end, tempfile.TemporaryFile() as file:
+            cloudpickle.dump(setup, file)
             file.seek(0)
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", *PROGRAM, str(theirs.fileno())],
+            return subprocess.Popen(
+                [sys.executable, "-m", *PROGRAM, str(end.fileno())],
                 stdin=file,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[end.fileno()],
                 env={**os.environ, **environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
 
