@@ -41,17 +41,13 @@ MAX_HEADS, MAX_WORKLOADS = 4, 64
 """Numbers of heads, and of workloads of each, whose evidence is kept: those with the latest steps."""
 
 
-class RatesError(ValueError):
-    """Rates cannot be used: not a number, outside 0..1, growing with the position, or too few."""
-
-
 def check_rates(rates: Sequence[float], owner: str, max_k: int = 0) -> None:
-    """Raises RatesError naming the `owner` where `rates`, S_1, S_2, ..., are none, or fewer than `max_k`."""
+    """Raises ValueError naming the `owner` where `rates`, S_1, S_2, ..., are none, or fewer than `max_k`."""
     if len(rates) < max_k:
-        raise RatesError(f"{owner} may get {max_k} drafts but has acceptance rates of {len(rates)} positions")
+        raise ValueError(f"{owner} may get {max_k} drafts but has acceptance rates of {len(rates)} positions")
     for position, (before, rate) in enumerate(pairwise([1.0, *rates]), start=1):
         if not 0.0 <= rate <= before:
-            raise RatesError(
+            raise ValueError(
                 f"the acceptance rate of {owner} at position {position} is {rate}: it must be from 0 to {before}, as "
                 "the first i drafts are not accepted more often than the first i - 1"
             )

@@ -85,11 +85,6 @@ class _Line:
             return 0
         return next((index for index, (_, weight) in enumerate(self.waiting) if weight == 1), 0)
 
-    def remove_waiting(self, index: int) -> None:
-        """Remove the request at this place of `waiting`, which goes next."""
-        del self.waiting[index]
-        self.num_overtaken = self.num_overtaken + 1 if index else 0
-
 
 class Admission:
     """The places of one replica. All but the clocks may be changed at any time.
@@ -120,24 +115,21 @@ class Admission:
         self.max_queued = max_queued
         self.num_reserved = 0
         self.num_replicas = 1
-        self.num_running = 0
-        self.num_queued = 0
         self.spending = DaySpending()
         self.spent = Counter[str]()
         self._clock, self._day_clock = clock, day_clock
-        self._weight = 0
-        self._queued_weight = 0
         self._num_served = 0
         self._lines: dict[str, _Line] = {}
 
     @property
-    def num_lines(self) -> int:
-        """Callers that are remembered."""
-        return len(self._lines)
+    def num_running(self) -> int:
+        """Requests that have a place."""
+        return sum(line.num_running for line in self._lines.values())
 
-    def running_by_caller(self) -> dict[str, int]:
-        """Requests that run, by `Caller.line`."""
-        return {line.name: line.num_running for line in self._lines.values() if line.num_running}
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait for one."""
+        return sum(len(line.waiting) for line in self._lines.values())
 
     @asynccontextmanager
     async def hold_places(self, caller: Caller, weight: int = 1) -> AsyncIterator[None]:
@@ -149,10 +141,10 @@ class Admission:
         line = self._line_of(caller)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         line.waiting.append((turn, weight))
-        self._count_queued(1, weight)
         self._hand_out_places()
-        is_alone = self.num_queued == 1 and self.max_queued > 0
-        if not turn.done() and self._queued_weight > self.max_queued and not is_alone:
+        queued = [weight for line in self._lines.values() for _, weight in line.waiting]
+        is_alone = len(queued) == 1 and self.max_queued > 0
+        if not turn.done() and sum(queued) > self.max_queued and not is_alone:
             self._leave_queue(line, turn, weight)
             raise BusyError(
                 f"{self.num_running} requests run and {self.num_queued} wait for a place, which is all that this "
@@ -205,20 +197,18 @@ class Admission:
         line.limit = None if most is None else -(-most // self.num_replicas)
         now_s = self._clock()
         for name, per_minute in _rates_of(caller).items():
-            rate = line.rates.get(name)
-            share = None if per_minute is None else per_minute / self.num_replicas
-            if share is None:
+            if per_minute is None:
                 line.rates.pop(name, None)
-            elif rate is None:
-                line.rates[name] = Allowance(share, now_s)
-            elif rate.per_minute != share:
-                rate.change(share, now_s)
+            else:
+                share = per_minute / self.num_replicas
+                line.rates.setdefault(name, Allowance(share, now_s)).change(share, now_s)
         return line
 
     def _hand_out_places(self) -> None:
         """Give the free places to those whose turn it is."""
         while True:
-            lines = [line for line in self._lines.values() if line.waiting and self._may_run(line)]
+            waiting = [line for line in self._lines.values() if line.waiting]
+            lines = [line for line in waiting if line.limit is None or line.num_running < line.limit]
             if not lines:
                 return
             line = min(lines, key=lambda line: (line.weight, line.last_served))
@@ -226,44 +216,31 @@ class Admission:
             turn, weight = line.waiting[index]
             if turn.cancelled():  # it leaves at this moment
                 del line.waiting[index]
-                self._count_queued(-1, -weight)
                 continue
             # The heaviest request is not passed over for lighter ones for ever: it waits until it fits.
             num_places = self.max_running - (self.num_reserved if line.num_running else 0)
-            if self.num_running and self._weight + weight > num_places:
+            running = sum(line.weight for line in self._lines.values())
+            if running and running + weight > num_places:
                 return
-            line.remove_waiting(index)
-            self._count_queued(-1, -weight)
+            del line.waiting[index]
+            line.num_overtaken = line.num_overtaken + 1 if index else 0
             self._num_served += 1
             line.last_served = self._num_served
             line.num_running += 1
             line.weight += weight
-            self.num_running += 1
-            self._weight += weight
             turn.set_result(None)
-
-    @staticmethod
-    def _may_run(line: _Line) -> bool:
-        return line.limit is None or line.num_running < line.limit
 
     def _leave(self, line: _Line, weight: int) -> None:
         line.num_running -= 1
         line.weight -= weight
-        self.num_running -= 1
-        self._weight -= weight
         self._drop_idle(line)
         self._hand_out_places()
 
     def _leave_queue(self, line: _Line, turn: asyncio.Future[None], weight: int) -> None:
         if (turn, weight) in line.waiting:
             line.waiting.remove((turn, weight))
-            self._count_queued(-1, -weight)
         self._drop_idle(line)
         self._hand_out_places()
-
-    def _count_queued(self, num: int, weight: int) -> None:
-        self.num_queued += num
-        self._queued_weight += weight
 
     def _drop_idle(self, line: _Line) -> None:
         """Addresses come and go without end: a line is kept while it has requests, or rates that fill up."""
@@ -285,15 +262,25 @@ class BodyBudget:
         self._by_line: Counter[str] = Counter()
 
     @contextmanager
-    def hold_body(self, caller: Caller) -> Iterator["HeldBody"]:
-        """The body of a request of this caller, held during the `with`."""
-        body = HeldBody(self, caller.line)
-        try:
-            yield body
-        finally:
-            self.charge(caller.line, -body.num_counted)
+    def hold_body(self, caller: Caller) -> Iterator[Callable[[int], None]]:
+        """The body of a request of this caller, held during the `with`. Gives a function that counts bytes as they
+        arrive, and raises BusyError where they do not fit. The first `UNCOUNTED_BODY_BYTES` are free as long as there
+        are no more."""
+        num_bytes = num_charged = 0
 
-    def charge(self, line: str, num_bytes: int) -> None:
+        def add(number: int) -> None:
+            nonlocal num_bytes, num_charged
+            num_bytes += number
+            if num_bytes > UNCOUNTED_BODY_BYTES:
+                self._charge(caller.line, num_bytes - num_charged)
+                num_charged = num_bytes
+
+        try:
+            yield add
+        finally:
+            self._charge(caller.line, -num_charged)
+
+    def _charge(self, line: str, num_bytes: int) -> None:
         """Raises BusyError, with nothing charged, where they do not fit."""
         share = self.max_bytes // 2
         if num_bytes > 0 and (self.num_bytes + num_bytes > self.max_bytes or self._by_line[line] + num_bytes > share):
@@ -306,21 +293,6 @@ class BodyBudget:
         self._by_line[line] += num_bytes
         if not self._by_line[line]:
             del self._by_line[line]
-
-
-class HeldBody:
-    """One request's body as it arrives. Its first `UNCOUNTED_BODY_BYTES` are free as long as there are no more."""
-
-    def __init__(self, budget: BodyBudget, line: str) -> None:
-        self._budget, self._line = budget, line
-        self._num_bytes = self.num_counted = 0
-
-    def add(self, num_bytes: int) -> None:
-        """Raises BusyError where they do not fit."""
-        self._num_bytes += num_bytes
-        if self._num_bytes > UNCOUNTED_BODY_BYTES:
-            self._budget.charge(self._line, self._num_bytes - self.num_counted)
-            self.num_counted = self._num_bytes
 
 
 def _rates_of(caller: Caller) -> dict[str, float | None]:

@@ -268,34 +268,26 @@ class DeltaTracker:
         self.heads: dict[str, str] = {}
         self._last: OrderedDict[str, TargetReport] = OrderedDict()  # least recently reported first
 
-    def difference(self, report: TargetReport) -> tuple[dict[str, WorkloadCounts], bool]:
-        """What `report` adds by workload, and whether its replica has restarted. Changes nothing."""
-        last = self._last.get(report.replica)
-        if last is None:
-            return {name: counts.copy() for name, counts in report.workloads.items()}, False
-        shared = report.workloads.keys() & last.workloads.keys()
-        # Single counters may begin anew, when a replica has forgotten a workload and hears of it again.
-        has_restarted = _activity(report, shared) < _activity(last, shared)
-        before = {} if has_restarted else last.workloads
-        return {
-            name: counts_since(counts, before.get(name)) for name, counts in report.workloads.items()
-        }, has_restarted
-
     def update(self, reports: Iterable[TargetReport]) -> CounterDeltas:
         """Take in a round of reports, at most one of each replica."""
         deltas, votes = CounterDeltas(), Counter[str]()
         reports = list(reports)
         for report in reports:
-            added, has_restarted = self.difference(report)
-            last = None if has_restarted else self._last.get(report.replica)
+            last = self._last.get(report.replica)
+            if last is not None:
+                # Single counters may begin anew, when a replica has forgotten a workload and hears of it again.
+                shared = report.workloads.keys() & last.workloads.keys()
+                last = None if _activity(report, shared) < _activity(last, shared) else last
+            before = {} if last is None else last.workloads
             deltas.replicas.append(report.replica)
             seconds = report.uptime_s - (0.0 if last is None else last.uptime_s)
             is_recent = seconds <= MAX_GAP_S
             if is_recent:
-                before = 0 if last is None else last.num_output_tokens
-                deltas.tokens[report.replica] = max(0, report.num_output_tokens - before)
+                num_before = 0 if last is None else last.num_output_tokens
+                deltas.tokens[report.replica] = max(0, report.num_output_tokens - num_before)
                 deltas.seconds[report.replica] = seconds
-            for name, counts in added.items():
+            for name, total in report.workloads.items():
+                counts = counts_since(total, before.get(name))
                 for sums in (deltas.workloads, deltas.recent) if is_recent else (deltas.workloads,):
                     sums[name] = sums[name] + counts if name in sums else counts
                 head = report.head_of(name)

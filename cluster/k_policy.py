@@ -36,7 +36,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from cluster.acceptance import AcceptancePosteriors, AcceptanceSnapshot, check_rates
+from cluster.acceptance import AcceptancePosteriors, AcceptanceSnapshot
 from cluster.counts import CounterDeltas, DeltaTracker, TargetReport, TrackerState
 from cluster.heads import HeadRouting, base_workload
 from cluster.request import DEFAULT_WORKLOAD, DepthPolicy, Drafting
@@ -88,13 +88,6 @@ class Demand:
     min_k: int = 0
     max_tpot_s: float = math.inf
 
-    def __post_init__(self) -> None:
-        if not 0 < self.num_requests < math.inf:
-            raise ValueError(f"num_requests of {self.workload!r} is {self.num_requests}: it is a positive number")
-        if not 0 <= self.min_k <= self.max_k:
-            raise ValueError(f"K of {self.workload!r} is to be from {self.min_k} to {self.max_k}, which cannot be")
-        check_rates(self.rates, f"workload {self.workload!r}", self.max_k)
-
     def pinned(self, k: int) -> "Demand":
         k = min(max(k, self.min_k), self.max_k)
         return dataclasses.replace(self, min_k=k, max_k=k)
@@ -116,11 +109,8 @@ class Plan:
 def best_ks(demands: Sequence[Demand], latency: StepLatency) -> Plan:
     """K of each workload that gives the most tokens per second within the limits of TPOT; at a tie, fewer drafts.
 
-    Raises ValueError where there is no demand, or a workload stands twice.
-    """
+    `demands`: at least one, and each workload once."""
     names = [demand.workload for demand in demands]
-    if not names or len(set(names)) != len(names):
-        raise ValueError(f"best_ks needs at least one demand, and each workload once, not {names}")
     scale = 1.0 / min(1.0, sum(demand.num_requests for demand in demands))  # a step that runs has a request
     loads = [scale * demand.num_requests for demand in demands]
     num_requests, undrafted_s = sum(loads), float(latency.curve(sum(loads), 0)[0])

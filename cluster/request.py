@@ -26,8 +26,8 @@ class UnknownCallerError(ValueError):
 @dataclass(frozen=True)
 class Caller:
     """One caller and its rights; the fields are those of `cluster.settings.CallerSettings`, None for no limit.
-    `workload`: of its requests without a tag (None: as `Workloads.of` decides). `address`: of a caller without a key,
-    "" where it is not known; callers of different addresses take turns."""
+    `workload`: of its requests without a tag (None: as `Workloads.resolve` decides). `address`: of a caller without a
+    key, "" where it is not known; callers of different addresses take turns."""
 
     name: str
     tags: TagRight = "refuse"
@@ -62,28 +62,25 @@ ANYONE = Caller("anyone", tags="allow")
 """Every request of a service without a `callers` section, and every call by deployment handle inside the cluster."""
 
 
-class Callers:
-    """The callers of a service by the SHA-256 of their keys, in lower-case hexadecimal."""
+Callers = Mapping[str, Caller]
+"""The callers of a service by the SHA-256 of their keys, in lower-case hexadecimal."""
 
-    def __init__(self, by_digest: Mapping[str, Caller]) -> None:
-        self._by_digest = dict(by_digest)
 
-    def identify(self, authorization: str | None) -> Caller:
-        """The caller of a request with this Authorization header (None: without one).
+def identify_caller(callers: Callers, authorization: str | None) -> Caller:
+    """The caller of a request with this Authorization header (None: without one).
 
-        Raises:
-            UnknownCallerError: no header, another scheme than Bearer, or a key that nobody has.
-        """
-        if not authorization:
-            raise UnknownCallerError("this service needs an API key: send the header Authorization: Bearer YOUR_KEY")
-        scheme, _, key = authorization.strip().partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
-            raise UnknownCallerError("the Authorization header must read: Bearer YOUR_KEY")
-        # Looked up by digest, so the time that it takes says nothing about a key that is nearly right.
-        caller = self._by_digest.get(hash_key(key.strip()))
-        if caller is None:
-            raise UnknownCallerError("incorrect API key: no caller of this service has it")
-        return caller
+    Raises:
+        UnknownCallerError: no header, another scheme than Bearer, or a key that nobody has.
+    """
+    if not authorization:
+        raise UnknownCallerError("this service needs an API key: send the header Authorization: Bearer YOUR_KEY")
+    scheme, _, key = authorization.strip().partition(" ")
+    if scheme.lower() != "bearer" or not key.strip():
+        raise UnknownCallerError("the Authorization header must read: Bearer YOUR_KEY")
+    # Looked up by digest, so the time that it takes says nothing about a key that is nearly right.
+    if (caller := callers.get(hash_key(key.strip()))) is None:
+        raise UnknownCallerError("incorrect API key: no caller of this service has it")
+    return caller
 
 
 def hash_key(key: str) -> str:
@@ -117,20 +114,9 @@ class DraftingError(ValueError):
         self.field = field
         self.message = message
 
-    def __reduce__(self) -> tuple[type["DraftingError"], tuple[str, str]]:
-        return type(self), (self.field, self.message)
-
 
 class ForbiddenTagError(DraftingError):
     """A workload tag from a caller that may not set one."""
-
-
-WorkloadOf = Callable[[str | None], str]
-"""The workload of a request, given the tag that it may set (None: none)."""
-
-
-def _tag_or_default(tag: str | None) -> str:
-    return DEFAULT_WORKLOAD if tag is None else tag
 
 
 @dataclass(frozen=True)
@@ -178,10 +164,6 @@ class Drafting:
         if self.max_k is None:
             object.__setattr__(self, "max_k", self.k)
 
-    def without_drafts(self, field: str) -> "Drafting":
-        """The same of a request whose `field` goes without drafts, whatever was decided."""
-        return Drafting(self.workload, 0, "request", f"{field} goes without drafts")
-
     def to_wire(self) -> dict[str, Any]:
         """The form in the answer."""
         wire: dict[str, Any] = {"workload": self.workload, "k": self.k, "max_k": self.max_k, "source": self.source}
@@ -204,13 +186,14 @@ def resolve(
     requested: Any = None,
     headers: Mapping[str, str] | None = None,
     caller: Caller = ANYONE,
-    workload_of: WorkloadOf = _tag_or_default,
+    workload_of: Callable[[str | None], str] = lambda tag: tag or DEFAULT_WORKLOAD,
 ) -> Drafting:
     """Decide K and workload of a request.
 
     `requested` is the body's `drafting` value: None or `{"k": int, "workload": str}` with both keys optional. The
     headers `X-Drafting-K` and `X-Drafting-Workload` say the same; a header that contradicts the body is an error.
     A tag that `caller` may set comes first, then the caller's own workload, then what `workload_of(None)` finds.
+    `workload_of`: the workload of a request, given the tag that it may set (None: none).
 
     Raises:
         DraftingError: unknown key, wrong type, K outside 0..K_max, malformed tag, or header and body disagree.

@@ -44,16 +44,10 @@ OWNED_ENGINE_KEYS = {
 }
 """Engine arguments that cannot be set, each with what to do instead."""
 
-COUNTED = {
-    "max_model_len": "tokens",
-    "max_num_seqs": "requests",
-    "tensor_parallel_size": "workers",
-    "pipeline_parallel_size": "workers",
-    "max_num_batched_tokens": "tokens",
-    "block_size": "tokens",
-    "num_gpu_blocks_override": "blocks",
-    "kv_cache_memory_bytes": "bytes",
-}
+COUNTED = (
+    "max_model_len", "max_num_seqs", "tensor_parallel_size", "pipeline_parallel_size", "max_num_batched_tokens",
+    "block_size", "num_gpu_blocks_override", "kv_cache_memory_bytes",
+)  # fmt: skip
 """Engine arguments that are read here too, or whose bounds do not stand beside them in vLLM's source."""
 
 PARSER_PLUGINS = {"tool_call_parser": "tool_parser_plugin", "reasoning_parser": "reasoning_parser_plugin"}
@@ -104,6 +98,19 @@ STREAMED_FORMATS = ("runai_streamer", "runai_streamer_sharded")
 
 _HUGGING_FACE_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TAG_RULE = "1 to 64 letters, digits or . _ : - starting with a letter or digit"
+
+
+def _check_tag(tag: str) -> str:
+    if not is_workload_tag(tag):
+        raise ValueError(f" is {tag!r:.80}: a workload is {_TAG_RULE}")
+    return tag
+
+
+Tag = Annotated[str, AfterValidator(_check_tag)]
+
+Count = Annotated[int, Field(ge=1)]
+Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
 _KEY_RULE = (
     "write key_sha256 (printf %s KEY | sha256sum), or key_env, the name of an environment variable that holds it, or "
     "key_file, a file that does"
@@ -181,7 +188,7 @@ class ModelSettings(Section):
         validate_default=True,
         description="Model's name in requests; by default the last part of `source`.",
     )
-    aliases: dict[str, str] = Field(
+    aliases: dict[str, Tag] = Field(
         default_factory=dict, description="Further names of the model, each with the workload of its requests."
     )
 
@@ -200,11 +207,9 @@ class ModelSettings(Section):
     @classmethod
     def _check_aliases(cls, aliases: dict[str, str], info: ValidationInfo) -> dict[str, str]:
         model_id = info.data.get("id")
-        for alias, workload in aliases.items():
+        for alias in aliases:
             if not alias or alias == model_id or any(character.isspace() for character in alias):
                 raise ValueError(f" has the name {alias!r:.80}: an alias is another name than {model_id}, no blanks")
-            if not is_workload_tag(workload):
-                raise ValueError(f".{alias} is {workload!r:.80}: a workload is {_TAG_RULE}")
         return aliases
 
 
@@ -213,15 +218,15 @@ class TargetSettings(Section):
 
     removed: ClassVar[Mapping[str, str]] = {"max_ongoing_requests": "limits says how many requests a replica takes"}
 
-    num_replicas: int = Field(default=1, ge=1, description="Target replicas; with `autoscaling` leave it out.")
+    num_replicas: Count = Field(default=1, description="Target replicas; with `autoscaling` leave it out.")
     num_cpus: float = Field(default=1.0, ge=0, description="Logical CPUs of the replica's own process.")
     bundle: dict[str, float] = Field(
         default_factory=lambda: {"GPU": 1.0},
         description="Ray resources of each engine worker, such as `{GPU: 1}` or `{CPU: 1}`.",
     )
     env: dict[str, str] = Field(default_factory=dict, description="Environment variables of replica and engine.")
-    front_ends: int | None = Field(
-        default=None, ge=1, le=64, description="Processes that turn text to tokens and back; by default by the CPUs."
+    front_ends: Count | None = Field(
+        default=None, le=64, description="Processes that turn text to tokens and back; by default by the CPUs."
     )
 
     @property
@@ -234,7 +239,7 @@ class DrafterReplicas(Section):
 
     removed: ClassVar[Mapping[str, str]] = {"max_num_requests": "a replica has room for what all targets run together"}
 
-    num_replicas: int = Field(default=1, ge=1, description="Drafter replicas; with `autoscaling` leave it out.")
+    num_replicas: Count = Field(default=1, description="Drafter replicas; with `autoscaling` leave it out.")
     num_cpus: float = Field(default=1.0, ge=0, description="Logical CPUs of one replica.")
     num_gpus: float | None = Field(
         default=None, ge=0, description="GPUs of one replica; by default 1 where the target has GPUs, else 0."
@@ -250,14 +255,9 @@ class LinkSettings(Section):
     """How long a target waits for the drafts of a step before it runs without: three times the mean time of a pass,
     within these limits."""
 
-    min_deadline_ms: float = Field(
-        default=50.0, gt=0, allow_inf_nan=False, description="Shortest time that a step waits for its drafts."
-    )
-    max_deadline_ms: float = Field(
-        default=1000.0,
-        gt=0,
-        allow_inf_nan=False,
-        description="Longest time, and the time while the mean pass is unknown.",
+    min_deadline_ms: Finite = Field(default=50.0, description="Shortest time that a step waits for its drafts.")
+    max_deadline_ms: Finite = Field(
+        default=1000.0, description="Longest time, and the time while the mean pass is unknown."
     )
 
     @model_validator(mode="after")
@@ -270,17 +270,14 @@ class LinkSettings(Section):
 
 
 class DrafterSettings(Section):
-    """The drafter. Spare heads get an equal share of the cache: a candidate on trial, and heads that workloads were
-    given after a trial."""
+    """The drafter. `replicas`, `links`, `heads_by_workload` and `spare_heads` are for `placement: remote`. Spare heads
+    get an equal share of the cache: a candidate on trial, and heads that workloads were given after a trial."""
 
     method: Literal["eagle3", "eagle", "mtp", "dflash", "dspark", "draft_model", "ngram"] = Field(
         default="eagle3",
-        description="As vLLM names it. `eagle3`: a P-EAGLE or an EAGLE-3 head, which the head decides.",
+        description="As vLLM names it. `eagle3`: a P-EAGLE or an EAGLE-3 head, as its file says.",
     )
-    head: str = Field(
-        default="",
-        description="Shipped head, or as `model.source`; none with `mtp` and `ngram`.",
-    )
+    head: str = Field(default="", description="Shipped head, or as `model.source`; none with `mtp` and `ngram`.")
     placement: Literal["colocated", "remote"] = Field(
         default="colocated", description="In the target's engine, or on drafter replicas."
     )
@@ -293,18 +290,10 @@ class DrafterSettings(Section):
     engine_options: dict[str, Any] = Field(
         default_factory=dict, description="Further keys of vLLM's `speculative_config`."
     )
-    replicas: DrafterReplicas | None = Field(
-        default=None, description="The drafter's replicas; with `placement: remote` only."
-    )
-    links: LinkSettings | None = Field(
-        default=None, description="How long targets wait for drafts; with `placement: remote` only."
-    )
-    heads_by_workload: dict[str, str] = Field(
-        default_factory=dict, description="Workloads with a head of their own; with `placement: remote` only."
-    )
-    spare_heads: int = Field(
-        default=0, ge=0, description="Room for candidate heads in each replica; with `placement: remote` only."
-    )
+    replicas: DrafterReplicas | None = Field(default=None, description="The drafter's replicas.")
+    links: LinkSettings | None = Field(default=None, description="How long targets wait for drafts.")
+    heads_by_workload: dict[Tag, str] = Field(default_factory=dict, description="Workloads with a head of their own.")
+    spare_heads: int = Field(default=0, ge=0, description="Room for candidate heads in each replica.")
     trial_share: float = Field(
         default=0.1, gt=0, le=0.5, description="Share of the requests that a candidate head drafts for."
     )
@@ -376,10 +365,14 @@ class DrafterSettings(Section):
             return self._read_others(catalog)
         if not self.head:
             raise Problems(["missing key drafter.head: a shipped head's name, a directory, or a Hugging Face id"])
-        try:
-            name, head = catalog.head(self.head)
-        except ValueError as error:
-            raise ValueError(f".head{error}") from error
+        found, problems = dict[str, tuple[str, Head | None]](), list[str]()
+        for workload, name in {"": self.head, **self.heads_by_workload}.items():
+            try:
+                found[workload] = catalog.head(name)
+            except ValueError as error:
+                problems.append(f".heads_by_workload.{workload}{error}" if workload else f".head{error}")
+        Problems.check(problems)
+        name, head = found.pop("")
         problems = self._kind_problems(head)
         max_draft_tokens = self.max_draft_tokens or (None if head is None else head.num_depths)
         if max_draft_tokens is None:
@@ -389,11 +382,11 @@ class DrafterSettings(Section):
                 f".max_draft_tokens is {max_draft_tokens}, but the head {self.head} was trained for {head.num_depths} "
                 f"depths (its num_depths): write {head.num_depths} or less"
             )
-        by_workload = {}
-        for workload, own_name in self.heads_by_workload.items():
-            by_workload[workload], found = self._read_own_head(workload, own_name, head, max_draft_tokens, catalog)
-            problems += found
+        for workload, (own_name, own) in found.items():
+            key = f".heads_by_workload.{workload}: the head {own_name}"
+            problems += [] if own is None else _misfits(key, own, head, max_draft_tokens or 0)
         Problems.check(problems)
+        by_workload = {workload: own_name for workload, (own_name, _) in found.items()}
         filled = {"head": name, "max_draft_tokens": max_draft_tokens, "heads_by_workload": by_workload}
         return self.model_copy(update=filled)
 
@@ -435,34 +428,24 @@ class DrafterSettings(Section):
         kind = "an EAGLE-3 head, without a mask token: write false" if parallel else "a P-EAGLE head: write true"
         return [f".parallel_drafting is {str(parallel).lower()}, but the head {self.head} is {kind}"]
 
-    def _read_own_head(
-        self, workload: str, name: str, default: Head | None, max_draft_tokens: int | None, catalog: Catalog
-    ) -> tuple[str, list[str]]:
-        """A workload's head, resolved, and why it cannot draft beside the default head."""
-        key = f".heads_by_workload.{workload}"
-        if not is_workload_tag(workload):
-            return name, [f".heads_by_workload has the tag {workload!r:.80}: a tag is {_TAG_RULE}"]
-        try:
-            resolved, head = catalog.head(name)
-        except ValueError as error:
-            return name, [f"{key}{error}"]
-        if head is None:
-            return resolved, []
-        problems = []
-        if head.ptd_token_id is None:
-            problems.append(f"{key}: {name} is an EAGLE-3 head; placement: remote is for P-EAGLE heads")
-        problems += [
-            f"{key}: the head {name} has {what} {getattr(head, what)}, the default head {getattr(default, what)}: the "
-            "heads of one drafter read the same hidden states"
-            for what in SHARED_SHAPE
-            if default is not None and getattr(head, what) != getattr(default, what)
-        ]
-        if max_draft_tokens is not None and head.max_depths < max_draft_tokens:
-            problems.append(
-                f"{key}: the head {name} was trained for {head.num_depths} depths (its num_depths), fewer than "
-                f"drafter.max_draft_tokens, {max_draft_tokens}: lower that, or take another head"
-            )
-        return resolved, problems
+
+def _misfits(key: str, own: Head, default: Head | None, max_draft_tokens: int) -> list[str]:
+    """Why a workload's head cannot draft beside the default head. `key` begins each line."""
+    problems = []
+    if own.ptd_token_id is None:
+        problems.append(f"{key} is an EAGLE-3 head; placement: remote is for P-EAGLE heads")
+    problems += [
+        f"{key} has {what} {getattr(own, what)}, the default head {getattr(default, what)}: the heads of one drafter "
+        "read the same hidden states"
+        for what in SHARED_SHAPE
+        if default is not None and getattr(own, what) != getattr(default, what)
+    ]
+    if own.max_depths < max_draft_tokens:
+        problems.append(
+            f"{key} was trained for {own.num_depths} depths (its num_depths), fewer than drafter.max_draft_tokens, "
+            f"{max_draft_tokens}: lower that, or take another head"
+        )
+    return problems
 
 
 class Objective(Section):
@@ -487,25 +470,18 @@ class DepthSettings(Section):
     )
     default: int | None = Field(default=None, ge=0, description="K where nothing else decides; by default `max`.")
     max: int | None = Field(default=None, ge=0, description="Largest K of any request; by default K_max.")
-    by_workload: dict[str, int] = Field(default_factory=dict, description="Pinned K by workload.")
+    by_workload: dict[Tag, int] = Field(default_factory=dict, description="Pinned K by workload.")
     state: str | None = Field(default=None, description="File for what was learned; by default Ray's key-value store.")
-    objectives: dict[str, Objective] = Field(
+    objectives: dict[Tag, Objective] = Field(
         default_factory=dict, description="Limits of a workload; with `policy: adaptive` only."
     )
 
     @model_validator(mode="after")
     def _check_meaning(self) -> typing.Self:
-        problems = [
-            f".{key} has the tag {tag!r:.80}: a tag is {_TAG_RULE}"
-            for key in ("by_workload", "objectives")
-            for tag in getattr(self, key)
-            if not is_workload_tag(tag)
-        ]
         if self.policy == "fixed" and self.objectives:
-            problems.append(".objectives is read by the adaptive policy only: write depth.policy: adaptive")
-        elif both := sorted(self.by_workload.keys() & self.objectives.keys()):
-            problems.append(f".by_workload pins K of {both[0]}, so depth.objectives.{both[0]} decides nothing")
-        Problems.check(problems)
+            raise ValueError(".objectives is read by the adaptive policy only: write depth.policy: adaptive")
+        if both := sorted(self.by_workload.keys() & self.objectives.keys()):
+            raise ValueError(f".by_workload pins K of {both[0]}, so depth.objectives.{both[0]} decides nothing")
         return self
 
 
@@ -541,35 +517,31 @@ class LimitSettings(Section):
 
     removed: ClassVar[Mapping[str, str]] = {"max_num_stop": "a request has up to 16 stop strings"}
 
-    max_body_bytes: int = Field(default=4 * 2**20, ge=1, description="Size of a body; beyond it 413.")
-    max_body_bytes_in_flight: int = Field(
-        default=128 * 2**20, ge=1, description="All bodies above 16 KiB together; beyond it 429. One caller: half."
+    max_body_bytes: Count = Field(default=4 * 2**20, description="Size of a body; beyond it 413.")
+    max_body_bytes_in_flight: Count = Field(
+        default=128 * 2**20, description="All bodies above 16 KiB together; beyond it 429. One caller: half."
     )
-    max_body_values: int = Field(
-        default=150_000, ge=1, description="Numbers, texts, objects and lists of a body; beyond it 413."
+    max_body_values: Count = Field(
+        default=150_000, description="Numbers, texts, objects and lists of a body; beyond it 413."
     )
-    max_list_entries: int = Field(
-        default=2048, ge=1, description="Entries of a field's list or object, token ids apart."
-    )
-    max_num_sequences: int = Field(default=16, ge=1, description="`n` times the number of prompts.")
+    max_list_entries: Count = Field(default=2048, description="Entries of a field's list or object, token ids apart.")
+    max_num_sequences: Count = Field(default=16, description="`n` times the number of prompts.")
     max_num_logprobs: int = Field(default=20, ge=0, description="Log probabilities of an output token.")
     max_num_prompt_logprobs: int = Field(
         default=2**16, ge=0, description="`n` times prompt tokens times (1 + logprobs)."
     )
-    max_grammar_bytes: int = Field(
-        default=64 * 2**10, ge=1, description="Characters of a schema, regex, EBNF or list of choices."
+    max_grammar_bytes: Count = Field(
+        default=64 * 2**10, description="Characters of a schema, regex, EBNF or list of choices."
     )
-    max_grammar_choices: int = Field(default=1000, ge=1, description="Choices of a grammar.")
-    max_grammar_repeats: int = Field(default=2**16, ge=1, description="Largest repetition that a grammar names.")
-    max_grammar_product: int = Field(
-        default=10_000_000, ge=1, description="Product of repetitions that stand in one another."
+    max_grammar_choices: Count = Field(default=1000, description="Choices of a grammar.")
+    max_grammar_repeats: Count = Field(default=2**16, description="Largest repetition that a grammar names.")
+    max_grammar_product: Count = Field(
+        default=10_000_000, description="Product of repetitions that stand in one another."
     )
-    max_grammar_mib: int = Field(default=100, ge=1, description="Memory to compile a grammar.")
-    grammar_timeout_s: float = Field(
-        default=10.0, gt=0, allow_inf_nan=False, description="CPU time to compile a grammar."
-    )
-    max_running_requests: int = Field(
-        default=256, ge=1, description="Running sequences of a replica that answers HTTP; beyond it they wait."
+    max_grammar_mib: Count = Field(default=100, description="Memory to compile a grammar.")
+    grammar_timeout_s: Finite = Field(default=10.0, description="CPU time to compile a grammar.")
+    max_running_requests: Count = Field(
+        default=256, description="Running sequences of a replica that answers HTTP; beyond it they wait."
     )
     max_queued_requests: int = Field(
         default=256, ge=0, description="Waiting sequences of such a replica; beyond it 429."
@@ -599,7 +571,7 @@ class CallerSettings(Section):
     tags: TagRight = Field(
         default="refuse", description="Whether the caller may set workload tags; `refuse` answers 403."
     )
-    workload: str | None = Field(default=None, description="Workload of its requests without a tag.")
+    workload: Tag | None = Field(default=None, description="Workload of its requests without a tag.")
     max_k: int | None = Field(default=None, ge=0, description="Largest K of its requests.")
     max_running_requests: int | None = Field(default=None, ge=1, description="Its running sequences.")
     requests_per_minute: float | None = Field(
@@ -637,13 +609,6 @@ class CallerSettings(Section):
         if digest.lower() == hash_key(""):
             raise ValueError(".key_sha256 is the SHA-256 of an empty key")
         return {**raw, "key_sha256": digest.lower(), "key_env": None}
-
-    @field_validator("workload")
-    @classmethod
-    def _check_workload(cls, workload: str | None) -> str | None:
-        if workload is not None and not is_workload_tag(workload):
-            raise ValueError(f" is {workload!r:.80}: a workload is {_TAG_RULE}")
-        return workload
 
     def caller(self, name: str) -> Caller:
         return Caller(name, **self.model_dump(exclude=set(KEY_SETTINGS)))
@@ -720,14 +685,12 @@ class AutoscalingSettings(Section):
 
     policy: Literal["acceptance", "queue_length"] = Field(
         default="acceptance",
-        description="`acceptance`: demand and capacity in tokens/s; `queue_length`: Serve's own rule.",
+        description="`acceptance`: demand and capacity in tokens/s; `queue_length`: Serve's rule.",
     )
     target: ReplicaRange = Field(description="Bounds of the number of targets.")
-    drafter: ReplicaRange | None = Field(
-        default=None, description="Bounds of the number of drafters; with `placement: remote` only."
-    )
-    target_ongoing_requests: float = Field(
-        default=16.0, gt=0, allow_inf_nan=False, description="Requests of a replica that `queue_length` aims at."
+    drafter: ReplicaRange | None = Field(default=None, description="Bounds of the number of drafters, if remote.")
+    target_ongoing_requests: Finite = Field(
+        default=16.0, description="Requests of a replica that `queue_length` aims at."
     )
     utilisation: float = Field(
         default=0.75, gt=0, le=1, description="Share of a replica's capacity that is planned for."
@@ -741,11 +704,8 @@ class AutoscalingSettings(Section):
         allow_inf_nan=False,
         description="Only batches within this time per token count as capacity.",
     )
-    idle_s: float = Field(
-        default=600.0,
-        gt=0,
-        allow_inf_nan=False,
-        description="Time without a request before the last target ends, with `target.min: 0`.",
+    idle_s: Finite = Field(
+        default=600.0, description="Time without a request before the last target ends, with `target.min: 0`."
     )
     upscale_delay_s: float = Field(
         default=15.0, ge=0, allow_inf_nan=False, description="How long a decision to grow must last."
@@ -799,7 +759,7 @@ class LearningSettings(Section):
     share: float = Field(default=0.5, gt=0, le=1, description="Share of the time that it may be busy.")
     buffer_mib: float = Field(default=256.0, gt=0, description="Answers kept in the learner, prompts included.")
     keep_hours: float = Field(default=24.0, gt=0, description="Longest time that an answer is kept.")
-    min_new_answers: int = Field(default=200, ge=1, description="New answers before a round begins.")
+    min_new_answers: Count = Field(default=200, description="New answers before a round begins.")
     min_held_out: int = Field(default=30, ge=2, description="Fewest held-out answers of a comparison.")
     min_gain: float = Field(default=0.02, ge=0, description="AL gain on recent answers that a proposal needs.")
     max_loss: float = Field(default=0.01, ge=0, description="AL loss on the mix of before that a proposal may have.")
@@ -914,8 +874,8 @@ class ClusterSettings(Section):
                 problems.append(f".{key} is not yours to set: {OWNED_ENGINE_KEYS[key]}")
             elif known is not None and key not in known:
                 problems.append(f"unknown key engine.{key}: vLLM has no such argument{nearest(key, known)}")
-            elif key in COUNTED and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                problems.append(f".{key} must be a number of {COUNTED[key]} from 1, not {value!r:.80}")
+            elif key in COUNTED and (type(value) is not int or value < 1):
+                problems.append(f".{key} must be an integer from 1, not {value!r:.80}")
             elif known is not None and not engine.get(PARSER_PLUGINS.get(key, "")):
                 problems += type_problems(f"engine.{key}", value, known[key])
         source, load_format = getattr(info.data.get("model"), "source", ""), engine.get("load_format")
@@ -1106,7 +1066,7 @@ class ClusterSettings(Section):
         found = {one.key_sha256: one.caller(name) for name, one in self.callers.items() if one.key_sha256}
         in_files = {name: one for name, one in self.callers.items() if one.key_file}
         found |= {digest: one.caller(name) for name, one in in_files.items() for digest in keys.get(name, ())}
-        return Callers(found)
+        return found
 
     def read_key_files(self) -> dict[str, list[str]]:
         """SHA-256 of the keys in the files of callers, by caller.

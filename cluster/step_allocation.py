@@ -22,8 +22,7 @@ def allocate(
         prompt_tokens: of other requests' prompts that run in the same step.
 
     Raises:
-        RatesError: rates are not usable; the message names the request.
-        ValueError: lengths differ.
+        ValueError: rates are not usable, and the message names the request; or lengths differ.
     """
     if not rates:
         return [], 0.0

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cluster.counts import Counts
+from cluster.request import Drafting
 from deployments import compat
 from deployments.body import from_engine, grammars, num_prompts
 from deployments.errors import ApiError, engine_lost
@@ -159,7 +160,7 @@ class EngineAnswers:
     def _drafting_field(self, admitted: Admitted, record: Any) -> dict[str, Any]:
         drafting = admitted.drafting
         if record is not None and record.undraftable:
-            drafting = drafting.without_drafts(record.undraftable)
+            drafting = Drafting(drafting.workload, 0, "request", f"{record.undraftable} goes without drafts")
         return drafting_field(drafting, admitted.head, Counts() if record is None else record.counts)
 
     def _failure(self, admitted: Admitted, failure: ApiError) -> ApiError:

@@ -75,7 +75,8 @@ def read_json(raw: bytes, limits: LimitSettings) -> Any:
         text = f"The request body has {len(raw)} bytes, above the limit of {limits.max_body_bytes}."
         raise ApiError(413, text, code="too_large")
     if _has_more_values(raw, limits.max_body_values):
-        raise _too_many_values(limits)
+        text = f"The request body has more values (numbers, texts, objects, lists) than {limits.max_body_values}"
+        raise ApiError(413, f"{text}, this service's limit (limits.max_body_values).", code="too_large")
     try:
         return json.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -92,11 +93,6 @@ def _has_more_values(raw: bytes, most: int) -> bool:
     if sum(map(raw.count, (b",", b"[", b"{"))) <= most:
         return False
     return next(itertools.islice(_BEFORE_A_VALUE.finditer(raw), most + 1, None), None) is not None
-
-
-def _too_many_values(limits: LimitSettings) -> ApiError:
-    text = f"The request body has more values (numbers, texts, objects, lists) than {limits.max_body_values}"
-    return ApiError(413, f"{text}, this service's limit (limits.max_body_values).", code="too_large")
 
 
 def detect_call(document: Any) -> Call:

@@ -87,32 +87,36 @@ class TargetClient:
         Raises:
             TargetError: a refused request, with the status and the field that HTTP would name.
         """
-        return _only(Chunks(self._start("chat", {"messages": list(messages), **fields, "stream": False})))
+        (answer,) = self._start("chat", fields, messages=list(messages))
+        return answer
 
     def complete(self, prompt: str | Sequence[int], **fields: Any) -> Json:
         """The continuation of a prompt, like `chat`, with the fields of /v1/completions."""
-        return _only(Chunks(self._start("completions", {"prompt": prompt, **fields, "stream": False})))
+        (answer,) = self._start("completions", fields, prompt=prompt)
+        return answer
 
     def stream_chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> Chunks:
         """The chunks of a chat's answer, as they come; the last one that finishes a choice has `drafting`."""
-        return Chunks(self._start("chat", {"messages": list(messages), **fields, "stream": True}))
+        return self._start("chat", fields, messages=list(messages), stream=True)
 
     def stream_complete(self, prompt: str | Sequence[int], **fields: Any) -> Chunks:
         """The chunks of a prompt's continuation, as they come."""
-        return Chunks(self._start("completions", {"prompt": prompt, **fields, "stream": True}))
+        return self._start("completions", fields, prompt=prompt, stream=True)
 
     async def achat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> Json:
         """`chat` inside an event loop."""
-        return await _aonly(Chunks(self._start("chat", {"messages": list(messages), **fields, "stream": False})))
+        (answer,) = [answer async for answer in self._start("chat", fields, messages=list(messages))]
+        return answer
 
     async def acomplete(self, prompt: str | Sequence[int], **fields: Any) -> Json:
         """`complete` inside an event loop."""
-        return await _aonly(Chunks(self._start("completions", {"prompt": prompt, **fields, "stream": False})))
-
-    def _start(self, method: str, body: Json) -> DeploymentResponseGenerator[Any]:
-        answer = self._ask.remote(method, body)
-        assert isinstance(answer, DeploymentResponseGenerator)
+        (answer,) = [answer async for answer in self._start("completions", fields, prompt=prompt)]
         return answer
+
+    def _start(self, method: str, fields: Json, *, stream: bool = False, **asked: Any) -> Chunks:
+        answer = self._ask.remote(method, {**fields, **asked, "stream": stream})
+        assert isinstance(answer, DeploymentResponseGenerator)
+        return Chunks(answer)
 
 
 def _checked(item: Json) -> Json:
@@ -120,16 +124,6 @@ def _checked(item: Json) -> Json:
         error = item["error"]
         raise TargetError(int(item.get("status", 500)), str(error["message"]), error.get("param"))
     return item
-
-
-def _only(chunks: Chunks) -> Json:
-    (answer,) = chunks
-    return answer
-
-
-async def _aonly(chunks: Chunks) -> Json:
-    (answer,) = [chunk async for chunk in chunks]
-    return answer
 
 
 def applications() -> dict[str, ApplicationStatusOverview]:

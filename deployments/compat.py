@@ -23,7 +23,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from starlette.responses import Response
+
 from deployments import GATEWAY_NAME, ROUTER_NAME, TARGET_NAME
+from deployments.errors import LOST_CODE, ApiError, not_ready, server_lost
 
 logger = logging.getLogger(__name__)
 
@@ -344,14 +347,6 @@ ADDRESS_HEADER_ENV = "PEAGLE_ADDRESS_HEADER"
 """Environment variable of Ray that names the header in which HAProxy writes its client's address, below what the client
 sends under that name. Replicas listen on ports of their own, so the name is one that clients cannot guess."""
 
-RETRY_AFTER_S = 5
-NOT_READY = (
-    "{} is not ready: no replica is up (still loading, or restarting). Try again in "
-    f"{RETRY_AFTER_S} seconds; GET /health answers 200 when it is ready."
-)
-NOT_READY_CODE = "model_not_ready"
-LOST_CODE = "server_lost"
-LOST = "The server that worked on this request has stopped. Send the request again."
 WATCH_INTERVAL_S = 0.25
 MAX_WAIT_S = 0.5
 """For a replica to come, at the most."""
@@ -418,8 +413,7 @@ class PlainErrors:
             elif start:
                 text += message.get("body", b"")
                 if not message.get("more_body"):
-                    for part in error_messages(start, text):
-                        await send(part)
+                    await error_response(start, text)(scope, receive, send)
                 return
             await send(message)
 
@@ -487,7 +481,6 @@ class NoReplica:
 
     async def _refusal(self, app_name: str, scope: Any) -> Any:
         from ray import serve
-        from starlette.responses import JSONResponse, Response
 
         with contextlib.suppress(Exception):  # no router either, or another application
             async with asyncio.timeout(1.0):
@@ -497,9 +490,7 @@ class NoReplica:
                 if scope["method"] == "POST" and time.monotonic() - self._woken_s >= WATCH_INTERVAL_S:
                     self._woken_s = time.monotonic()
                     await serve.get_deployment_handle(ROUTER_NAME, app_name).wake_target.remote()
-        error = {"message": NOT_READY.format("The service"), "type": "server_error", "param": None}
-        headers = {"Retry-After": str(RETRY_AFTER_S)}
-        return JSONResponse({"error": {**error, "code": NOT_READY_CODE}}, status_code=503, headers=headers)
+        return not_ready().response()
 
 
 def num_replicas(handle: Any) -> int:
@@ -509,18 +500,13 @@ def num_replicas(handle: Any) -> int:
     return len(found or ())
 
 
-def error_messages(start: dict[str, Any], text: bytes) -> list[dict[str, Any]]:
-    """The ASGI messages of an error response in OpenAI's form."""
-    status, message = start["status"], text.decode("utf-8", "replace")
-    headers = [item for item in start["headers"] if item[0].lower() not in (b"content-type", b"content-length")]
-    if status == 500:
-        status, message = 503, LOST
-        headers.append((b"retry-after", str(RETRY_AFTER_S).encode()))
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    error = {"message": message, "type": kind, "param": None, "code": LOST_CODE if status == 503 else None}
-    body = json.dumps({"error": error}).encode()
-    headers += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    return [
-        {"type": "http.response.start", "status": status, "headers": headers},
-        {"type": "http.response.body", "body": body},
-    ]
+def error_response(start: dict[str, Any], text: bytes) -> Response:
+    """An error response of plain text in OpenAI's form, with its other headers."""
+    error = server_lost()
+    if start["status"] != 500:
+        error = ApiError(start["status"], text.decode("utf-8", "replace"))
+        error.code, error.retry_after_s = LOST_CODE if error.status == 503 else None, None
+    response = error.response()
+    ours = {name for name, _ in response.raw_headers}
+    response.raw_headers += [item for item in start["headers"] if item[0].lower() not in ours]
+    return response

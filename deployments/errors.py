@@ -7,10 +7,17 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from cluster.admission import BusyError
-from deployments.compat import NOT_READY, NOT_READY_CODE, RETRY_AFTER_S
 
 MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 2000, 200
 """Limits of an error: a client must not get back the megabytes that it sent."""
+
+RETRY_AFTER_S = 5
+NOT_READY = (
+    "{} is not ready: no replica is up (still loading, or restarting). Try again in "
+    f"{RETRY_AFTER_S} seconds; GET /health answers 200 when it is ready."
+)
+NOT_READY_CODE, LOST_CODE = "model_not_ready", "server_lost"
+LOST = "The server that worked on this request has stopped. Send the request again."
 
 
 ANTHROPIC_PATH = "/v1/messages"
@@ -37,9 +44,13 @@ class ApiError(Exception):
         self.code = code or {400: "invalid_value", 404: "not_found"}.get(status)
         self.retry_after_s = RETRY_AFTER_S if status in (502, 503) and retry_after_s is None else retry_after_s
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """By which the same error is made again."""
+        return {name: getattr(self, name) for name in ("status", "message", "param", "code", "retry_after_s")}
+
     def __reduce__(self) -> tuple[Any, ...]:
-        kwargs: dict[str, Any] = {"param": self.param, "code": self.code, "retry_after_s": self.retry_after_s}
-        return functools.partial(ApiError, **kwargs), (self.status, self.message)
+        return functools.partial(ApiError, **self.arguments), ()
 
     def body(self, path: str = "") -> dict[str, Any]:
         """`{"error": {"message", "type", "param", "code"}}`, which can be encoded whatever the client sent. `path`: of
@@ -73,9 +84,16 @@ def _encodable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def not_ready(model: str) -> ApiError:
-    """No replica of the target can answer: at the start until the engine has loaded, later when all are gone."""
-    return ApiError(503, NOT_READY.format(f"The model {model!r}"), code=NOT_READY_CODE)
+def not_ready(model: str = "") -> ApiError:
+    """No replica of the target can answer: at the start until the engine has loaded, later when all are gone. `model`:
+    its name, where it is known."""
+    what = f"The model {model!r}" if model else "The service"
+    return ApiError(503, NOT_READY.format(what), code=NOT_READY_CODE)
+
+
+def server_lost(status: int = 503) -> ApiError:
+    """A replica is gone that worked on a request."""
+    return ApiError(status, LOST, code=LOST_CODE)
 
 
 def engine_lost() -> ApiError:

@@ -7,6 +7,7 @@ is.
 """
 
 import contextlib
+import functools
 import itertools
 import json
 import logging
@@ -35,6 +36,7 @@ from cluster.request import (
     UnknownCallerError,
     Workloads,
     client_network,
+    identify_caller,
     resolve,
     system_prompt,
 )
@@ -72,20 +74,32 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 class Admitted:
     """A request as the engine gets it.
 
-    `fields`: vLLM's fields as the client sent them. `body`: vLLM's record of them, with what the front end decided in
-    `vllm_xargs`. `num_sequences`: its weight. `trace`: headers by which the engine's span becomes part of its client's
-    trace. `caller`: name of who asked. `head`: digest of the head that drafts for it, "" where none does. `number`: its
-    own among the requests of the front end."""
+    `fields`: vLLM's fields as the client sent them. `xargs`, `request_id`: what the front end decided of its
+    `vllm_xargs`, and its name. `num_sequences`: its weight. `trace`: headers by which the engine's span becomes part of
+    its client's trace. `caller`: name of who asked. `head`: digest of the head that drafts for it, "" where none does.
+    `number`: its own among the requests of the front end."""
 
     call: Call
     fields: dict[str, Any]
-    body: Body
+    xargs: dict[str, Any]
+    request_id: str
     drafting: Drafting
     num_sequences: int = 1
-    trace: Mapping[str, str] = field(default_factory=dict)
+    trace: dict[str, str] = field(default_factory=dict)
     caller: str = ""
     head: str = ""
     number: int = 0
+
+    @functools.cached_property
+    def body(self) -> Body:
+        """vLLM's record of `fields`, with `xargs` and `request_id`."""
+        return self.complete(parse_body(self.call, self.fields))
+
+    def complete(self, body: Body) -> Body:
+        """Make the record of `fields`, which was made already, that of the request."""
+        body.vllm_xargs, body.request_id = self.xargs, self.request_id
+        self.body = body
+        return body
 
     @property
     def streams(self) -> bool:
@@ -198,24 +212,19 @@ class FrontEnd:
         self._settings = settings
         self._policy = settings.depth_policy()
         self.set_keys(self.keys)
-        self.set_max_running(self._max_running)
+        limits, max_running = settings.limits, self._max_running
+        self.admission.max_queued = limits.max_queued_requests
+        self.bodies.max_bytes = limits.max_body_bytes_in_flight
+        # More wait here, where the queue is fair, and not in the engine.
+        places = min(limits.max_running_requests, max_running or limits.max_running_requests)
+        self.admission.max_running = places
+        # Half of the places beyond what the engines run at a time: one caller alone keeps them busy with the others.
+        running = places if max_running is None else max_running // QUEUED_PER_RUNNING
+        self.admission.num_reserved = max(0, places - running) // 2
 
     def set_keys(self, keys: Mapping[str, Sequence[str]]) -> None:
         """Tell callers by these keys of files from now on (`ClusterSettings.read_key_files`)."""
         self.keys, self._callers = keys, self._settings.caller_table(keys)
-
-    def set_max_running(self, max_running: int | None) -> None:
-        """More than this wait here, where the queue is fair, and not in the engine."""
-        self._max_running = max_running
-        limits = self._settings.limits
-        self.admission.max_queued = limits.max_queued_requests
-        self.bodies.max_bytes = limits.max_body_bytes_in_flight
-        places = self.admission.max_running = min(
-            limits.max_running_requests, max_running or limits.max_running_requests
-        )
-        # Half of the places beyond what the engines run at a time: one caller alone keeps them busy with the others.
-        running = places if max_running is None else max_running // QUEUED_PER_RUNNING
-        self.admission.num_reserved = max(0, places - running) // 2
 
     @property
     def model(self) -> str:
@@ -243,7 +252,7 @@ class FrontEnd:
         if self._callers is None:
             return replace(ANYONE, address=client_network(address))
         try:
-            return self._callers.identify(authorization)
+            return identify_caller(self._callers, authorization)
         except UnknownCallerError as error:
             raise ApiError(401, str(error), code="invalid_api_key") from error
 
@@ -273,15 +282,17 @@ class FrontEnd:
             decided[GROUP_KEY] = secrets.token_hex(8)
         if self._settings.learns_from(caller, base_workload(drafting.workload)):
             decided[LEARN_KEY] = caller.name
-        body.vllm_xargs = {**own, **decided}
         if "request_id" in fields and not _REQUEST_ID.fullmatch(body.request_id):
             rule = "1 to 128 letters, digits or . _ : -"  # every chunk of a stream carries it
             raise ApiError(400, f"request_id must be {rule}, not {body.request_id!r:.80}", param="request_id")
-        request_id = (headers or {}).get("x-request-id", "")
-        if "request_id" not in fields and _REQUEST_ID.fullmatch(request_id):
-            body.request_id = request_id
-        trace = {name: headers[name] for name in TRACE_HEADERS if name in headers} if headers else {}
-        return Admitted(call, fields, body, drafting, num_sequences, trace, caller.name)
+        headers = headers or {}
+        named = headers.get("x-request-id", "")
+        request_id = named if "request_id" not in fields and _REQUEST_ID.fullmatch(named) else body.request_id
+        trace = {name: headers[name] for name in TRACE_HEADERS if name in headers}
+        xargs = {**own, **decided}
+        admitted = Admitted(call, fields, xargs, request_id, drafting, num_sequences, trace, caller.name)
+        admitted.complete(body)
+        return admitted
 
     def check_model(self, fields: dict[str, Any]) -> str:
         """The model's name or alias in a request, in whose place the name is put. Raises ApiError (404)."""

@@ -35,13 +35,11 @@ import uvloop
 from prometheus_client.core import Metric
 from vllm.utils.gc_utils import freeze_gc_heap
 
-from cluster.request import Drafting
 from deployments import compat
 from deployments.answers import Charge, EngineAnswers
-from deployments.body import Call, parse_body
 from deployments.errors import ApiError, engine_lost, internal_error, not_ready
 from deployments.front_end import Admitted, Answer, Usage
-from deployments.metrics import counter
+from deployments.metrics import Families
 from peagle.vllm.clients import METRICS_FOLDER, Address, client_addresses, connect
 from peagle.vllm.grammar_checker import GrammarChecker
 from peagle.vllm.recorder import DraftingRecorder, RecorderDelta
@@ -69,35 +67,10 @@ Keep = Callable[[str, str, list[int], list[int]], None]
 
 
 class Job(msgspec.Struct, tag=True, array_like=True):
-    """An `Admitted` request. `body` is read from `fields` again: pydantic's records cannot be pickled."""
+    """A request to answer."""
 
     number: int
-    call: Call
-    fields: dict[str, Any]
-    xargs: dict[str, Any]
-    request_id: str
-    drafting: Drafting
-    num_sequences: int
-    trace: dict[str, str]
-    caller: str
-    head: str
-    admitted_number: int
-
-    @classmethod
-    def pack(cls, number: int, one: Admitted) -> "Job":
-        body = one.body
-        return cls(
-            number, one.call, one.fields, dict(body.vllm_xargs or {}), body.request_id, one.drafting,
-            one.num_sequences, dict(one.trace), one.caller, one.head, one.number,
-        )  # fmt: skip
-
-    def unpack(self) -> Admitted:
-        body = parse_body(self.call, self.fields)
-        body.vllm_xargs, body.request_id = self.xargs, self.request_id
-        return Admitted(
-            self.call, self.fields, body, self.drafting, self.num_sequences, self.trace, self.caller, self.head,
-            self.admitted_number,
-        )  # fmt: skip
+    admitted: Admitted
 
 
 class Stop(msgspec.Struct, tag=True, array_like=True):
@@ -138,25 +111,17 @@ class Event(msgspec.Struct, tag=True, array_like=True):
 
 
 class Failure(msgspec.Struct, tag=True, array_like=True):
-    """An `ApiError` of a job's `Answer`."""
+    """An `ApiError` of a job's `Answer`, by its arguments."""
 
     number: int
-    status: int
-    message: str
-    param: str | None
-    code: str | None
-    retry_after_s: int | None
-
-    @classmethod
-    def pack(cls, number: int, error: ApiError) -> "Failure":
-        return cls(number, error.status, error.message, error.param, error.code, error.retry_after_s)
+    arguments: dict[str, Any]
 
 
 class End(msgspec.Struct, tag=True, array_like=True):
     """The end of a job's `Answer`, with its `Usage` if it is complete."""
 
     number: int
-    usage: tuple[int, int, int] | None
+    usage: Usage | None
 
 
 class Charged(msgspec.Struct, tag=True, array_like=True):
@@ -164,7 +129,7 @@ class Charged(msgspec.Struct, tag=True, array_like=True):
 
     caller: str
     number: int
-    usage: tuple[int, int, int]
+    usage: Usage
 
 
 class Kept(msgspec.Struct, tag=True, array_like=True):
@@ -247,16 +212,18 @@ class FrontEndProcess:
         self.reports = deque[asyncio.Future[None]]()  # that it owes, the oldest first
         self.silent_since_s = 0.0  # while it owes some
         self.wire: Wire
-        own_setup = {**setup, "index": index}
-        environ = {"OMP_NUM_THREADS": "1", METRICS_FOLDER: own_setup.pop("metrics_folder")}
         self._end, theirs = socket.socketpair()
-        with theirs, tempfile.TemporaryFile() as file:
-            cloudpickle.dump(own_setup, file)
+        self._process = self._launch({**setup, "index": index}, theirs)
+
+    def _launch(self, setup: dict[str, Any], end: socket.socket) -> subprocess.Popen[bytes]:
+        environ = {"OMP_NUM_THREADS": "1", METRICS_FOLDER: setup.pop("metrics_folder")}
+        with end, tempfile.TemporaryFile() as file:
+            cloudpickle.dump(setup, file)
             file.seek(0)
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", *PROGRAM, str(theirs.fileno())],
+            return subprocess.Popen(
+                [sys.executable, "-m", *PROGRAM, str(end.fileno())],
                 stdin=file,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[end.fileno()],
                 env={**os.environ, **environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
 
@@ -378,11 +345,11 @@ class FrontEndProcesses:
 
     def families(self, replica: str) -> list[Metric]:
         """Metrics of the processes."""
-        requests, restarts = counter("front_end_requests"), counter("front_end_restarts")
+        found = Families()
         for place, number in enumerate(self.num_requests):
-            requests.add_metric([replica, str(place)], number)
-        restarts.add_metric([replica], self.num_restarts)
-        return [requests, restarts]
+            found.add("front_end_requests", number, replica, str(place))
+        found.add("front_end_restarts", self.num_restarts, replica)
+        return list(found.values())
 
     def _run_task(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -414,12 +381,12 @@ class FrontEndProcesses:
                 self._put(process, number, text)
             case End(number, usage):
                 if usage is not None:
-                    self._put(process, number, Usage(*usage))
+                    self._put(process, number, usage)
                 self._put(process, number, None)
-            case Failure(number, status, text, param, code, retry_after_s):
-                self._put(process, number, ApiError(status, text, param=param, code=code, retry_after_s=retry_after_s))
+            case Failure(number, arguments):
+                self._put(process, number, ApiError(**arguments))
             case Charged(caller, number, usage):
-                self._charge(caller, number, Usage(*usage))
+                self._charge(caller, number, usage)
             case Counted(delta):
                 self._recorder.add_delta(process.index, delta)
                 process.reports.popleft().cancel()
@@ -456,7 +423,7 @@ class FrontEndProcesses:
             yield not_ready(self._model)
             return
         process, number = min(ready, key=lambda one: one.sequences.total()), next(self._numbers)
-        process.wire.send(Job.pack(number, admitted))
+        process.wire.send(Job(number, admitted))
         process.sequences[admitted.drafting.workload] += admitted.num_sequences
         self.num_requests[process.place] += 1
         items = process.jobs[number] = asyncio.Queue()
@@ -530,7 +497,7 @@ class Worker:
     async def _answer(self, job: Job, room: asyncio.Semaphore) -> None:
         number, usage = job.number, None
         try:
-            async with contextlib.aclosing(self._answers.generate(job.unpack())) as items:
+            async with contextlib.aclosing(self._answers.generate(job.admitted)) as items:
                 async for item in items:
                     if isinstance(item, str):
                         await room.acquire()
@@ -538,10 +505,10 @@ class Worker:
                     elif isinstance(item, Usage):
                         usage = item
                     else:
-                        self._wire.send(Failure.pack(number, item))
+                        self._wire.send(Failure(number, item.arguments))
         except Exception:
             logger.exception("a request failed")
-            self._wire.send(Failure.pack(number, internal_error()))
+            self._wire.send(Failure(number, internal_error().arguments))
         self._wire.send(End(number, usage))
 
 

@@ -27,7 +27,7 @@ from cluster.admission import BodyBudget, BusyError
 from cluster.request import ANYONE, client_network
 from deployments import GATEWAY_NAME, compat
 from deployments.app import TARGET_REQUESTS, bind
-from deployments.errors import ApiError, busy_error, not_ready
+from deployments.errors import ApiError, busy_error, not_ready, server_lost
 from deployments.http_streams import EventStream, read_body, unless_disconnected
 from deployments.telemetry import METRICS_CONTENT_TYPE, labelled, prometheus_text
 from peagle.schema import Problems, Section, SettingsError, problem_lines
@@ -151,7 +151,7 @@ class Forwarder:
         try:
             return await self.session.request(method, url, data=body or None, headers=headers, allow_redirects=False)
         except aiohttp.ClientError as error:
-            raise ApiError(502, compat.LOST, code=compat.LOST_CODE) from error
+            raise server_lost(502) from error
 
     def _client_address(self, request: Request) -> str:
         """What HAProxy wrote, which stands last."""

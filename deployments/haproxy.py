@@ -11,7 +11,6 @@ Serve's controller calls `install` when it starts (RAY_SERVE_CONTROLLER_CALLBACK
 """
 
 import asyncio
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,8 @@ import ray
 from ray.serve._private import controller, haproxy
 from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
-from deployments.compat import (
-    LOST,
-    LOST_CODE,
-    NOT_READY,
-    NOT_READY_CODE,
-    RAY_VERSION,
-    RETRY_AFTER_S,
-    CompatError,
-    address_header,
-)
+from deployments.compat import RAY_VERSION, CompatError, address_header
+from deployments.errors import ApiError, not_ready, server_lost
 
 RETRY_ON = "conn-failure empty-response 502"
 """502: of a replica whose engine died."""
@@ -73,11 +64,11 @@ def own_config(text: str, not_ready_page: Path, address_header: str = "") -> str
     return text
 
 
-def error_page(message: str, code: str) -> bytes:
-    """A response of status 503 in OpenAI's form."""
-    body = json.dumps({"error": {"message": message, "type": "server_error", "param": None, "code": code}})
-    head = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nRetry-After: {RETRY_AFTER_S}"
-    return f"HTTP/1.1 503 Service Unavailable\r\n{head}\r\n\r\n{body}".encode()
+def error_page(error: ApiError) -> bytes:
+    """The HTTP response of an error."""
+    response = error.response()
+    head = b"".join(b"%s: %s\r\n" % header for header in response.raw_headers)
+    return b"HTTP/1.1 503 Service Unavailable\r\n%s\r\n%s" % (head, response.body)
 
 
 class HAProxy(haproxy.HAProxyApi):
@@ -90,10 +81,10 @@ class HAProxy(haproxy.HAProxyApi):
     def _generate_config_file_internal(self) -> None:
         super()._generate_config_file_internal()
         path = Path(self.config_file_path)
-        not_ready = path.with_name("503.http")
-        not_ready.write_bytes(error_page(NOT_READY.format("The service"), NOT_READY_CODE))
-        Path(str(self.cfg.error_file_path)).write_bytes(error_page(LOST, LOST_CODE))
-        path.write_text(own_config(path.read_text(), not_ready, address_header()))
+        not_ready_page = path.with_name("503.http")
+        not_ready_page.write_bytes(error_page(not_ready()))
+        Path(str(self.cfg.error_file_path)).write_bytes(error_page(server_lost()))
+        path.write_text(own_config(path.read_text(), not_ready_page, address_header()))
 
     async def _start_and_wait_for_haproxy(self, *extra_args: str, **options: Any) -> Any:
         process: Any = await super()._start_and_wait_for_haproxy(*extra_args, **options)

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -10,7 +10,6 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from cluster.admission import HeldBody
 from deployments.errors import ApiError
 
 T = TypeVar("T")
@@ -33,13 +32,13 @@ class EventStream(StreamingResponse):
                 await super().__call__(scope, receive, send)
 
 
-async def read_body(request: Request, body: HeldBody, max_bytes: int) -> bytes:
-    """The body, of which no more is read than may be sent. Raises BusyError where others fill the memory for bodies."""
+async def read_body(request: Request, hold: Callable[[int], None], max_bytes: int) -> bytes:
+    """The body, of which no more is read than may be sent. `hold` is told of each part (`BodyBudget.hold_body`)."""
     parts, size = [], 0
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             async for part in request.stream():
-                body.add(len(part))
+                hold(len(part))
                 parts.append(part)
                 size += len(part)
                 if size > max_bytes:

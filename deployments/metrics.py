@@ -4,9 +4,10 @@ A family that another module fills is made here by its name, without the prefix 
 counters. A name that is not in the table is a KeyError.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 PREFIX = "peagle_"
 
@@ -112,9 +113,17 @@ FAMILIES = {
 }
 
 
-def counter(name: str) -> CounterMetricFamily:
-    return CounterMetricFamily(PREFIX + name, FAMILIES[name].text, labels=FAMILIES[name].labels.split())
+class Families(dict[str, Metric]):
+    """Families by name, each made with its first sample."""
 
+    def add(self, name: str, value: float, *labels: str) -> None:
+        if name not in self:
+            kind, names, text, _ = FAMILIES[name]
+            family = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
+            self[name] = family(PREFIX + name, text, labels=names.split())
+        self[name].add_metric(labels, value)  # type: ignore[attr-defined]
 
-def gauge(name: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(PREFIX + name, FAMILIES[name].text, labels=FAMILIES[name].labels.split())
+    def add_positions(self, name: str, values: Iterable[float], *labels: str) -> None:
+        """A sample for each draft position, which is the last label."""
+        for position, value in enumerate(values, start=1):
+            self.add(name, value, *labels, str(position))

@@ -152,18 +152,15 @@ class DrafterLinks:
         """Digests by index of the heads that draft, () before any drafter answers."""
         self.links: tuple[dict[str, Any], ...] = ()
 
-    def start(self, on_change: Callable[[tuple[str, ...]], None]) -> None:
-        """Begin on the running event loop. `on_change` gets `heads` each time they change."""
-        self._task = asyncio.get_running_loop().create_task(self._poll_forever(on_change))
+    def start(self, on_poll: Callable[[tuple[str, ...]], None]) -> None:
+        """Begin on the running event loop. `on_poll` gets `heads`, each time that drafters have answered."""
+        self._task = asyncio.get_running_loop().create_task(self._poll_forever(on_poll))
 
-    async def _poll_forever(self, on_change: Callable[[tuple[str, ...]], None]) -> None:
-        told = self.heads  # a poll may fail after the heads changed: the next one tells it then
+    async def _poll_forever(self, on_poll: Callable[[tuple[str, ...]], None]) -> None:
         while True:
             try:
                 await self.poll()
-                if self.heads != told:
-                    on_change(self.heads)
-                    told = self.heads
+                on_poll(self.heads)
                 self._problem = ""
             except Exception as error:  # without drafters the engine serves on, and this goes on trying
                 if repr(error) != self._problem:

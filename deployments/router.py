@@ -48,7 +48,6 @@ from deployments.telemetry import (
     drafting_document,
     head_metrics,
     labelled,
-    learner_document,
     learner_metrics,
     live_heads,
     make_k_policy,
@@ -282,7 +281,7 @@ class Router:
             "settings": self._settings.model_dump(mode="json", exclude_none=True, include=SHOWN_SETTINGS),
             "head_changes": [] if self._heads is None else self._heads.document(),
             "autoscaling": self._scaling_document(),
-            "learner": None if self._learner is None else learner_document(self._learner.reports),
+            "learner": None if self._learner is None else next(map(dataclasses.asdict, self._learner.reports), None),
         }
 
     def _scaling_document(self) -> dict[str, Any] | None:

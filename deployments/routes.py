@@ -27,9 +27,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
 
 from cluster.admission import BusyError
-from cluster.request import (
-    ANYONE,
-)
+from cluster.request import ANYONE
 from cluster.settings import IngressSettings
 from deployments import openapi
 from deployments.body import UNUSED_FIELDS, Call, detect_call, engine_keys, name_keys, read_json
@@ -276,8 +274,8 @@ async def _answer(backend: Backend, request: Request) -> Response:
         try:
             front_end.admission.count_request(caller)
             _check_media_type(request.headers.get("content-type", ""))
-            body = until_sent.enter_context(front_end.bodies.hold_body(caller))
-            document = read_json(await read_body(request, body, front_end.limits.max_body_bytes), front_end.limits)
+            hold = until_sent.enter_context(front_end.bodies.hold_body(caller))
+            document = read_json(await read_body(request, hold, front_end.limits.max_body_bytes), front_end.limits)
             if path in TOKENIZER_PATHS:
                 async with front_end.admission.hold_places(caller):
                     work = answer_by_tokenizer(path, front_end, backend.vllm, document)

@@ -149,8 +149,9 @@ class TargetServer(LLMServer):
         self._learning = asyncio.get_running_loop().create_task(self._learn_forever())
         self._links: DrafterLinks | None = None
         if drafter is not None:
-            self._links = DrafterLinks(drafter, self._client.collective_rpc, self._is_busy)
-            self._links.start(self._set_heads)
+            is_busy = lambda: self.front_end.admission.num_running > 0  # noqa: E731
+            self._links = DrafterLinks(drafter, self._client.collective_rpc, is_busy)
+            self._links.start(functools.partial(setattr, self.front_end, "heads"))
         freeze_gc_heap()  # as vLLM's own server: a full collection of all that is loaded would hold up every stream
 
     async def _start_engine(self) -> None:
@@ -169,13 +170,9 @@ class TargetServer(LLMServer):
             self.front_end.apply_settings(self._settings, make_k_policy(self._settings, self.front_end.k_policy))
             self._grammars.limits = grammar_limits(self._settings.limits)
 
-    def _is_busy(self) -> bool:
-        return self.front_end.admission.num_running > 0
-
-    def _set_heads(self, heads: tuple[str, ...]) -> None:
-        self.front_end.heads = heads
-
-    def _make_report(self) -> TargetReport:
+    async def _make_report(self) -> TargetReport:
+        if self._front_ends is not None:
+            await self._front_ends.refresh_counts()
         latency = None
         try:
             latency = StepLatency.from_wire(self._recorder.step_costs) if self._recorder.step_costs else None
@@ -213,12 +210,7 @@ class TargetServer(LLMServer):
     async def report(self) -> TargetReport:
         """What this replica has counted. Raises EngineLost, see `check_health`."""
         await self.check_health()
-        return await self._fresh_report()
-
-    async def _fresh_report(self) -> TargetReport:
-        if self._front_ends is not None:
-            await self._front_ends.refresh_counts()
-        return self._make_report()
+        return await self._make_report()
 
     def _keep(self, workload: str, caller: str, prompt: list[int], answer: list[int]) -> None:
         assert self._answers is not None
@@ -256,7 +248,7 @@ class TargetServer(LLMServer):
             try:
                 policy, now_s = self.front_end.k_policy, time.monotonic()
                 if policy is not None and not policy.is_following(now_s):
-                    policy.observe([await self._fresh_report()], now_s)
+                    policy.observe([await self._make_report()], now_s)
             except Exception:
                 logger.exception("this replica's own counts cannot be taken in")
 

@@ -15,7 +15,6 @@ sum over `replica`, and a replica that is gone takes its series along instead of
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import logging
 import math
@@ -27,7 +26,7 @@ from typing import Any
 
 import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from cluster.counts import CounterDeltas, Counts, TargetReport
@@ -37,7 +36,7 @@ from cluster.learning import LearnerReport
 from cluster.settings import ClusterSettings
 from cluster.spending import DaySpending, SpendingTracker
 from deployments.compat import KVChannel
-from deployments.metrics import counter, gauge
+from deployments.metrics import FAMILIES, Families
 from peagle.store import write_bytes
 
 logger = logging.getLogger(__name__)
@@ -166,50 +165,34 @@ def engine_metrics(folder: str | None = None) -> list[Metric]:
     return found
 
 
-def _add_depths(family: CounterMetricFamily, labels: Sequence[str], counts: Iterable[float]) -> None:
-    for depth, count in enumerate(counts, start=1):
-        family.add_metric([*labels, str(depth)], count)
-
-
 def target_metrics(reports: Sequence[TargetReport], num_ready: int) -> list[Metric]:
     """What targets have counted by workload, every counter from zero on at each replica's start."""
-    ready = gauge("target_replicas")
-    ready.add_metric([], num_ready)
-    running = gauge("running_requests")
-    generated = counter("generated_tokens")
-    requests = counter("requests")
-    tokens = counter("output_tokens")
-    prompts = counter("prompt_tokens")
-    steps = counter("verification_steps")
-    drafted = counter("draft_tokens")
-    reached = counter("reached_draft_tokens")
-    accepted = counter("accepted_tokens")
+    found = Families()
+    found.add("target_replicas", num_ready)
     for report in reports:
-        running.add_metric([report.model, report.replica], report.num_running)
-        generated.add_metric([report.model, report.replica], report.num_output_tokens)
-        for workload, found in sorted(report.workloads.items()):
-            values = [report.model, workload, report.replica]
-            requests.add_metric([*values, "finished"], found.num_finished)
-            requests.add_metric([*values, "aborted"], found.num_aborted)
-            tokens.add_metric(values, found.num_output_tokens)
-            prompts.add_metric(values, found.num_prompt_tokens)
-            steps.add_metric(values, found.counts.num_steps)
-            _add_depths(drafted, values, found.counts.drafted)
-            _add_depths(reached, values, found.counts.reached)
-            _add_depths(accepted, values, found.counts.accepted)
-    return [ready, running, generated, requests, tokens, prompts, steps, drafted, reached, accepted]
+        found.add("running_requests", report.num_running, report.model, report.replica)
+        found.add("generated_tokens", report.num_output_tokens, report.model, report.replica)
+        for workload, counted in sorted(report.workloads.items()):
+            labels = report.model, workload, report.replica
+            found.add("requests", counted.num_finished, *labels, "finished")
+            found.add("requests", counted.num_aborted, *labels, "aborted")
+            found.add("output_tokens", counted.num_output_tokens, *labels)
+            found.add("prompt_tokens", counted.num_prompt_tokens, *labels)
+            found.add("verification_steps", counted.counts.num_steps, *labels)
+            found.add_positions("draft_tokens", counted.counts.drafted, *labels)
+            found.add_positions("reached_draft_tokens", counted.counts.reached, *labels)
+            found.add_positions("accepted_tokens", counted.counts.accepted, *labels)
+    return list(found.values())
 
 
 def head_metrics(by_head: Mapping[str, Counts]) -> list[Metric]:
     """Steps and tokens by the head that drafted them, as the router has counted them."""
-    steps = counter("head_verification_steps")
-    drafted = counter("head_draft_tokens")
-    accepted = counter("head_accepted_tokens")
-    for head, found in by_head.items():
-        steps.add_metric([head], found.num_steps)
-        _add_depths(drafted, [head], found.drafted)
-        _add_depths(accepted, [head], found.accepted)
-    return [steps, drafted, accepted]
+    found = Families()
+    for head, counts in by_head.items():
+        found.add("head_verification_steps", counts.num_steps, head)
+        found.add_positions("head_draft_tokens", counts.drafted, head)
+        found.add_positions("head_accepted_tokens", counts.accepted, head)
+    return list(found.values())
 
 
 SHOWN_S = 3600.0
@@ -218,107 +201,79 @@ SHOWN_S = 3600.0
 
 def change_metrics(changes: Iterable[Mapping[str, Any]]) -> list[Metric]:
     """Heads that are tried, watched, or were rolled back of late (`HeadManager.document`)."""
-    state = gauge("head_change")
-    gain = gauge("head_gain")
+    found = Families()
     for change in changes:
         is_compared = change["state"] in ("loading", "running") or change["is_watched"]
         if is_compared or (change["state"] == "rolled back" and time.time() - change["changed_s"] < SHOWN_S):
-            heads = [change["head"], change["against"]]
-            state.add_metric([*heads, change["state"]], 1)
+            heads = change["head"], change["against"]
+            found.add("head_change", 1, *heads, change["state"])
             for bound in ("gain", "low", "high") if change["gain"] is not None else ():
-                gain.add_metric([*heads, "mean" if bound == "gain" else bound], change[bound])
-    return [state, gain]
+                found.add("head_gain", change[bound], *heads, "mean" if bound == "gain" else bound)
+    return list(found.values())
 
 
 def drafter_metrics(drafters: Sequence[DrafterReport], reports: Sequence[TargetReport]) -> list[Metric]:
     """The drafter replicas and the targets' links to them."""
-    ready = gauge("drafter_replicas")
-    ready.add_metric([], len(drafters))
-    heads = gauge("drafter_head")
-    refused = gauge("drafter_head_refused")
-    up = gauge("link_up")
-    found: dict[str, CounterMetricFamily] = {}
+    found = Families()
 
-    def count(prefix: str, labels: Mapping[str, str], counters: Mapping[str, float]) -> None:
-        for counted, value in sorted(counters.items()):
-            name = prefix + (f"{counted[:-1]}seconds" if counted.endswith("_s") else counted)
-            family = found.setdefault(name, counter(name))
-            family.add_metric(list(labels.values()), value)
+    def count(prefix: str, counters: Mapping[str, float], *labels: str) -> None:
+        for name, value in sorted(counters.items()):
+            found.add(prefix + (f"{name[:-1]}seconds" if name.endswith("_s") else name), value, *labels)
 
+    found.add("drafter_replicas", len(drafters))
     for drafter in drafters:
-        refused.add_metric([drafter.replica], float(bool(drafter.refused)))
+        found.add("drafter_head_refused", float(bool(drafter.refused)), drafter.replica)
         for index, head in enumerate(drafter.heads):
-            heads.add_metric([drafter.replica, str(index), head.digest], 1)
-        count("drafter_", {"replica": drafter.replica}, drafter.counters)
+            found.add("drafter_head", 1, drafter.replica, str(index), head.digest)
+        count("drafter_", drafter.counters, drafter.replica)
     for report in reports:
         for link in report.links:
-            labels = {"replica": report.replica, "drafter": link["drafter"]}
-            up.add_metric(list(labels.values()), float(link["state"] == "up"))
-            count("link_", labels, link["counters"])
-    return [ready, heads, refused, up, *found.values()]
-
-
-def learner_document(reports: Sequence[LearnerReport]) -> dict[str, Any] | None:
-    """The part of `GET /drafting` about the learner; None while it does not answer."""
-    return dataclasses.asdict(reports[0]) if reports else None
+            found.add("link_up", float(link["state"] == "up"), report.replica, link["drafter"])
+            count("link_", link["counters"], report.replica, link["drafter"])
+    return list(found.values())
 
 
 def learner_metrics(reports: Sequence[LearnerReport]) -> list[Metric]:
     """What the learner keeps and does, its counters from zero on at its start, and its last round's comparison."""
-    kept = gauge("learner_answers")
-    size = gauge("learner_buffer_bytes")
-    came = counter("learner_fetched_answers")
-    phase = gauge("learner_phase")
-    ratio = gauge("learner_acceptance_ratio")
-    others = {
-        "rounds": counter("learner_rounds"),
-        "proposals": counter("learner_proposals"),
-        "busy_seconds": counter("learner_busy_seconds"),
-    }
+    found = Families()
     for report in reports:
-        size.add_metric([], report.num_bytes)
-        phase.add_metric([report.phase], 1)
+        found.add("learner_buffer_bytes", report.num_bytes)
+        found.add("learner_phase", 1, report.phase)
         for workload, number in report.num_answers.items():
-            kept.add_metric([workload], number)
+            found.add("learner_answers", number, workload)
         for name, value in report.counters.items():
-            if name in others:
-                others[name].add_metric([], value)
-            elif name.startswith("answers_"):
-                came.add_metric([name.removeprefix("answers_")], value)
-        for mix in ("recent", "before"):
+            if name.startswith("answers_"):
+                found.add("learner_fetched_answers", value, name.removeprefix("answers_"))
+            elif f"learner_{name}" in FAMILIES:
+                found.add(f"learner_{name}", value)
+        for mix in report.last_round.keys() & {"recent", "before"}:
             for bound in ("ratio", "low", "high"):
-                if mix in report.last_round:
-                    ratio.add_metric([mix, bound], report.last_round[mix][bound])
-    return [kept, size, came, phase, ratio, *others.values()]
+                found.add("learner_acceptance_ratio", report.last_round[mix][bound], mix, bound)
+    return list(found.values())
 
 
 def depth_metrics(document: Mapping[str, Any], model: str) -> list[Metric]:
     """What `KPolicy.document` says, as gauges."""
-    chosen = gauge("depth")
-    survival = gauge("survival")
+    found = Families()
     for row in document["workloads"]:
-        chosen.add_metric([model, row["workload"], row["source"]], row["k"])
-        for bound, values in row["survival"].items():
-            for depth, value in enumerate(values, start=1):
-                survival.add_metric([model, row["workload"], str(depth), bound], value)
-    step = gauge("step_seconds")
+        found.add("depth", row["k"], model, row["workload"], row["source"])
+        for bound, rates in row["survival"].items():
+            for position, rate in enumerate(rates, start=1):
+                found.add("survival", rate, model, row["workload"], str(position), bound)
     if document["step_s"] is not None:
-        step.add_metric([model], document["step_s"])
-    return [chosen, survival, step]
+        found.add("step_seconds", document["step_s"], model)
+    return list(found.values())
 
 
 def scaling_metrics(document: Mapping[str, Any] | None) -> list[Metric]:
     """A decision as gauges. Its reason in words stands in `GET /drafting`: as a label, each text would be a series."""
     if document is None:
         return []
-    replicas = gauge("autoscaling_replicas")
+    found = Families()
     for name in ("target", "drafter"):
         for count, value in (document[name] or {}).items():
-            if value is not None:
-                replicas.add_metric([name, count.removeprefix("num_")], value)
-    source = gauge("autoscaling_source")
-    source.add_metric([document["source"]], 1)
-    found: list[Metric] = [replicas, source]
+            found.add("autoscaling_replicas", value, name, count.removeprefix("num_"))
+    found.add("autoscaling_source", 1, document["source"])
     for key, name in (
         ("num_decisions", "decisions"),
         ("demand_tokens_per_s", "demand_tokens_per_second"),
@@ -327,17 +282,16 @@ def scaling_metrics(document: Mapping[str, Any] | None) -> list[Metric]:
         ("needed", "needed_replicas"),
     ):
         if document[key] is not None:
-            found.append(family := gauge(f"autoscaling_{name}"))
-            family.add_metric([], document[key])
-    return found
+            found.add(f"autoscaling_{name}", document[key])
+    return list(found.values())
 
 
 def spending_metrics(today: DaySpending) -> list[Metric]:
     """What callers have used today, all replicas together."""
-    found = gauge("caller_tokens_today")
+    found = Families()
     for caller, tokens in today.tokens.items():
-        found.add_metric([caller], tokens)
-    return [found]
+        found.add("caller_tokens_today", tokens, caller)
+    return list(found.values())
 
 
 # ---- what was learned, kept over restarts

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -15,14 +14,12 @@ from cluster.acceptance import (
     PUBLISHED_RATES,
     AcceptancePosteriors,
     AcceptanceSnapshot,
-    _describe,
 )
 from cluster.counts import CounterDeltas, Counts, DeltaTracker, TargetReport, WorkloadCounts
 
 K_MAX = 7
 CODE = (0.9, 0.88, 0.86, 0.85, 0.85, 0.84, 0.84)
 CHAT = (0.6, 0.55, 0.5, 0.5, 0.45, 0.45, 0.4)
-TRACES = Path(__file__).parents[3] / "benchmarks/results/2026-11-21-traces-smollm2-135m.npz"
 
 
 def accepted_of(conditionals: Sequence[float], num_steps: int, rng: np.random.Generator) -> np.ndarray:
@@ -93,46 +90,6 @@ def test_intervals_cover_at_their_rate_for_independent_steps(num_steps: int, mon
     assert num_inside / num_runs == pytest.approx([0.9] * K_MAX, abs=0.05)
 
 
-def test_steps_of_real_requests_need_the_design_effect(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thirty requests of a task, drawn again and again: does the interval of S_1 hold the task's own S_1?"""
-    stored = np.load(TRACES)
-    ends = np.cumsum(stored["num_anchors"])
-    rng, inside = np.random.default_rng(3), {1.0: [], 4.0: []}
-    for category in ("humaneval", "math_reasoning", "translation", "summarization"):
-        chosen = (stored["category"] == category) & (stored["temperature"] == 0)
-        pieces = zip(stored["num_anchors"][chosen], ends[chosen], strict=True)
-        requests = [replayed(stored["accepted"][end - num : end]) for num, end in pieces]
-        truth = np.mean(np.concatenate(requests) >= 1)
-        for _ in range(40):
-            sample = np.concatenate([requests[index] for index in rng.integers(len(requests), size=30)])
-            for design_effect, found in inside.items():
-                monkeypatch.setattr(acceptance, "DESIGN_EFFECT", design_effect)
-                posteriors = AcceptancePosteriors(K_MAX, half_life_steps=1e9)
-                add(posteriors, w=counts_of(sample))
-                rates = posteriors.rates("w")
-                found.append(rates.low[0] <= truth <= rates.high[0])
-    assert np.mean(inside[1.0]) < 0.7
-    assert np.mean(inside[4.0]) > 0.8
-
-
-def replayed(confirmed: np.ndarray) -> np.ndarray:
-    """Drafts accepted in each step of a greedy answer at K_max, from those confirmed at each of its tokens."""
-    found, position = [], 0
-    while position < len(confirmed):
-        found.append(min(int(confirmed[position]), K_MAX))
-        position += found[-1] + 1
-    return np.array(found)
-
-
-def test_the_interval_of_a_product_is_nearly_that_of_draws() -> None:
-    alpha, beta = np.array([80.0, 60.0, 40.0, 25.0]), np.array([20.0, 18.0, 15.0, 12.0])
-    found = _describe(alpha, beta, 0.0)
-    drawn = np.cumprod(np.random.default_rng(0).beta(alpha, beta, (200_000, 4)), axis=1)
-    assert found.mean == pytest.approx(drawn.mean(axis=0), abs=0.002)
-    assert found.low == pytest.approx(np.quantile(drawn, 0.05, axis=0), abs=0.015)
-    assert found.high == pytest.approx(np.quantile(drawn, 0.95, axis=0), abs=0.015)
-
-
 def test_rates_never_grow_and_intervals_stay_within_0_and_1() -> None:
     for conditionals in ((0.0,) * K_MAX, (1.0,) * K_MAX, CHAT):
         posteriors = AcceptancePosteriors(K_MAX)
@@ -151,10 +108,7 @@ def test_mixing_k_does_not_bias() -> None:
     add(posteriors, w=mixed)
     truth = np.cumprod(CODE)
     assert posteriors.rates("w").mean == pytest.approx(truth, abs=0.015)
-    naive_rates = np.array(mixed.accepted) / mixed.num_steps
-    naive_conditional = np.array(mixed.accepted[1:]) / np.array(mixed.accepted[:-1])
-    assert naive_rates[2] < truth[2] - 0.3
-    assert naive_conditional[1] < CODE[1] - 0.25
+    assert mixed.accepted[2] / mixed.num_steps < truth[2] - 0.3, "what such a ratio would say"
 
 
 def test_forgetting_follows_a_change() -> None:
@@ -254,7 +208,6 @@ def test_many_workloads_keep_memory_bounded_and_the_busy_ones_stay() -> None:
     assert len(posteriors.workloads()) == MAX_WORKLOADS
     assert set(busy) <= set(posteriors.workloads())
     assert posteriors.rates("busy-0").mean == pytest.approx(np.cumprod(CODE), abs=0.05)
-    assert len(posteriors._rates) <= MAX_WORKLOADS + 1
 
 
 def test_reports_deeper_than_k_max_count_to_k_max() -> None:

@@ -58,7 +58,6 @@ class Service:
 def test_the_number_is_demand_over_planned_capacity() -> None:
     decision = Service(4).run(30, rate=1.5)
     assert decision.demand_tokens_per_s == pytest.approx(4 * 1.5 * 200, rel=0.01)
-    assert decision.capacity_tokens_per_s is not None
     assert decision.needed == pytest.approx(1200 / (0.75 * decision.capacity_tokens_per_s), rel=0.01)
     assert decision.target == max(4, math.ceil(decision.needed))
     assert decision.source == "acceptance"
@@ -70,11 +69,7 @@ def test_falling_acceptance_asks_for_more_before_any_queue() -> None:
     before = service.run(30, rate=2.0)
     soon = service.run(2, rate=2.0, survival=BAD)
     after = service.run(4, rate=2.0, survival=BAD)
-    assert before.target is not None
-    assert after.target is not None
-    assert before.capacity_tokens_per_s is not None
     for later in (soon, after):  # a fifth less with each decision
-        assert later.capacity_tokens_per_s is not None
         assert later.capacity_tokens_per_s < 0.7 * before.capacity_tokens_per_s
     assert after.target > before.target
     assert after.ongoing_requests == 0
@@ -107,7 +102,7 @@ def test_missing_data_leaves_the_target_to_the_queue_and_takes_no_drafter_away()
 @pytest.mark.parametrize("latency", [None, guessed_latency(on_gpu=False)])
 def test_a_step_latency_that_nobody_measured_decides_nothing(latency: object) -> None:
     service = Service(2)
-    service.replicas = [FakeReplica("a", latency), FakeReplica("b", latency)]  # type: ignore[arg-type]
+    service.replicas = [FakeReplica("a", latency), FakeReplica("b", latency)]
     decision = service.run(30)
     assert (decision.target, decision.source) == (None, "queue_length")
     assert "knows yet what its steps take" in decision.reason
@@ -132,17 +127,7 @@ def test_silent_replicas_count_as_the_others_and_forbid_scaling_down() -> None:
             replica.serve("chat", 20)
         decision = service.decide(Pool(4, 4))
     assert decision.demand_tokens_per_s == pytest.approx(full.demand_tokens_per_s, rel=0.02)
-    assert decision.target is not None
     assert decision.target >= (full.target or 0)
-
-
-def test_a_restart_of_a_replica_is_no_drop_and_no_jump() -> None:
-    service = Service(2)
-    before = service.run(60, rate=2.0)
-    service.replicas[0] = FakeReplica("r0", started_s=service.now_s)  # its counters are zero again
-    after = service.run(3, rate=2.0)
-    assert after.demand_tokens_per_s == pytest.approx(before.demand_tokens_per_s, rel=0.1)
-    assert after.target == before.target
 
 
 @pytest.mark.parametrize("is_saved", [True, False])
@@ -158,24 +143,6 @@ def test_a_restart_of_the_router_waits_for_data_and_then_says_the_same(is_saved:
     after = service.run(3, rate=2.0)
     assert after.needed == pytest.approx(before.needed, rel=0.05)
     assert after.target == before.target
-
-
-def test_a_report_that_cannot_be_is_left_out_and_its_replica_counts_as_silent() -> None:
-    service = Service(3)
-    before = service.run(60, rate=2.0)
-    service.replicas[0].workloads["broken"] = WorkloadCounts(-5)
-    decision = service.run(12, rate=2.0)
-    assert decision.source == "acceptance"
-    assert decision.demand_tokens_per_s == pytest.approx(before.demand_tokens_per_s, rel=0.1)
-    assert service.run(1, rate=0.1).target == 3
-
-
-def test_a_new_head_is_judged_by_its_own_steps() -> None:
-    service = Service(3, utilisation=0.6)
-    before = service.run(60, rate=2.0)
-    decision = service.run(12, rate=2.0, survival=BAD, head="another")
-    assert (decision.acceptance_length or 9) < 0.6 * (before.acceptance_length or 0)
-    assert (decision.target or 0) > (before.target or 0)
 
 
 def test_scaled_to_zero_and_back() -> None:
@@ -222,8 +189,6 @@ def test_what_piles_up_while_replicas_start_is_ordered_for_at_once() -> None:
     for replica in service.replicas:
         replica.start("chat", 60)
     piled_up = service.run(6, rate=1.0)
-    assert piled_up.needed is not None
-    assert calm.needed is not None
     assert piled_up.needed > 1.5 * calm.needed
     assert "until the backlog is gone" in piled_up.reason
     slow = Service(1, start_time_s=180.0).run(30, rate=3.0)

@@ -234,9 +234,3 @@ def test_a_step_that_cannot_be_changes_nothing():
     for step in (TimedStep(math.nan, 1, 1), TimedStep(0.0, 1, 1), TimedStep(1.0, 2, 1), TimedStep(1.0, 1, 1, -1)):
         model.observe(step)
     assert model.latency == before
-
-
-def test_models_share_nothing():
-    first = guessed_latency(True)
-    run(StepLatencyModel(True), gpu, 100)
-    assert guessed_latency(True) == first

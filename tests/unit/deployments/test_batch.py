@@ -35,8 +35,25 @@ class SmallService(ThreadingHTTPServer):
         return Counter(str(body["prompt"]) for _, body, _ in self.asked)
 
 
-class Handler(BaseHTTPRequestHandler):
+class JsonHandler(BaseHTTPRequestHandler):
+    """Of small services."""
+
     protocol_version = "HTTP/1.1"
+
+    def send(self, status: int, document: Json) -> None:
+        data = json.dumps(document).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Retry-After", "0.1")
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+class Handler(JsonHandler):
     server: SmallService
 
     def do_GET(self) -> None:
@@ -62,18 +79,6 @@ class Handler(BaseHTTPRequestHandler):
                     self.send(200, {"text": text})
         finally:
             self.server.num_running -= 1
-
-    def send(self, status: int, document: Json) -> None:
-        data = json.dumps(document).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.send_header("Retry-After", "0.1")
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: Any) -> None:
-        pass
 
 
 @pytest.fixture

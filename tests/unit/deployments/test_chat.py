@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from prompt_toolkit.output import DummyOutput
 from deployments.chat import Conversation, converse
 from deployments.cli import main
 from tests.support.terminal import terminal
+from tests.unit.deployments.test_batch import JsonHandler
 
 DRAFTING = {"k": 2, "source": "learned", "acceptance_length": 1.5}
 SURVIVAL = {"mean": [0.9, 0.5], "low": [0.8, 0.4], "high": [0.95, 0.6]}
@@ -29,22 +30,21 @@ WORKLOAD = {
 DOCUMENT = {"model": "m", "max_draft_tokens": 2, "policy": "adaptive", "step_times": "unknown", "workloads": [WORKLOAD]}
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(JsonHandler):
     """Answers as the service does, in steps of `a`, `b` (drafted) and `!`; `slow` is answered until the client goes."""
 
-    protocol_version = "HTTP/1.1"
     service: "SmallService"
 
     def do_GET(self) -> None:
         document = DOCUMENT if self.path == "/drafting" else {"data": [{"id": "m"}]}
-        self._send(200, document)
+        self.send(200, document)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.service.asked.append((body, self.headers["Authorization"]))
         question = body["messages"][-1]["content"]
         if question == "refused":
-            self._send(400, {"error": {"message": "not so"}})
+            self.send(400, {"error": {"message": "not so"}})
             return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
@@ -69,16 +69,6 @@ class Handler(BaseHTTPRequestHandler):
         text = b"".join(tokens).decode().removesuffix("<end>")
         choice = {"index": 0, "delta": {"content": text}, "logprobs": {"content": content}}
         self.wfile.write(f"data: {json.dumps({'choices': [choice | {'finish_reason': finish_reason}]})}\n\n".encode())
-
-    def _send(self, status: int, document: dict[str, Any]) -> None:
-        data = json.dumps(document).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: Any) -> None:
-        pass
 
 
 class SmallService:

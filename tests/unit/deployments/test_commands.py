@@ -221,13 +221,6 @@ def test_check_says_what_a_config_asks_for_and_starts_nothing(capsys: pytest.Cap
     assert "GPU 2" in said
 
 
-def test_check_refuses_what_serve_would_refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = tmp_path / "wrong.yaml"
-    config.write_text((ROOT / "configs" / "gpu.yaml").read_text().replace("max_draft_tokens", "max_drafts"))
-    assert main(["check", str(config)]) == 1
-    assert "max_draft_tokens" in capsys.readouterr().err
-
-
 def test_versions(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert re.fullmatch(r"peagle [\d.]+\S*, vLLM 0\.\d+\S*, Ray 2\.\d+\S*\n", capsys.readouterr().out)

@@ -4,7 +4,6 @@ Behind it stands a backend that answers with what was admitted, so that a test s
 """
 
 import asyncio
-import contextlib
 import gc
 import hashlib
 import json
@@ -22,9 +21,10 @@ from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 from pydantic import ValidationError
 
+from cluster.admission import Admission
 from cluster.counts import Counts
 from cluster.heads import HeadRouting
-from cluster.request import ANYONE, Caller
+from cluster.request import Caller
 from cluster.settings import (
     CallerSettings,
     ClusterSettings,
@@ -35,7 +35,7 @@ from cluster.settings import (
     with_live,
 )
 from deployments import http_streams
-from deployments.body import BODIES, MAX_NESTING, UNUSED_FIELDS, Call, check_document, from_engine, read_json
+from deployments.body import BODIES, MAX_NESTING, Call, from_engine, known_fields, read_json
 from deployments.compat import GATEWAY_HEADER
 from deployments.errors import ApiError, engine_lost
 from deployments.front_end import Admitted, FrontEnd, FrontEndMetrics, Usage, drafting_field
@@ -79,7 +79,7 @@ class Echo:
         self.front_end = FrontEnd(found or cluster())
         self.admitted: list[Admitted] = []
         self.pause: asyncio.Event | None = None
-        self.num_closed = 0
+        self.num_begun = self.num_closed = 0
         self._ends_with = ends_with
 
     async def generate(self, admitted: Admitted) -> AsyncIterator[Any]:
@@ -87,6 +87,7 @@ class Echo:
         try:
             if admitted.streams:
                 yield 'data: {"id":"x","choices":[]}\n\n'
+                self.num_begun += 1
             if self.pause is not None:
                 await self.pause.wait()
             if self._ends_with is not None:
@@ -102,9 +103,6 @@ class Echo:
         finally:
             self.num_closed += 1
 
-    def models(self) -> dict[str, dict[str, Any]]:
-        return {"tiny": {"id": "tiny"}}
-
     async def health(self) -> dict[str, Any]:
         return {"status": "ready"}
 
@@ -117,7 +115,7 @@ class Echo:
 
 def request(backend: Echo, method: str, path: str, **sent: Any) -> httpx.Response:
     async def ask() -> httpx.Response:
-        app: FastAPI = make_app(backend, sent.pop("entrance", Entrance()))  # type: ignore[arg-type]
+        app: FastAPI = make_app(backend, sent.pop("entrance", Entrance()))
         transport = httpx.ASGITransport(app, root_path=sent.pop("root_path", ""), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return await client.request(method, path, **sent)
@@ -131,6 +129,38 @@ def chat(backend: Echo, headers: dict[str, str] | None = None, **body: Any) -> h
 
 def complete(backend: Echo, **body: Any) -> httpx.Response:
     return request(backend, "POST", "/v1/completions", json={"prompt": "One,", **body})
+
+
+async def call_app(backend: Echo, receive: Any, path: str = "/v1/chat/completions") -> list[Any]:
+    """The messages of an answer by ASGI itself, which knows clients that leave."""
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async with asyncio.timeout(60):
+        await make_app(backend, Entrance())(http_scope(path), receive, send)
+    return sent
+
+
+async def call_and_leave(backend: Echo, document: Any, begins: bool, path: str = "/v1/chat/completions") -> bytes:
+    """The text of an answer whose client leaves when the engine has it, or where it `begins` has said something."""
+    bodies = [{"type": "http.request", "body": json.dumps(document).encode(), "more_body": False}]
+
+    async def receive() -> Any:
+        if bodies:
+            return bodies.pop()
+        while not backend.admitted or (begins and not backend.num_begun):
+            await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
+
+    return b"".join(message.get("body", b"") for message in await call_app(backend, receive, path))
+
+
+def statuses(backend: Echo) -> dict[str, float]:
+    """Answers that were counted, by status."""
+    (answers,) = [family for family in backend.front_end.families() if family.name == "peagle_answers"]
+    return {sample.labels["status"]: sample.value for sample in answers.samples}
 
 
 def by_handle(backend: Echo, document: Any) -> list[str]:
@@ -158,111 +188,62 @@ CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{
 TOOL = {"type": "function", "function": {"name": "f"}}
 BAD_CHATS: dict[str, tuple[dict[str, Any], str | None]] = {
     "content as an object": (content({"a": 1}), "messages.0.content"),
-    "content of numbers": (content([1, 2]), "messages.0.content.0"),
     "content of an unknown part": (content([{"type": "nope"}]), "messages.0.content.0"),
-    "content of a part without a type": (content([{"text": "Hi"}]), "messages.0.content.0"),
     "content whose type is a list": (content([{"type": ["text"], "text": "Hi"}]), "messages.0.content.0"),
-    "text as a number": (content([{"type": "text", "text": 5}]), "messages.0.content.0.text"),
     "text that is missing": (content([{"type": "text"}]), "messages.0.content.0.text"),
-    "content as a number": (content(3), "messages.0.content"),
     "no messages": ({"messages": []}, "messages"),
     "messages missing": ({"messages": None}, "messages"),
-    "messages as a number": ({"messages": 3}, "messages"),
     "messages as an object": ({"messages": {"role": "user"}}, "messages"),
     "message as a text": ({"messages": ["Hi"]}, "messages.0"),
-    "message without a role": ({"messages": [{"content": "Hi"}]}, "messages.0.role"),
     "message in Harmony's form": ({"messages": [{"author": {"role": "user"}, "content": []}]}, "messages.0.role"),
-    "role as a number": ({"messages": [{"role": 3, "content": "Hi"}]}, "messages.0.role"),
     "name as a number": ({"messages": [{"role": "user", "content": "Hi", "name": 3}]}, "messages.0.name"),
-    "content that is null": ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
-    "content of a file": (content([{"type": "file", "file": {"file_id": "x"}}]), "messages.0.content.0"),
     "image without its url": (content([{"type": "image_url"}]), "messages.0.content.0.image_url"),
-    "image url as a number": (content([{"type": "image_url", "image_url": 3}]), "messages.0.content.0.image_url"),
     "tool calls as a number": ({"messages": [{"role": "assistant", "tool_calls": 3}]}, None),
-    "tool call as a text": ({"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, "tool_calls.0"),
     "arguments as a number": (
         {"messages": [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": 3}}]}]},
         "tool_calls.0.function.arguments",
     ),
     "surrogate in content": (content("\ud800"), "messages.0.content"),
-    "surrogate in a part": (content([{"type": "text", "text": "a\udfff"}]), "messages.0.content.0.text"),
-    "surrogate in system": ({"messages": [{"role": "system", "content": "\ud800"}, *HELLO]}, "messages.0.content"),
     "surrogate in stop": ({"stop": ["\ud800"]}, "stop.0"),
-    "surrogate in the request's id": ({"request_id": "a\ud800"}, "request_id"),
     "surrogate in a name": ({"drafting": {"\ud800": 3}}, "drafting.\\ud800"),
-    "surrogate in a tag": ({"drafting": {"workload": "\ud800"}}, "drafting.workload"),
-    "unknown field": ({"guided_regex": "a+"}, "guided_regex"),
-    "unknown field that is nearly known": ({"max_token": 3}, "max_token"),
     "unknown field nested deeply": ({"x": nested(900)}, "x"),
     "known field nested deeply": ({"chat_template_kwargs": nested(MAX_NESTING)}, "chat_template_kwargs"),
     "number beyond 64 bits": ({"top_k": 10**30}, "top_k"),
     "number beyond all bits": ({"logit_bias": {"1": 10**400}}, "logit_bias.1"),
     "temperature as text": ({"temperature": "hot"}, "temperature"),
+    "half a token": ({"max_tokens": 1.5}, "max_tokens"),
     "too many stop strings": ({"stop": [str(number) for number in range(17)]}, "stop"),
-    "K below the range": ({"drafting": {"k": -1}}, "drafting.k"),
     "K above the range": ({"drafting": {"k": 99}}, "drafting.k"),
-    "K as text": ({"drafting": {"k": "x"}}, "drafting.k"),
-    "unknown drafting field": ({"drafting": {"depth": 3}}, "drafting.depth"),
-    "drafting as a number": ({"drafting": 3}, "drafting"),
-    "a decision of the ingress": ({"drafting": {"k": 3, "source": "learned", "max_k": 7}}, "drafting.source"),
-    "workload with a blank": ({"drafting": {"workload": "a b"}}, "drafting.workload"),
-    "the server's K": ({"vllm_xargs": {DEPTH_KEY: 3}}, f"vllm_xargs.{DEPTH_KEY}"),
-    "the server's head": ({"vllm_xargs": {HEAD_KEY: 3}}, f"vllm_xargs.{HEAD_KEY}"),
-    "the server's word on learning": ({"vllm_xargs": {LEARN_KEY: "web"}}, f"vllm_xargs.{LEARN_KEY}"),
-    "the server's survival": ({"vllm_xargs": {SURVIVAL_KEY: [1]}}, f"vllm_xargs.{SURVIVAL_KEY}"),
-    "the server's workload": ({"vllm_xargs": {WORKLOAD_KEY: "a"}}, f"vllm_xargs.{WORKLOAD_KEY}"),
+    **{
+        f"the server's {key}": ({"vllm_xargs": {key: 3}}, f"vllm_xargs.{key}")
+        for key in (DEPTH_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY)
+    },
+    "an object in extra arguments": ({"vllm_xargs": {"a": {"b": 1}}}, "vllm_xargs.a"),
     "stream options as a text": ({"stream_options": "all"}, "stream_options"),
-    "stream as a word": ({"stream_options": {"include_usage": "maybe"}}, None),
     "two grammars": ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
     "a grammar of no kind": ({"structured_outputs": {"regexx": "a"}}, "structured_outputs"),
-    "a grammar as a number": ({"structured_outputs": 3}, "structured_outputs"),
     "choices as a number": ({"structured_outputs": {"choice": 3}}, "structured_outputs.choice"),
     "a format of no kind": ({"response_format": {"type": "xml"}}, "response_format.type"),
-    "a format without its schema": ({"response_format": {"type": "json_schema"}}, "response_format"),
     "a schema as a number": (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": 3}}},
         "response_format.json_schema.schema",
     ),
-    "tools as an object": ({"tools": {}}, "tools"),
-    "no tools": ({"tools": []}, "tools"),
-    "a tool as a number": ({"tools": [3]}, "tools.0"),
     "a tool without a function": ({"tools": [{"type": "function"}]}, "tools.0.function"),
     "a choice without tools": ({"tool_choice": "required"}, "tool_choice"),
-    "a choice of no kind": ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
     "a choice of another tool": (
         {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
         "tool_choice",
     ),
     "no sequence": ({"n": 0}, "n"),
-    "sequences below none": ({"n": -1}, "n"),
-    "half a sequence": ({"n": 1.5}, "n"),
-    "an old name": ({"best_of": 2}, "best_of"),
-    "half a token": ({"max_tokens": 1.5}, "max_tokens"),
-    "a seed beyond 64 bits": ({"seed": 2**63}, "seed"),
-    "stop as a number": ({"stop": 3}, "stop"),
-    "bad words of numbers": ({"bad_words": [3]}, "bad_words.0"),
-    "logprobs as a number": ({"logprobs": 3}, "logprobs"),
+    "more sequences than allowed": ({"n": 17}, "n"),
     "top logprobs alone": ({"top_logprobs": 3}, "top_logprobs"),
-    "both ends of a message": (
-        {"add_generation_prompt": True, "continue_final_message": True},
-        None,
-    ),
+    "more logprobs than allowed": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    "prompt logprobs of all tokens": ({"prompt_logprobs": -1}, "prompt_logprobs"),
+    "both ends of a message": ({"add_generation_prompt": True, "continue_final_message": True}, None),
     "an empty salt": ({"cache_salt": ""}, "cache_salt"),
     "a request id without end": ({"request_id": "a" * 10_000}, "request_id"),
     "a request id with a line break": ({"request_id": "a\nb"}, "request_id"),
-    "an effort of no kind": ({"reasoning_effort": "huge"}, "reasoning_effort"),
-    "a document as a number": ({"documents": [3]}, "documents.0"),
-    "arguments of a template as a list": ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
-    "an object in extra arguments": ({"vllm_xargs": {"a": {"b": 1}}}, "vllm_xargs.a"),
     "a field of a plugin": ({"logits_processors": ["os.system"]}, "logits_processors"),
-    "K as a truth value": ({"drafting": {"k": True}}, "drafting.k"),
-    "a tag that is too long": ({"drafting": {"workload": "a" * 65}}, "drafting.workload"),
-    "drafting as a list": ({"drafting": [1]}, "drafting"),
-    "more sequences than allowed": ({"n": 17}, "n"),
-    "sequences without end": ({"n": 2**62}, "n"),
-    "more logprobs than allowed": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-    "logprobs of all tokens": ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
-    "prompt logprobs of all tokens": ({"prompt_logprobs": -1}, "prompt_logprobs"),
     "100,000 choices": ({"structured_outputs": {"choice": [f"choice {n}" for n in range(100_000)]}}, None),
     "a large schema": (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["a" * 70_000]}}}},
@@ -282,11 +263,9 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], str | None]] = {
 def test_a_bad_request_gets_400_that_names_the_field_over_http_and_by_handle(name: str) -> None:
     body, param = BAD_CHATS[name]
     backend = Echo()
-    text = json.dumps({"messages": HELLO, **body})
-    sent = {"content": text, "headers": {"content-type": "application/json"}}
     for stream in (False, True):
         document = {"messages": HELLO, **body, "stream": stream}
-        sent["content"] = json.dumps(document)
+        sent = {"content": json.dumps(document), "headers": JSON_TYPE}
         response = request(backend, "POST", "/v1/chat/completions", **sent)
         error = response.json()["error"]
         assert response.status_code == 400, response.text
@@ -303,17 +282,11 @@ def test_a_bad_request_gets_400_that_names_the_field_over_http_and_by_handle(nam
 
 BAD_COMPLETIONS: dict[str, tuple[dict[str, Any], str]] = {
     "a prompt as an object": ({"prompt": {"a": 1}}, "prompt"),
-    "a prompt as a truth value": ({"prompt": True}, "prompt"),
     "a prompt of ids and texts": ({"prompt": [1, "a"]}, "prompt"),
-    "prompts of ids and texts": ({"prompt": ["a", [1]]}, "prompt"),
-    "half a token id": ({"prompt": [1.5]}, "prompt"),
     "prompts above the limit": ({"prompt": ["a"] * 17}, "n"),
-    "no sequence": ({"n": 0}, "n"),
     "messages of a chat": ({"messages": HELLO}, "messages"),
     "logprobs of all tokens": ({"logprobs": -1}, "logprobs"),
-    "a word for a truth value": ({"add_special_tokens": "x"}, "add_special_tokens"),
     "prompt logprobs of a stream": ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-    "options of no stream": ({"stream_options": {"include_usage": True}}, "stream_options"),
 }
 
 
@@ -331,14 +304,10 @@ def test_a_bad_completion_gets_400_that_names_the_field(name: str) -> None:
     ("method", "path", "status", "allow"),
     [
         ("GET", "/v1/chat/completions", 405, "POST"),
-        ("PUT", "/v1/completions", 405, "POST"),
-        ("DELETE", "/v1/models", 405, "GET"),
         ("DELETE", "/ping", 405, "GET POST"),
-        ("POST", "/metrics", 405, "GET"),
         ("POST", "/", 405, "GET"),
         ("GET", "/v1/nothing", 404, ""),
         ("GET", "/v1/chat/completions/", 405, "POST"),
-        ("GET", "/v1/models/%00", 404, ""),
         ("GET", "/v1/models/../../etc/passwd", 404, ""),
     ],
 )
@@ -378,14 +347,9 @@ def test_the_openapi_document_is_true_of_bodies_and_refusals() -> None:
     ("name", "hint"),
     [
         ("max_token", "; did you mean max_tokens?"),
-        ("temprature", "; did you mean temperature?"),
-        ("top-p", "; did you mean top_p?"),
         ("functions", "; it is called tools here"),
-        ("function_call", "; it is called tool_choice here"),
         ("max_output_tokens", "; it is called max_tokens here"),
         ("guided_json", "; it is called structured_outputs.json here"),
-        ("instructions", ""),
-        ("system", ""),
         ("zzz", ""),
     ],
 )
@@ -394,98 +358,33 @@ def test_an_unknown_field_is_told_what_it_is_called_here(name: str, hint: str) -
     assert (error["message"], error["param"]) == (f"unknown field {name}{hint}", name)
 
 
-CHAT_PARAMS: dict[str, list[Any]] = {
-    "audio": [],
-    "frequency_penalty": [0.5],
-    "function_call": [],
-    "functions": [],
-    "logit_bias": [{"5": 1}],
-    "logprobs": [False],
-    "max_completion_tokens": [5],
-    "max_tokens": [5],
-    "messages": [HELLO],
-    "metadata": [{"a": "b"}],
-    "modalities": [["text"]],
-    "model": ["tiny"],
-    "moderation": [{"model": "m"}, {"model": "m", "policy": {"input": {"mode": "score"}}}],
-    "n": [2],
-    "parallel_tool_calls": [True],
-    "prediction": [{"type": "content", "content": "x"}],
-    "presence_penalty": [0.5],
-    "prompt_cache_key": ["k"],
-    "prompt_cache_options": [{"mode": "explicit"}],
-    "prompt_cache_retention": ["24h"],
-    "reasoning_effort": ["low"],
-    "response_format": [{"type": "text"}],
-    "safety_identifier": ["s"],
-    "seed": [3],
-    "service_tier": ["auto"],
-    "stop": ["a", ["a", "b"]],
-    "store": [True],
-    "stream_options": [None],
-    "temperature": [1.0],
-    "tool_choice": ["none"],
-    "tools": [[TOOL]],
-    "top_logprobs": [None],
-    "top_p": [0.5],
-    "user": ["u"],
-    "verbosity": ["low"],
-    "web_search_options": [{}],
-}
-"""Of OpenAI's chat API, each with values that are taken: none where it is refused."""
-
-COMPLETION_PARAMS: dict[str, list[Any]] = {
-    "best_of": [1],
-    "echo": [True],
-    "frequency_penalty": [0.5],
-    "logit_bias": [{"5": 1}],
-    "logprobs": [5],
-    "max_tokens": [5],
-    "model": ["tiny"],
-    "n": [2],
-    "presence_penalty": [0.5],
-    "prompt": ["a", ["a", "b"], [1, 2], [[1], [2]]],
-    "seed": [3],
-    "stop": ["a", ["a", "b"]],
-    "stream_options": [None],
-    "suffix": [None],
-    "temperature": [1.0],
-    "top_p": [0.5],
-    "user": ["u"],
-}
-
-
 @pytest.mark.parametrize(
-    ("call", "declared", "decided"),
+    ("call", "declared", "refused"),
     [
-        ("chat", chat_params.CompletionCreateParamsBase, CHAT_PARAMS),
-        ("completions", completion_params.CompletionCreateParamsBase, COMPLETION_PARAMS),
+        ("chat", chat_params.CompletionCreateParamsBase, {"audio", "function_call", "functions"}),
+        ("completions", completion_params.CompletionCreateParamsBase, set()),
     ],
 )
-def test_every_parameter_of_openais_client_is_taken_or_refused_by_name(call: Any, declared: Any, decided: Any) -> None:
-    assert set(get_type_hints(declared)) == set(decided), "a parameter of the client that nobody has decided on"
+def test_every_parameter_of_openais_client_is_taken_or_refused_by_name(call: Any, declared: Any, refused: Any) -> None:
     least = {"messages": HELLO} if call == "chat" else {"prompt": "One,"}
-    for name, values in decided.items():
-        for value in values:
-            admitted = FRONT_END.admit(call, {**least, name: value})
-            assert name not in UNUSED_FIELDS or name not in admitted.fields
-        if not values:
+    unused: dict[str, Any] = {"modalities": ["text"], "best_of": 1, "moderation": {"policy": {"input": {"mode": "a"}}}}
+    for name in get_type_hints(declared).keys() - known_fields(BODIES[call]):
+        if name in refused:
             with pytest.raises(ApiError) as raised:
                 FRONT_END.admit(call, {**least, name: {"a": "b"}})
             assert (raised.value.status, raised.value.param) == (400, name)
+        else:
+            assert name not in FRONT_END.admit(call, {**least, name: unused.get(name, "any")}).fields
 
 
 @pytest.mark.parametrize(
     ("call", "fields", "param"),
     [
         ("chat", {"modalities": ["text", "audio"]}, "modalities"),
-        ("chat", {"modalities": ["audio"], "audio": {"voice": "a", "format": "wav"}}, "modalities"),
         ("chat", {"audio": {"voice": "a", "format": "wav"}}, "audio"),
         ("chat", {"moderation": {"policy": {"output": {"mode": "block"}}}}, "moderation.policy.output"),
         ("completions", {"best_of": 2}, "best_of"),
-        ("completions", {"best_of": 3, "n": 2}, "best_of"),
         ("completions", {"best_of": 1, "n": 2}, "best_of"),
-        ("completions", {"best_of": "many"}, "best_of"),
     ],
 )
 def test_a_value_that_would_change_the_answer_is_refused(call: Any, fields: dict[str, Any], param: str) -> None:
@@ -496,20 +395,9 @@ def test_a_value_that_would_change_the_answer_is_refused(call: Any, fields: dict
     assert "unknown field" not in raised.value.message
 
 
-@pytest.mark.parametrize("call", BODIES)
-def test_every_field_that_vllm_knows_passes_as_it_is(call: Any) -> None:
-    backend = Echo()
-    fields: dict[str, Any] = {"messages": HELLO} if call == "chat" else {"prompt": [1, 2]}
-    fields |= {"top_k": 3, "min_p": 0.5, "ignore_eos": True, "vllm_xargs": {"own": 1}, "stop_token_ids": [1, 2]}
-    admitted = backend.front_end.admit(call, fields)
-    for name, value in fields.items():
-        assert admitted.fields[name] == value
-    assert admitted.body.vllm_xargs["own"] == 1
-
-
 @pytest.mark.parametrize(
     "raw",
-    [b'{"messages": [', b"", b"\xff\xfe", b"[1]", b"3", b"null", b'"text"', b"[" * 100_000, b'{"a": "\xed\xa0\x80"}'],
+    [b"{", b"", b"\xff\xfe", b"[1]", b"null", b"[" * 100_000, b'{"a": "\xed\xa0\x80"}', b'{"top_p": 1e999}'],
 )
 def test_a_body_that_is_no_json_object_gets_400(raw: bytes) -> None:
     response = request(Echo(), "POST", "/v1/chat/completions", content=raw, headers=JSON_TYPE)
@@ -527,7 +415,7 @@ def test_a_body_beyond_the_limit_gets_413_and_is_not_read_to_its_end() -> None:
             yield b" " * 1000
 
     async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(make_app(Echo(limits(max_body_bytes=10_000)), Entrance()))  # type: ignore[arg-type]
+        transport = httpx.ASGITransport(make_app(Echo(limits(max_body_bytes=10_000)), Entrance()))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return await client.post("/v1/chat/completions", content=endless(), headers=JSON_TYPE)
 
@@ -543,7 +431,6 @@ def test_a_body_that_does_not_come_gets_408_and_one_whose_client_leaves_is_no_fa
 
     async def ask(*pieces: bytes, leaves: bool) -> list[Any]:
         received = [{"type": "http.request", "body": piece, "more_body": True} for piece in pieces]
-        sent: list[Any] = []
 
         async def receive() -> Any:
             if received:
@@ -552,22 +439,12 @@ def test_a_body_that_does_not_come_gets_408_and_one_whose_client_leaves_is_no_fa
                 await asyncio.sleep(5)
             return {"type": "http.disconnect"}
 
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        await make_app(Echo(), Entrance())(http_scope(), receive, send)  # type: ignore[arg-type]
-        return sent
+        return await call_app(Echo(), receive)
 
     slow, gone = asyncio.run(ask(b'{"messages": [', leaves=False)), asyncio.run(ask(b"{", leaves=True))
     assert [sent[0]["status"] for sent in (slow, gone)] == [408, 499]
     assert "was not complete after 0 s, with 14 bytes of it" in slow[1]["body"].decode()
     assert "Traceback" not in caplog.text
-
-
-def test_an_endless_number_and_an_infinite_one() -> None:
-    for raw in ('{"temperature": 1e999}', '{"temperature": NaN}', '{"temperature": -Infinity}'):
-        response = request(Echo(), "POST", "/v1/chat/completions", content=raw, headers=JSON_TYPE)
-        assert (response.status_code, response.json()["error"]["param"]) == (400, "temperature")
 
 
 JSON = st.recursive(
@@ -599,13 +476,6 @@ def test_no_value_of_any_field_is_the_servers_fault(call: Any, field: str, value
 
 
 FRONT_END = FrontEnd(cluster())
-
-
-@settings(max_examples=100, deadline=None)
-@given(value=JSON)
-def test_what_a_document_holds_can_be_encoded_afterwards(value: Any) -> None:
-    with contextlib.suppress(ApiError):
-        json.dumps(check_document({"x": value}), allow_nan=False, ensure_ascii=False).encode()
 
 
 # ---- limits
@@ -646,20 +516,12 @@ def test_log_probabilities_of_prompts_are_bounded_by_the_whole_answer() -> None:
 def test_sequences_of_one_request_share_a_group_that_no_client_names() -> None:
     backend = Echo()
     for _ in range(2):
-        assert complete(backend, prompt=["a", "b"]).status_code == 200
-    first, second = (admitted.body.vllm_xargs[GROUP_KEY] for admitted in backend.admitted)
-    assert first != second
+        assert complete(backend, prompt=["a", "b"], vllm_xargs={"own": 1}).status_code == 200
+    first, second = (admitted.body.vllm_xargs for admitted in backend.admitted)
+    assert first[GROUP_KEY] != second[GROUP_KEY]
+    assert first["own"] == 1, "it passes as it is"
     assert GROUP_KEY not in FRONT_END.admit("completions", {"prompt": "a"}).body.vllm_xargs
     assert complete(backend, vllm_xargs={GROUP_KEY: "a"}).json()["error"]["param"] == f"vllm_xargs.{GROUP_KEY}"
-
-
-def test_limits_are_those_of_the_settings() -> None:
-    choices = {"structured_outputs": {"choice": ["a", "b", "c"]}}
-    assert chat(Echo(limits(max_grammar_choices=3)), **choices).status_code == 200
-    response = chat(Echo(limits(max_grammar_choices=2)), **choices)
-    assert response.json()["error"]["param"] == "structured_outputs.choice"
-    assert chat(Echo(), stop=["a"] * 17).json()["error"]["param"] == "stop"
-    assert chat(Echo(), stop="text, not a list").status_code == 200
 
 
 WRONG_LISTS: dict[str, tuple[Any, str]] = {
@@ -668,7 +530,6 @@ WRONG_LISTS: dict[str, tuple[Any, str]] = {
     "stop_token_ids": (["a"], "stop_token_ids.0"),
     "allowed_token_ids": (["a"], "allowed_token_ids.0"),
     "tools": ([1], "tools.0"),
-    "documents": ([1], "documents.0"),
     "structured_outputs": ({"choice": [1]}, "structured_outputs.choice.0"),
     "prompt": ([1, "a"], "prompt.1"),
 }
@@ -742,47 +603,45 @@ def test_values_of_a_body_are_counted_before_it_is_parsed() -> None:
 
 def test_the_numbers_of_grammars_are_bounded_by_the_settings() -> None:
     few = Echo(limits(max_grammar_repeats=10, max_grammar_product=50))
-    for number, is_fine in ((10, True), (11, False)):
+
+    def bodies(number: int) -> dict[str, dict[str, Any]]:
+        """By the place that is to blame."""
         schema = {"type": "array", "items": {"type": "string", "pattern": f"a{{{number}}}"}}
-        named = {"name": "f", "schema": schema}
         tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
-        for body, param in (
-            ({"structured_outputs": {"json": schema}}, "structured_outputs.json.items.pattern"),
-            ({"structured_outputs": {"json": json.dumps(schema)}}, "structured_outputs.json.items.pattern"),
-            ({"structured_outputs": {"regex": f"(a{{{number}}})"}}, "structured_outputs.regex"),
-            ({"structured_outputs": {"grammar": f'root ::= "a"{{{number}}}'}}, "structured_outputs.grammar"),
-            (
-                {"response_format": {"type": "json_schema", "json_schema": named}},
-                "response_format.json_schema.schema.items.pattern",
-            ),
-            ({"tools": tools, "tool_choice": "required"}, "tools.0.function.parameters.items.pattern"),
-        ):
-            response = chat(few, **body)
-            assert response.status_code == (200 if is_fine else 400), response.text
-            if not is_fine:
-                assert response.json()["error"]["param"] == param
-                assert "repeats 11 times, at most 10 are possible" in response.json()["error"]["message"]
+        form = {"type": "json_schema", "json_schema": {"name": "f", "schema": schema}}
+        return {
+            "structured_outputs.json.items.pattern": {"structured_outputs": {"json": json.dumps(schema)}},
+            "structured_outputs.regex": {"structured_outputs": {"regex": f"(a{{{number}}})"}},
+            "structured_outputs.grammar": {"structured_outputs": {"grammar": f'root ::= "a"{{{number}}}'}},
+            "response_format.json_schema.schema.items.pattern": {"response_format": form},
+            "tools.0.function.parameters.items.pattern": {"tools": tools, "tool_choice": "required"},
+        }
+
+    for param, body in bodies(11).items():
+        error = chat(few, **body).json()["error"]
+        assert error["param"] == param
+        assert "repeats 11 times, at most 10 are possible" in error["message"]
+    assert {chat(few, **body).status_code for body in bodies(10).values()} == {200}
     response = chat(few, structured_outputs={"regex": "(a{10}){6}"})
     assert "has nested repetitions of 60 in all, at most 50" in response.json()["error"]["message"]
 
 
-def test_an_error_does_not_give_back_what_was_sent() -> None:
-    long = "x" * 10**6
-    for body in (
-        {long: 1},
-        {"model": long},
-        {"messages": long},
-        {"messages": [{"role": long, "content": 3}]},
-        {"messages": [{"role": "user", "content": [{"type": long}]}]},
-        {"tool_choice": long},
-        {"drafting": {"workload": long}},
-        {"response_format": {"type": long}},
-        {"vllm_xargs": {long: {}}},
-        {"structured_outputs": {"regex": "a", "choice": [long]}},
-    ):
-        response = chat(Echo(), **body)
-        assert 400 <= response.status_code < 500, response.text[:1000]
-        assert len(response.content) < 4000
+@pytest.mark.parametrize(
+    "named",
+    [
+        lambda long: {long: 1},
+        lambda long: {"model": long},
+        lambda long: {"messages": long},
+        lambda long: {"messages": [{"role": "user", "content": [{"type": long}]}]},
+        lambda long: {"tool_choice": long},
+        lambda long: {"drafting": {"workload": long}},
+        lambda long: {"vllm_xargs": {long: {}}},
+    ],
+)
+def test_an_error_does_not_give_back_what_was_sent(named: Any) -> None:
+    response = chat(Echo(), **named("x" * 10**6))
+    assert 400 <= response.status_code < 500, response.text[:1000]
+    assert len(response.content) < 4000
 
 
 def test_more_than_run_and_wait_gets_429_and_callers_take_turns() -> None:
@@ -817,10 +676,7 @@ async def _collected(backend: Echo, caller: Caller) -> list[str]:
     [
         ({}, {}, ("default", 7, "default")),
         ({"drafting": {"k": 2}}, {}, ("default", 2, "request")),
-        ({"drafting": {"k": 0}}, {}, ("default", 0, "request")),
-        ({"drafting": {"workload": "code"}}, {}, ("code", 7, "default")),
         ({"model": "tiny-coder"}, {}, ("code", 7, "default")),
-        ({}, {"X-Drafting-K": "3"}, ("default", 3, "request")),
         ({}, {"X-Drafting-Workload": "chat"}, ("chat", 7, "default")),
         ({"drafting": {"k": 1}}, {"X-Drafting-Workload": "chat"}, ("chat", 1, "request")),
     ],
@@ -833,14 +689,6 @@ def test_k_and_workload_reach_the_engine(body: Any, headers: Any, expected: Any)
     assert admitted.body.vllm_xargs == {DEPTH_KEY: expected[1], WORKLOAD_KEY: expected[0]}
     assert admitted.fields["model"] == "tiny"
     assert "drafting" not in admitted.fields
-
-
-def test_bad_headers() -> None:
-    for value in ("-1", "99", "x", ""):
-        response = chat(Echo(), headers={"X-Drafting-K": value})
-        assert (response.status_code, response.json()["error"]["param"]) == (400, "X-Drafting-K")
-        assert "0 to 7" in response.json()["error"]["message"]
-    assert chat(Echo(), headers={"X-Drafting-K": "3"}, drafting={"k": 4}).status_code == 400
 
 
 def test_the_clients_own_name_of_a_request_is_kept_where_it_is_one() -> None:
@@ -865,9 +713,7 @@ def test_an_unknown_model_gets_404() -> None:
 @pytest.mark.parametrize(
     ("body", "call"),
     [
-        ({"messages": HELLO}, "chat"),
         ({"messages": HELLO, "prompt": None, "stream": True}, "chat"),
-        ({"prompt": "One,", "model": "tiny-coder"}, "completions"),
         ({"prompt": [[1, 2]], "messages": None, "drafting": {"k": 2}}, "completions"),
     ],
 )
@@ -898,9 +744,7 @@ def test_invocations_that_are_neither_are_refused() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/invocations"])
-@pytest.mark.parametrize(
-    "kind", [None, "", "text/plain", "application/x-www-form-urlencoded", "application/jsonp", "application/ld+json"]
-)
+@pytest.mark.parametrize("kind", [None, "", "text/plain", "application/jsonp"])
 def test_a_body_that_is_not_said_to_be_json_gets_415(path: str, kind: str | None) -> None:
     """A browser sends none of these elsewhere without asking first, but for what a form or a script can send."""
     backend = Echo()
@@ -924,21 +768,15 @@ LOCAL = Entrance("127.0.0.1", allowed_hosts=["api.example.com"], allow_origins=[
 @pytest.mark.parametrize(
     ("headers", "code"),
     [
-        ({"host": "localhost:8000"}, None),
         ({"host": "127.0.0.1"}, None),
-        ({"host": "[::1]:8000"}, None),
         ({"host": "LOCALHOST."}, None),
         ({"host": "api.example.com:443"}, None),
         ({"host": "evil.example"}, "host_not_allowed"),
-        ({"host": "evil.example:8000"}, "host_not_allowed"),
-        ({"host": "localhost.evil.example"}, "host_not_allowed"),
         ({"host": "127.0.0.1.evil.example"}, "host_not_allowed"),
-        ({"host": "192.0.2.1"}, "host_not_allowed"),
         ({"host": "[2001:db8::1]"}, "host_not_allowed"),
         ({"host": "localhost:8000", "origin": "http://localhost:8000"}, None),
         ({"host": "localhost:8000", "origin": "http://page.example"}, None),
         ({"host": "localhost:8000", "origin": "http://localhost:3000"}, "origin_not_allowed"),
-        ({"host": "localhost:8000", "origin": "http://evil.example"}, "origin_not_allowed"),
         ({"host": "localhost:8000", "origin": "null"}, "origin_not_allowed"),
     ],
 )
@@ -975,32 +813,25 @@ def test_hosts_are_checked_where_no_key_is_and_nobody_else_should_call() -> None
     assert request(keyed, "POST", path, entrance=LOCAL, **body).status_code == 200
 
 
-def test_callers_without_a_key_are_told_apart_by_the_address_that_the_proxy_wrote() -> None:
+def test_callers_without_a_key_are_told_apart_by_the_address_that_the_proxy_wrote(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It writes below what the client sent under the same name."""
-    entrance = Entrance(address_header="x-client")
-
-    async def run(*headers: tuple[str, str]) -> set[str]:
+    seen: list[str] = []
+    monkeypatch.setattr(Admission, "count_request", lambda _, caller: seen.append(caller.address))
+    sent = {"json": {"messages": HELLO}, "entrance": Entrance(address_header="x-client", gateway_token="t")}
+    for headers, address in (
+        ([("X-Client", "192.0.2.9")], "192.0.2.9"),
+        ([("X-Client", "192.0.2.1"), ("X-Client", "192.0.2.9")], "192.0.2.9"),
+        ([("X-Forwarded-For", "192.0.2.1")], ""),
+        ([("X-Client", "192.0.2.9"), (GATEWAY_HEADER, "t 192.0.2.7")], "192.0.2.7"),
+        ([("X-Client", "192.0.2.9"), (GATEWAY_HEADER, "u 192.0.2.7")], "192.0.2.9"),
+        ([("X-Client", "192.0.2.9"), (GATEWAY_HEADER, " 192.0.2.7")], "192.0.2.9"),
+    ):
         backend = Echo()
-        backend.pause = asyncio.Event()
-        transport = httpx.ASGITransport(make_app(backend, entrance))  # type: ignore[arg-type]
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            sent = {"json": {"messages": HELLO}, "headers": list(headers)}
-            asking = asyncio.ensure_future(client.post("/v1/chat/completions", **sent))
-            while not backend.admitted:
-                await asyncio.sleep(0)
-            found = backend.front_end.admission.running_by_caller()
-            backend.pause.set()
-            assert (await asking).status_code == 200
+        assert request(backend, "POST", "/v1/chat/completions", headers=headers, **sent).status_code == 200
+        assert seen.pop() == address
         assert backend.admitted[0].caller == "anyone", "no address goes to what is kept for learning"
-        return set(found)
-
-    assert asyncio.run(run(("X-Client", "192.0.2.9"))) == {"anyone/192.0.2.9"}
-    assert asyncio.run(run(("X-Client", "192.0.2.1"), ("X-Client", "192.0.2.9"))) == {"anyone/192.0.2.9"}
-    assert asyncio.run(run(("X-Forwarded-For", "192.0.2.1"))) == {"anyone"}
-    entrance = Entrance(address_header="x-client", gateway_token="t")
-    for proof, found in (("t", "192.0.2.7"), ("u", "192.0.2.9"), ("", "192.0.2.9")):
-        forwarded = ("X-Client", "192.0.2.9"), (GATEWAY_HEADER, f"{proof} 192.0.2.7")
-        assert asyncio.run(run(*forwarded)) == {f"anyone/{found}"}
 
 
 def test_a_request_that_is_refused_counts_against_the_rate_of_its_caller() -> None:
@@ -1020,42 +851,7 @@ def test_a_request_that_is_refused_counts_against_the_rate_of_its_caller() -> No
     late = chat(backend, headers=headers)
     assert (late.status_code, "5 requests a minute" in late.json()["error"]["message"]) == (429, True)
     assert int(late.headers["retry-after"]) > 0
-    (answers,) = [family for family in backend.front_end.families() if family.name == "peagle_answers"]
-    counted = {sample.labels["status"]: sample.value for sample in answers.samples}
-    assert counted == {"400": 2, "415": 1, "404": 1, "413": 1, "429": 1}
-
-
-def test_unfinished_bodies_fill_a_bounded_memory_and_keep_no_small_request_out() -> None:
-    max_bytes, piece = 400_000, b" " * 20_000
-
-    async def run() -> None:
-        backend = Echo(limits(max_body_bytes=200_000, max_body_bytes_in_flight=max_bytes))
-        app = make_app(backend, Entrance())  # type: ignore[arg-type]
-        more = asyncio.Event()
-
-        async def unfinished() -> AsyncIterator[bytes]:
-            for _ in range(9):
-                yield piece
-            await more.wait()
-
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            path = "/v1/chat/completions"
-            sending = [
-                asyncio.ensure_future(client.post(path, content=unfinished(), headers=JSON_TYPE)) for _ in range(10)
-            ]
-            while sum(task.done() for task in sending) < 9:
-                await asyncio.sleep(0.01)
-            assert 0 < backend.front_end.bodies.num_bytes <= max_bytes // 2, "of one caller"
-            refused = [task.result() for task in sending if task.done()]
-            assert {response.status_code for response in refused} == {429}
-            assert all(int(response.headers["retry-after"]) > 0 for response in refused)
-            assert (await client.post(path, json={"messages": HELLO})).status_code == 200
-            more.set()
-            await asyncio.gather(*sending)
-        assert backend.front_end.bodies.num_bytes == 0
-
-    asyncio.run(run())
+    assert statuses(backend) == {"400": 2, "415": 1, "404": 1, "413": 1, "429": 1}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -1069,7 +865,7 @@ def test_a_body_is_held_until_its_answer_has_ended(stream: bool) -> None:
             yield item
             seen.append(backend.front_end.bodies.num_bytes)
 
-    backend.generate = generate  # type: ignore[method-assign]
+    backend.generate = generate
     assert chat(backend, stream=stream, user="u" * 50_000).status_code == 200
     assert min(seen) > 50_000
     assert backend.front_end.bodies.num_bytes == 0
@@ -1127,41 +923,19 @@ def test_the_engines_own_refusal_keeps_its_field_and_its_failures_keep_their_wor
     assert "stack trace" not in failed.message
 
 
-def test_a_client_that_leaves_closes_its_answer_at_once_and_logs_nothing(caplog: Any) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_closes_its_answer_at_once_and_logs_nothing(stream: bool, caplog: Any) -> None:
     """An answer that is left to the garbage collector goes on in the engine."""
 
-    async def run(stream: bool, has_begun: bool) -> None:
+    async def run() -> None:
         backend = Echo()
         backend.pause = asyncio.Event()
-        app = make_app(backend, Entrance())  # type: ignore[arg-type]
-        body = json.dumps({"messages": HELLO, "stream": stream}).encode()
-        received = [{"type": "http.request", "body": body, "more_body": False}]
-        sent: list[Any] = []
-        gone = asyncio.Event()
+        text = await call_and_leave(backend, {"messages": HELLO, "stream": stream}, begins=stream)
+        await asyncio.sleep(0)  # what is cancelled ends in the next turn
+        assert (backend.num_closed, b"DONE" in text) == (1, False)
+        assert statuses(backend) == {"499": 1.0}
 
-        async def receive() -> Any:
-            if received:
-                return received.pop()
-            await gone.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        served = asyncio.ensure_future(app(http_scope(), receive, send))
-        async with asyncio.timeout(60):
-            while not backend.admitted or bool(sent) != has_begun:
-                await asyncio.sleep(0)
-        gone.set()
-        await asyncio.wait_for(served, 60)
-        assert backend.num_closed == 1
-        text = b"".join(message.get("body", b"") for message in sent)
-        assert b"DONE" not in text
-        (answers,) = [family for family in backend.front_end.families() if family.name == "peagle_answers"]
-        assert [(sample.labels["status"], sample.value) for sample in answers.samples] == [("499", 1.0)]
-
-    asyncio.run(run(stream=True, has_begun=True))
-    asyncio.run(run(stream=False, has_begun=False))
+    asyncio.run(run())
     assert "Traceback" not in caplog.text
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
@@ -1179,21 +953,10 @@ def test_an_engine_that_answers_a_cancelled_request_is_not_heard(caplog: Any) ->
 
     async def run() -> None:
         backend = Answering()
-        pieces = [{"type": "http.request", "body": json.dumps({"messages": HELLO}).encode(), "more_body": False}]
-
-        async def receive() -> Any:
-            while not pieces and not backend.admitted:
-                await asyncio.sleep(0)
-            return pieces.pop() if pieces else {"type": "http.disconnect"}
-
-        async def send(message: Any) -> None:
-            pass
-
-        await make_app(backend, Entrance())(http_scope(), receive, send)  # type: ignore[arg-type]
+        await call_and_leave(backend, {"messages": HELLO}, begins=False)
         await asyncio.sleep(0)
         gc.collect()
-        (answers,) = [family for family in backend.front_end.families() if family.name == "peagle_answers"]
-        assert [sample.labels["status"] for sample in answers.samples] == ["499"]
+        assert statuses(backend) == {"499": 1.0}
 
     asyncio.run(run())
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
@@ -1259,14 +1022,6 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def test_a_known_caller_comes_through_with_its_limits() -> None:
-    backend = Echo(callers(web={"key_sha256": DIGEST, "max_k": 3, "workload": "pages"}))
-    drafting = chat(backend, headers=bearer(SECRET)).json()["drafting"]
-    assert (drafting["workload"], drafting["k"], drafting["max_k"]) == ("pages", 3, 3)
-    refused = chat(backend, headers=bearer(SECRET), drafting={"workload": "mine"})
-    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "tag_not_allowed")
-
-
 @pytest.mark.parametrize("learn", [False, True])
 def test_only_requests_of_callers_who_opted_in_may_be_learned_from(learn: bool) -> None:
     found = callers(web={"key_sha256": DIGEST, "learn": learn})
@@ -1275,8 +1030,8 @@ def test_only_requests_of_callers_who_opted_in_may_be_learned_from(learn: bool) 
     assert backend.admitted[0].body.vllm_xargs.get(LEARN_KEY) == ("web" if learn else None)
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/v1/responses", "/none", "/health/x"])
-@pytest.mark.parametrize("headers", [{}, bearer("sk-wrong"), {"X-Api-Key": "sk-wrong"}])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/none", "/health/x"])
+@pytest.mark.parametrize("headers", [{}, bearer("sk-wrong")])
 def test_an_unknown_key_gets_401_before_anything_else(path: str, headers: dict[str, str]) -> None:
     backend = Echo(callers(web={"key_sha256": DIGEST}))
     response = request(backend, "POST", path, content=b"{", headers=headers)
@@ -1304,11 +1059,6 @@ def test_of_a_clients_headers_the_engine_sees_those_of_its_trace_alone() -> None
     assert chat(backend).status_code == 200
     first, second = backend.admitted
     assert (first.trace, second.trace) == (trace, {})
-
-
-def test_without_callers_everyone_is_anyone_and_may_set_tags() -> None:
-    assert chat(Echo(), headers=bearer("what-ever"), drafting={"workload": "mine"}).status_code == 200
-    assert ANYONE.tags == "allow"
 
 
 def test_a_browser_may_ask_whether_it_may_call_and_can_read_the_refusal() -> None:

@@ -5,7 +5,6 @@ import contextlib
 import json
 import socket
 from argparse import Namespace
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -40,31 +39,26 @@ class NoProcess(FrontEndProcess):
 
     answer: Callable[[Any], Any]
 
-    def __init__(self, place: int, index: int, setup: Any) -> None:
-        self.place, self.index = place, index
-        self.is_ready, self.jobs, self.reports = False, {}, front_end_processes.deque()
-        self.sequences = Counter()
-        self._end, self._theirs = socket.socketpair()
+    def _launch(self, setup: Any, end: socket.socket) -> Any:
         self.aborted: list[str] = []
         self.checker: RemoteGrammarChecker
         self.theirs: Wire
-        self.silent_since_s = 0.0
-        self._process: Any = SimpleNamespace(kill=self.die, wait=lambda: -9, pid=index)
-        self._work = asyncio.get_running_loop().create_task(self._serve())
+        self._work = asyncio.get_running_loop().create_task(self._serve(end))
+        return SimpleNamespace(kill=self.die, wait=lambda: -9, pid=self.index)
 
-    async def _serve(self) -> None:
+    async def _serve(self, end: socket.socket) -> None:
         async def ask(request: Any) -> Any:
             return type(self).answer(request)
 
         async def abort(ids: list[str]) -> None:
             self.aborted += ids
 
-        wire = self.theirs = await Wire.open(self._theirs, Task)
+        wire = self.theirs = await Wire.open(end, Task)
         client: Any = SimpleNamespace(errored=False, abort=abort)
         chat: Any = SimpleNamespace(create_chat_completion=ask, create_error_response=create_error_response)
         record = RequestDrafting("x", "default", 7, COUNTS, num_output_tokens=9, num_prompt_tokens=4)
         recorder = DraftingRecorder()
-        recorder.pop = lambda response_id: record  # type: ignore[method-assign]
+        recorder.pop = lambda response_id: record
         self.checker = RemoteGrammarChecker(wire)
         engine = compat.front_end_engine(client, chat, None)
         charge = lambda *charged: wire.send(front_end_processes.Charged(*charged))  # noqa: E731
@@ -110,7 +104,7 @@ class Replica(FrontEndProcesses):
 
         self.launch(None, Namespace())
         self.engine_end = asyncio.get_running_loop().create_future()
-        await self.attach(SimpleNamespace(find_outcome=find_outcome), abort, self.engine_end)  # type: ignore[arg-type]
+        await self.attach(SimpleNamespace(find_outcome=find_outcome), abort, self.engine_end)
 
     def process(self, place: int) -> Any:
         return self._processes[place]

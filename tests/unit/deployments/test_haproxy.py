@@ -14,7 +14,8 @@ from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig,
 from ray.serve.config import HTTPOptions
 
 from benchmarks.common import free_port
-from deployments import compat, haproxy
+from deployments import compat, errors, haproxy
+from deployments.up import ray_environment
 
 Use = Callable[[Any, httpx.AsyncClient], Awaitable[None]]
 
@@ -49,11 +50,13 @@ def use_haproxy(folder: Path, use: Use) -> None:
     asyncio.run(run())
 
 
-async def serve_ok(api: Any) -> None:
-    """Put a server that answers 200 behind this HAProxy."""
+async def serve_ok(api: Any, heads: list[list[str]] | None = None) -> None:
+    """Put a server that answers 200 behind this HAProxy. `heads` gets the lines of each request's head."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        if heads is not None:
+            heads.append(head.decode().lower().splitlines())
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok")
         await writer.drain()
         writer.close()
@@ -80,8 +83,8 @@ async def wait_for_answer(client: httpx.AsyncClient) -> list[Any]:
 def test_before_any_application_is_known_a_request_gets_503_with_retry_after(tmp_path: Path) -> None:
     async def use(_: Any, client: httpx.AsyncClient) -> None:
         answer = await client.post("/v1/completions", json={"prompt": "a"})
-        assert (answer.status_code, answer.headers["retry-after"]) == (503, str(compat.RETRY_AFTER_S))
-        assert answer.json()["error"]["code"] == compat.NOT_READY_CODE
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, str(errors.RETRY_AFTER_S))
+        assert answer.json()["error"]["code"] == errors.NOT_READY_CODE
 
     use_haproxy(tmp_path, use)
 
@@ -119,8 +122,8 @@ def test_a_server_that_died_gives_503_with_retry_after(tmp_path: Path) -> None:
         api.set_backend_configs({"app": BackendConfig(name="app", path_prefix="/", app_name="app", servers=[gone])})
         await api.reload()
         answer = await client.get("/v1/models")
-        assert (answer.status_code, answer.headers["retry-after"]) == (503, str(compat.RETRY_AFTER_S))
-        assert answer.json()["error"]["code"] == compat.LOST_CODE
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, str(errors.RETRY_AFTER_S))
+        assert answer.json()["error"]["code"] == errors.LOST_CODE
 
     use_haproxy(tmp_path, use)
 
@@ -128,3 +131,25 @@ def test_a_server_that_died_gives_503_with_retry_after(tmp_path: Path) -> None:
 def test_a_path_outside_of_the_application_is_not_found() -> None:
     text = "backend b\n    use_backend a if is_a\n    http-request return status 404 content-type text/plain\n"
     assert haproxy.own_config(text, Path("503.http")) == text
+
+
+def test_the_last_header_of_the_secret_name_is_the_clients_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = ray_environment(pytest.fail)
+    monkeypatch.setenv(compat.ADDRESS_HEADER_ENV, env[compat.ADDRESS_HEADER_ENV])
+    name = compat.address_header().lower()
+    assert ray_environment(pytest.fail)[compat.ADDRESS_HEADER_ENV].lower() != name, "no two services have the same"
+
+    async def use(api: Any, client: httpx.AsyncClient) -> None:
+        heads: list[list[str]] = []
+        await serve_ok(api, heads)
+        await wait_for_answer(client)
+        for address in ("127.0.0.1", "127.0.0.2"):
+            transport = httpx.AsyncHTTPTransport(local_address=address)
+            async with httpx.AsyncClient(transport=transport, base_url=client.base_url) as other:
+                await other.get("/", headers={name: "192.0.2.1", "X-Forwarded-For": "192.0.2.1"})
+            found = [line.partition(": ")[2] for line in heads[-1] if line.startswith(f"{name}:")]
+            assert found == ["192.0.2.1", address]
+
+    use_haproxy(tmp_path, use)

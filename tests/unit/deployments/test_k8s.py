@@ -23,6 +23,7 @@ from ray.scripts.scripts import cli as ray_command_line
 from ray.serve.schema import ServeDeploySchema
 
 import peagle.heads
+from cluster.request import identify_caller
 from cluster.settings import Catalog, ClusterSettings, key_variables, load_settings, with_live
 from deployments import ROUTER_NAME, TARGET_NAME
 from deployments.batch import read_requests
@@ -210,8 +211,6 @@ def test_the_service_has_the_settings_of_its_config(path: Path) -> None:
     if settings.autoscaling is None:
         assert options[TARGET_NAME]["num_replicas"] == settings.target.num_replicas
     if settings.drafter is not None and settings.drafter.replicas is not None:
-        assert found.drafter is not None
-        assert found.drafter.replicas is not None
         anywhere = settings.drafter.replicas.model_copy(update={"host": None, "num_replicas": 1})
         assert found.drafter.replicas == anywhere  # a drafter on 127.0.0.1 is not reached from another pod
     inside = yaml.safe_load(service["spec"]["serveConfigV2"])
@@ -234,25 +233,10 @@ def test_keys_are_named_and_not_held(raw: Json, make: Any, monkeypatch: pytest.M
     keys = {"WEB_KEY": "sk-web", "JOB_KEY": "sk-job"}
     settings, options = settings_in(service, keys)
     table = settings.caller_table()
-    assert table is not None
-    caller = table.identify("Bearer sk-web")
+    caller = identify_caller(table, "Bearer sk-web")
     assert (caller.name, caller.max_k) == ("web", 3)
     assert "callers" not in options[ROUTER_NAME]["user_config"]  # None there would open the service
     assert key_variables({"callers": [1]}) == key_variables({"callers": {"a": 1, "b": {"key_env": 2}}}) == []
-
-
-def test_a_drafter_named_in_the_environment_is_in_the_manifest(raw: Json, make: Any, monkeypatch: Any) -> None:
-    args = raw["applications"][0]["args"]
-    del args["drafter"], args["depth"]
-    named = {
-        "method": "eagle3",
-        "model": "smollm2-135m-instruct",
-        "num_speculative_tokens": 3,
-        "parallel_drafting": True,
-    }
-    monkeypatch.setenv("SM_VLLM_SPECULATIVE_CONFIG", json.dumps(named))
-    settings, _ = settings_in(make(raw)[0], {})
-    assert settings.max_draft_tokens == 3
 
 
 # ---- pods

@@ -71,7 +71,6 @@ def documents() -> dict[str, Any]:
     scaled = Controller()
     scaled.serve(60, 1.0, GOOD)
     decision = scaled.router.document
-    assert decision is not None
     service = {
         "model": "m",
         **document,
@@ -110,5 +109,4 @@ def test_every_field_that_the_page_reads_is_one_that_the_service_sends() -> None
     assert set(tiles) <= found["past"].keys()
     assert found["speed"]["p50"].keys() == found["speed"]["p95"].keys() == {"ttft_s", "tpot_s"}
     sources = re.search(r"SOURCES = \{(.*?)\}", PAGE)
-    assert sources is not None
     assert set(re.findall(r"(\w+):", sources[1])) == {"request", "workload", "learned", "probe", "default"}

@@ -12,8 +12,15 @@ from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 
 from deployments.errors import engine_lost
 from deployments.front_end import Admitted, Usage
-from deployments.routes import Entrance, make_app
-from tests.unit.deployments.test_front_end import DIGEST, SECRET, Echo, callers, http_scope, request
+from tests.unit.deployments.test_front_end import (
+    DIGEST,
+    SECRET,
+    Echo,
+    call_and_leave,
+    callers,
+    request,
+    statuses,
+)
 from tests.unit.deployments.test_page import policy_of
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
@@ -41,6 +48,7 @@ class Chats(Echo):
         try:
             for delta in ({"role": "assistant", "content": ""}, {"content": "Yes"}):
                 yield f"data: {json.dumps({**head, 'choices': [{'index': 0, 'delta': delta}], 'usage': USAGE})}\n\n"
+            self.num_begun += 1
             if self.pause is not None:
                 await self.pause.wait()
             if self._ends_with is not None:
@@ -51,11 +59,6 @@ class Chats(Echo):
             yield Usage(3, 5)
         finally:
             self.num_closed += 1
-
-
-def answers_by_status(backend: Echo) -> dict[str, float]:
-    (found,) = [family for family in backend.front_end.families() if family.name == "peagle_answers"]
-    return {sample.labels["status"]: sample.value for sample in found.samples}
 
 
 @paths
@@ -94,7 +97,7 @@ def test_a_refusal_has_the_protocols_form_and_names_its_field(path: str, change:
     document = response.json()
     assert (response.status_code, document["error"]["param"]) == (status, param), document
     assert (document.get("type") == "error") == (path == "/v1/messages")
-    assert (answers_by_status(backend), backend.admitted) == ({str(status): 1}, [])
+    assert (statuses(backend), backend.admitted) == ({str(status): 1}, [])
 
 
 @paths
@@ -108,22 +111,10 @@ def test_a_stream_that_breaks_off_ends_with_the_protocols_error_event(path: str)
 @paths
 def test_a_client_that_leaves_closes_the_answer_at_once(path: str) -> None:
     async def run() -> None:
-        backend, gone, sent = Chats(), asyncio.Event(), list[Any]()
+        backend = Chats()
         backend.pause = asyncio.Event()
-        bodies = [{"type": "http.request", "body": json.dumps({**BODIES[path], "stream": True}).encode()}]
-
-        async def receive() -> Any:
-            if not bodies:
-                await gone.wait()
-            return bodies.pop() if bodies else {"type": "http.disconnect"}
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-            gone.set()
-
-        async with asyncio.timeout(60):
-            await make_app(backend, Entrance())(http_scope(path), receive, send)  # type: ignore[arg-type]
-        assert (backend.num_closed, answers_by_status(backend)) == (1, {"499": 1})
+        await call_and_leave(backend, {**BODIES[path], "stream": True}, begins=True, path=path)
+        assert (backend.num_closed, statuses(backend)) == (1, {"499": 1})
 
     asyncio.run(run())
 

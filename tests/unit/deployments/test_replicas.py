@@ -63,7 +63,7 @@ def _polls_follow_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def monitor_of(*answers: Any, on_reports: Any = lambda _: None) -> Any:
-    return ReplicaMonitor(Handle(lambda: list(answers)), int, on_reports)  # type: ignore[arg-type]
+    return ReplicaMonitor(Handle(lambda: list(answers)), int, on_reports)
 
 
 def test_a_replica_that_cannot_report_still_serves(caplog: pytest.LogCaptureFixture) -> None:
@@ -112,7 +112,7 @@ def test_a_monitor_goes_on_after_an_error(caplog: pytest.LogCaptureFixture) -> N
         return [says(num_asked)]
 
     async def run() -> None:
-        monitor: Any = ReplicaMonitor(Handle(answers), int, lambda _: None)  # type: ignore[arg-type]
+        monitor: Any = ReplicaMonitor(Handle(answers), int, lambda _: None)
         monitor.start()
         await until(lambda: (num_asked > 3 and monitor.reports[0] > 3) or monitor._task.done())
         assert not monitor._task.done()
@@ -132,7 +132,7 @@ def drafter_report(replica: str, *digests: str, address: str = "h:1") -> Drafter
 
 
 def links_of(answers: Callable[[], list[Any]], rpc: Any) -> Any:
-    return DrafterLinks(Handle(answers), rpc, lambda: True)  # type: ignore[arg-type]
+    return DrafterLinks(Handle(answers), rpc, lambda: True)
 
 
 def test_the_engine_is_told_addresses_and_digests() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.heads import DesiredHeads, HeadManager, HeadProposal
+from cluster.heads import HeadManager, HeadProposal
 from cluster.history import ServiceHistory
 from cluster.settings import DrafterSettings
 from cluster.spending import SpendingTracker
@@ -107,28 +107,6 @@ def test_a_candidate_reaches_drafters_on_other_nodes_and_those_that_start_later(
         assert (await router.head_back()).state == "dropped"
         told = [event["text"] for event in router._history.document(0.0)["events"]]
         assert [text.partition(":")[0].rpartition(" ")[2] for text in told] == ["dropped", "running", "loading"]
-
-    asyncio.run(run())
-
-
-def test_what_a_drafter_cannot_load_is_refused_with_its_reason(router: Any, head: Path, tmp_path: Path) -> None:
-    async def run() -> None:
-        drafters = Drafters(str(head))
-        router._drafter = drafters
-        drafters.start()
-
-        def load(name: str) -> Any:
-            raise ValueError(f"{name} was trained for 3 depths")
-
-        drafters.replicas[0]._heads._loader.load = load
-        await rounds(router, drafters, 1)
-        candidate = save_head(tmp_path / "new", CONFIG, {k: v + 1 for k, v in head_tensors(CONFIG).items()})
-        trial = await router.propose(HeadProposal(str(candidate)))
-        await rounds(router, drafters)
-        found = await router.trial(trial.name)
-        assert (found.state, found.reason) == ("refused", f"{trial.name} was trained for 3 depths")
-        await rounds(router, drafters)
-        assert (await drafters.replicas[0].report()).desired == DesiredHeads()
 
     asyncio.run(run())
 

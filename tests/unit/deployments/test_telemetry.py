@@ -151,7 +151,7 @@ def test_state_is_saved_and_found_again(tmp_path: Path) -> None:
 
 async def save(store: StateStore, *state: Any) -> None:
     store.save_soon(*state, is_urgent=True)
-    await store._task  # type: ignore[misc]
+    await store._task
 
 
 def test_without_a_file_state_outlives_the_router_in_the_cluster() -> None:
@@ -256,16 +256,3 @@ def test_on_a_full_disk_the_last_state_stays_whole_and_saving_goes_on_later(
     assert f"{path} cannot be written" in failed
     assert "the service goes on" in failed
     assert "is written again" in mended
-
-
-def test_without_a_file_nothing_is_written_and_a_full_disk_is_logged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    file = StateStore(None)
-    file.restore(KPolicy(DepthPolicy(3, 3, 3)))
-    file.write({})
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "file").write_text("")
-    StateStore(str(tmp_path / "file" / "state.json")).write({})
-    assert "cannot be written" in caplog.text

@@ -57,7 +57,6 @@ def test_a_drafter_named_by_sagemakers_variable_goes_with_the_config(
     given = {"method": "eagle3", "model": "org/head", "num_speculative_tokens": 3, "parallel_drafting": True}
     monkeypatch.setenv("SM_VLLM_SPECULATIVE_CONFIG", json.dumps(given))
     raw, settings = read_config(Path(write(tmp_path / "c.yaml", config())))
-    assert settings.drafter is not None
     assert (settings.drafter.head, settings.max_draft_tokens) == ("org/head", 3)
     monkeypatch.delenv("SM_VLLM_SPECULATIVE_CONFIG")
     assert read_config(Path(write(tmp_path / "sent.yaml", raw)))[1] == settings
@@ -243,17 +242,13 @@ def test_what_needs_no_new_engine_starts_none(tmp_path: Path, machine: Any, sect
     assert machine.stopped == [], "and the service is not this program's to stop"
 
 
-def test_the_file_of_what_was_learned_is_what_the_router_is_made_from(tmp_path: Path) -> None:
-    """It is read before Serve hands the router a `user_config`."""
+def test_what_replicas_are_made_from_stays_in_args(tmp_path: Path) -> None:
+    """The state is read before Serve hands the router a `user_config`; HTTP begins with hosts and origins."""
     depth = {"policy": "fixed", "default": 3, "state": str(tmp_path / "state.json")}
-    made = live_form(*read_config(Path(write(tmp_path / "c.yaml", served(depth=depth)))))
-    assert made["applications"][0]["args"]["depth"] == {"state": depth["state"]}
-
-
-def test_who_may_call_from_where_is_what_replicas_are_made_from(tmp_path: Path) -> None:
     ingress = {"allow_origins": ["http://page.example"], "allowed_hosts": ["api.example.com"]}
-    made = live_form(*read_config(Path(write(tmp_path / "c.yaml", served(ingress=ingress)))))
-    assert made["applications"][0]["args"]["ingress"] == ingress
+    made = live_form(*read_config(Path(write(tmp_path / "c.yaml", served(depth=depth, ingress=ingress)))))
+    args = made["applications"][0]["args"]
+    assert (args["depth"], args["ingress"]) == ({"state": depth["state"]}, ingress)
 
 
 def test_options_that_the_file_itself_gives_to_deployments_stay(tmp_path: Path) -> None:
