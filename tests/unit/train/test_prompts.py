@@ -192,14 +192,12 @@ def test_turns_are_rendered_as_the_template_does(template) -> None:
     tokenizer = template.tokenizer
     conversation = [user("a"), assistant("b"), user("c")]
     whole = tokenizer.apply_chat_template([*conversation, assistant("d 12")], tokenize=False)
-    made = template.render(Prompt(tuple(conversation))) + template.answer("d 12")
+    made = template.render(Prompt(tuple(conversation))).prompt + template.answer("d 12")
     assert tokenizer.decode(made) == whole.removesuffix("\n")
     assert template.end_ids == {tokenizer.eos_token_id}
     # Prompts that the target writes itself are joined from these pieces.
     for text in ("Complete this.\n\n```python\ndef f(a: int = 12):\n    ", "Hi", "naïve 東京  42"):
-        assert template.before + template.encode(text) + template.after == template.render(
-            Prompt(({"role": "user", "content": text},))
-        )
+        assert template.before + template.encode(text) + template.after == template.render(Prompt((user(text),))).prompt
 
 
 def test_messages_that_the_template_refuses_are_named(target_dir) -> None:

@@ -379,13 +379,13 @@ def test_construction_sets_every_attribute_checked_on_the_v2_runner() -> None:
 
 def test_missing_names_are_told_in_one_line() -> None:
     scheduler = "vllm.v1.core.sched.scheduler:Scheduler"
-    methods = {"plan_ahead": (), "update_draft_token_ids": ("draft_token_ids", "colour"), "schedule": ("-> 2",)}
-    assert compat.missing_methods(scheduler, methods) == [
+    signatures = ["plan_ahead", "update_draft_token_ids(draft_token_ids, colour)", "schedule() -> 2"]
+    assert compat.missing_methods(scheduler, signatures) == [
         "Scheduler.plan_ahead()",
         "parameter colour of Scheduler.update_draft_token_ids()",
         "2 return values of Scheduler.schedule()",
     ]
-    assert compat.missing_methods("vllm.gone:X", {}) == ["vllm.gone:X"]
+    assert compat.missing_methods("vllm.gone:X", ()) == ["vllm.gone:X"]
     with pytest.raises(compat.UnsupportedVLLMError, match=r"has no complex\..*, complex\.temperature, which"):
         compat.check("v2 speculator", 1j)
 
