@@ -58,12 +58,6 @@ MAX_POSITIONS = 2**24
 REQUIRED_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _SLIDING = "sliding_attention"
-#: Keys of a head's `config.json` that are read, or written anew, besides the fields of `DrafterConfig`.
-_READ_KEYS = {
-    "architectures", "model_type", "tie_word_embeddings", "hidden_act", "rope_parameters", "rope_theta", "rope_scaling",
-    *MASK_TOKEN_KEYS, "eagle_config", _LAYER_IDS, "layer_types",
-}  # fmt: skip
-
 
 #: Of the layers' settings of the speculators package, those that decide the drafter's function. Others are of training,
 #: of saving, or of generation.
@@ -383,7 +377,7 @@ class DrafterConfig:
             "rope_scaling": scaling,
             "qk_norm": is_qwen(raw),
             "sliding_window": _sliding_window(raw),
-            "extra": {key: value for key, value in raw.items() if key not in _READ_KEYS | fields},
+            "extra": {key: value for key, value in raw.items() if key not in fields | HeadFile.model_fields.keys()},
         }
         if "norm_before_fc" in eagle:
             decided["norm_before_fc"] = bool(eagle["norm_before_fc"])

@@ -28,7 +28,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -314,12 +313,8 @@ def load_answers(folder: str | Path, max_per_category: int | None = None) -> Ans
         count = "no" if categories is None else len(categories)
         raise ValueError(f"{folder}: manifest.json names {count} categories for {len(data)} conversations")
     if max_per_category is not None:
-        seen: Counter[str] = Counter()
-        chosen = []
-        for index, category in enumerate(categories):
-            seen[category] += 1
-            if seen[category] <= max_per_category:
-                chosen.append(index)
+        first = [found[:max_per_category] for found in members([[category] for category in categories]).values()]
+        chosen = sorted(np.concatenate(first).tolist())
         data, categories = data.select(chosen), [categories[index] for index in chosen]
     return Answers(data, categories, float(manifest.get("temperature") or 0.0))
 

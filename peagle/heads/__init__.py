@@ -15,7 +15,18 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peagle.checkpoint import TARGET_TENSORS, check_head, is_plain, read_tensor_specs, tables_left_out, weight_files
+from peagle.checkpoint import (
+    TARGET_TENSORS,
+    check_head,
+    is_plain,
+    load_head,
+    read_tensor_specs,
+    save_head,
+    tables_left_out,
+    weight_files,
+    with_tables,
+    without_tables,
+)
 from peagle.config import DrafterConfig, HeadError, read_json
 from peagle.store import Report, cache_root, is_intact, prepare_directory, sha256_of, write_bytes
 
@@ -135,8 +146,6 @@ def prepare_head(
     num_bytes += sum(table.nbytes for table in tables.values())
 
     def build(directory: Path) -> None:
-        from peagle.checkpoint import save_head
-
         report(f"writing the head {head_dir.name} in vLLM's form, tables of the target in it: {len(tables)}")
         save_head(directory, *_plain(head_dir, tables))
 
@@ -201,8 +210,6 @@ def _join_key(head_dir: Path, tables: "dict[str, torch.Tensor]") -> str:
 
 def _plain(head_dir: Path, tables: "dict[str, torch.Tensor]") -> "tuple[DrafterConfig, dict[str, torch.Tensor]]":
     """Configuration and tensors of the plain head that the one in `head_dir` makes with the target's tables."""
-    from peagle.checkpoint import load_head, with_tables
-
     config, tensors = load_head(head_dir)
     return config, with_tables(config, tensors, tables.get("embed_tokens.weight"), tables.get("lm_head.weight"))
 
@@ -217,8 +224,6 @@ def convert(
     Raises HeadError as `load_head`, and for tables that are not there, before anything is written, and OSError when the
     disk is full.
     """
-    from peagle.checkpoint import load_head, save_head, without_tables
-
     source_dir, target_dir = Path(source_dir), None if target_dir is None else Path(target_dir)
     config = check_head(source_dir, None if target_dir is None else read_json(target_dir / "config.json", "target"))
     if has_tables:
