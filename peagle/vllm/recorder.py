@@ -232,11 +232,8 @@ class DraftingRecorder:
         for workload, number in lost.items():
             lost_now[self._counted_as(workload)] += number
         for name in running | lost_now:
-            totals, num_known, num_lost = (
-                self._workloads.setdefault(name, WorkloadCounts()),
-                running[name],
-                lost_now[name],
-            )
+            totals = self._workloads.setdefault(name, WorkloadCounts())
+            num_known, num_lost = running[name], lost_now[name]
             totals.num_started += max(0, num_lost - num_known)
             totals.num_finished += max(0, num_known - num_lost)
             totals.num_aborted += num_lost
