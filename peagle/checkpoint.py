@@ -401,8 +401,6 @@ def build_drafter(
     own = {name: tensor for name, tensor in tensors.items() if name in drafter.trainable()}
     if config.ptd_token_id is not None and "mask_embedding" not in own:
         own["mask_embedding"] = embed_VH[config.ptd_token_id]
-    if "mask_hidden" in own:
-        own["mask_hidden"] = own["mask_hidden"].reshape(1, 1, -1)
     drafter.load_state_dict(own)
     if "d2t" in tensors:
         drafter.target_ids = target_ids(tensors["d2t"])

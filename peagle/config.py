@@ -304,10 +304,6 @@ class DrafterConfig:
                 f"aux_layer_ids = {list(ids)} must be layers of the target, different and ascending: the engine "
                 "concatenates their hidden states in the order in which layers run"
             )
-        if self.num_depths < 1:
-            raise HeadError(f"num_depths = {self.num_depths} must be at least 1")
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise HeadError(f"sliding_window = {self.sliding_window} must be at least 1, or null")
 
     @property
     def max_depths(self) -> int:
@@ -692,8 +688,6 @@ def check_head_fits(config: DrafterConfig, target: dict[str, Any]) -> None:
         )
     if config.vocab_size != text["vocab_size"]:
         problems.append(f"vocabulary: the head has {config.vocab_size} tokens, the target {text['vocab_size']}")
-    if config.ptd_token_id is not None and not config.ptd_token_id < text["vocab_size"]:
-        problems.append(f"ptd_token_id = {config.ptd_token_id} is outside the target's 0..{text['vocab_size'] - 1}")
     num_layers = text["num_hidden_layers"]
     outside = [index for index in config.aux_layer_ids if index > num_layers]
     if outside:

@@ -67,8 +67,6 @@ class Conversations:
                         values.append(stored[name].astype(np.int32))
             except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, TypeError, ValueError) as error:
                 raise ValueError(f"data: {part} is damaged: {error}") from error
-            if arrays["lengths"][-1].shape != arrays["prompt_lengths"][-1].shape:
-                raise ValueError(f"data: {part} is damaged: lengths and prompt_lengths are not of one shape")
             if arrays["tokens"][-1].size != arrays["lengths"][-1].sum():
                 raise ValueError(f"data: {part} is damaged: lengths do not add up to its tokens")
         return cls(**{name: np.concatenate(values) for name, values in arrays.items()})
@@ -258,7 +256,7 @@ def frequent_tokens(count_V: Tensor, size: int, always: Iterable[int] = ()) -> T
 
     always: ids that are taken whatever their count, such as the end of a turn.
 
-    Raises ValueError when `size` exceeds the vocabulary or cannot hold `always`, or one of those is no token.
+    Raises ValueError when `size` exceeds the vocabulary or cannot hold `always`.
     """
     chosen = sorted(set(always))
     if not len(chosen) <= size <= len(count_V):
@@ -266,8 +264,6 @@ def frequent_tokens(count_V: Tensor, size: int, always: Iterable[int] = ()) -> T
             f"draft_vocab_size = {size}: must be in {len(chosen)}..{len(count_V)} (tokens that are always taken .. "
             "vocabulary of the target)"
         )
-    if chosen and not 0 <= chosen[0] <= chosen[-1] < len(count_V):
-        raise ValueError(f"always: {chosen} must be tokens of the target, 0..{len(count_V) - 1}")
     ranked = count_V.long().clone()
     ranked[chosen] = torch.iinfo(torch.int64).max
     return ranked.sort(descending=True, stable=True).indices[:size].sort().values

@@ -105,8 +105,7 @@ class Partition:
     """Passes over one sequence in S segments; holds the compiled functions.
 
     block_mask: masks for FlexAttention, which a GPU needs compiled (`compiled`), else dense ones. autocast: the drafter
-    runs in bfloat16 on a GPU, losses and backward passes don't. tile: rows are padded to a multiple of it. Raises
-    ValueError for S < 1.
+    runs in bfloat16 on a GPU, losses and backward passes don't. tile: rows are padded to a multiple of it.
     """
 
     def __init__(
@@ -118,8 +117,6 @@ class Partition:
         autocast: bool = True,
         tile: int = 128,
     ) -> None:
-        if num_segments < 1:
-            raise ValueError(f"num_segments = {num_segments} must be at least 1")
         self.num_segments, self.tile = num_segments, tile
         self.block_mask, self.autocast = block_mask, autocast
         self._inputs, self._rows = row_inputs, segment_rows

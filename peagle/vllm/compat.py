@@ -61,6 +61,11 @@ PATCH_POINTS: Mapping[str, Mapping[str, Sequence[str]]] = {
             "_validate_params(params, supported_tasks)",
             "_validate_model_input(prompt_input, prompt_type)",
         ),
+        "vllm.v1.engine.output_processor:OutputProcessor": (
+            "add_request(request)",
+            "process_outputs(engine_core_outputs)",
+            "abort_requests",
+        ),
         "vllm.renderers.chat_utils:MM_PARSER_MAP": (),
         "vllm.renderers.base:BaseRenderer": (
             "render_chat(conversations, chat_params)",
@@ -217,7 +222,6 @@ _SIGNATURE = re.compile(r"(?P<method>\w*)(?:\((?P<parameters>.*)\))?(?: -> (?P<n
 
 ATTRIBUTES: Mapping[str, Sequence[str]] = {
     "scheduler": (
-        "dynamic_sd_lookup",
         "max_num_running_reqs",
         "max_num_scheduled_tokens",
         "num_spec_tokens",
