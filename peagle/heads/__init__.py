@@ -28,6 +28,7 @@ from peagle.checkpoint import (
     without_tables,
 )
 from peagle.config import DrafterConfig, HeadError, read_json
+from peagle.embedded import weights_digest
 from peagle.store import Report, cache_root, is_intact, prepare_directory, sha256_of, write_bytes
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def prepare_head(
     if is_plain(head_dir, config):
         return head_dir
     tables = _needed_tables(head_dir, config, target_dir)
-    key = _join_key(head_dir, tables)
+    key = hashlib.sha256(f"{_JOIN} {head_digest(head_dir)} {weights_digest(tables)}".encode()).hexdigest()[:10]
     num_bytes = sum(path.stat().st_size for path in head_dir.iterdir()) + 4096
     num_bytes += sum(table.nbytes for table in tables.values())
 
@@ -185,27 +186,13 @@ def target_table(target_dir: Path, name: str) -> "torch.Tensor":
                 found += [(path, key, file.get_tensor(key)) for key in matching]
         except SafetensorError as error:
             raise ValueError(f"target {target_dir}: {path} cannot be read: {error}") from error
-    if (
-        not found
-        and name == "lm_head.weight"
-        and read_json(Path(target_dir) / "config.json", "target").get("tie_word_embeddings", True)
-    ):
+    is_tied = read_json(Path(target_dir) / "config.json", "target").get("tie_word_embeddings", True)
+    if not found and name == "lm_head.weight" and is_tied:
         return target_table(target_dir, "embed_tokens.weight")
     if len(found) != 1:
         where = ", ".join(f"{key} in {path.name}" for path, key, _ in found) or "none"
         raise ValueError(f"target {target_dir}: one {name} is needed in its safetensors, found {where}")
     return found[0][2]
-
-
-def _join_key(head_dir: Path, tables: "dict[str, torch.Tensor]") -> str:
-    """Ten hex digits that change with the head, the target's tables and the way of joining."""
-    import torch
-
-    digest = hashlib.sha256(f"{_JOIN} {head_digest(head_dir)}".encode())
-    for name, table_VH in tables.items():
-        digest.update(f" {name} {table_VH.dtype} {tuple(table_VH.shape)}".encode())
-        digest.update(table_VH.contiguous().view(torch.uint8).numpy().data)
-    return digest.hexdigest()[:10]
 
 
 def _plain(head_dir: Path, tables: "dict[str, torch.Tensor]") -> "tuple[DrafterConfig, dict[str, torch.Tensor]]":

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from peagle.config import read_target_config
+from peagle.checkpoint import build_drafter
+from peagle.config import DrafterConfig, read_target_config
+from peagle.model import Drafter
 from peagle.train.data import Batch, Conversations
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -60,6 +62,11 @@ class Target:
     @property
     def lm_head_VS(self) -> Tensor:
         return self.model.get_output_embeddings().weight
+
+    def build_drafter(self, config: DrafterConfig, tensors: dict[str, Tensor], dtype: torch.dtype) -> Drafter:
+        """The drafter of a head, frozen, on this device; with the target's tables where the head has none."""
+        tables = {"embed_VH": self.embed_VS, "lm_head_VH": self.lm_head_VS}
+        return build_drafter(config, tensors, **tables, dtype=dtype, device=self.device)
 
     @torch.no_grad()
     def states(
