@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -307,24 +307,21 @@ def save_head(head_dir: str | Path, config: DrafterConfig, tensors: dict[str, Te
     return head_dir
 
 
-def with_tables(
-    config: DrafterConfig, tensors: dict[str, Tensor], embed_VH: Tensor | None = None, lm_head_VH: Tensor | None = None
-) -> dict[str, Tensor]:
+def with_tables(config: DrafterConfig, tensors: dict[str, Tensor], tables: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a head's plain form, from those of any form: the mask token's embedding becomes a row of the
-    table, and a reduced draft vocabulary gets its output rows. embed_VH, lm_head_VH: the target's tables [V, H], for a
-    head that lacks them.
+    table, and a reduced draft vocabulary gets its output rows. tables: the target's [V, H], by the names that they have
+    in a head, as far as the head lacks them.
     """
     tensors = dict(tensors)
     if (mask_H := tensors.pop("mask_embedding", None)) is not None:
-        table_VH = tensors.get("embed_tokens.weight", embed_VH)
-        assert table_VH is not None
         # The row takes the table's type: vLLM casts the whole table anyway, and one type keeps the file plain.
-        tensors["embed_tokens.weight"] = table_VH = table_VH.clone()
+        table_VH = {**tables, **tensors}["embed_tokens.weight"].clone()
         table_VH[config.ptd_token_id] = mask_H.to(table_VH)
+        tensors["embed_tokens.weight"] = table_VH
     if config.draft_vocab_size == config.vocab_size:  # vLLM refuses tables of token ids beside the whole vocabulary
         return {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
     if "lm_head.weight" not in tensors:
-        assert lm_head_VH is not None
+        lm_head_VH = tables["lm_head.weight"]
         tensors["lm_head.weight"] = lm_head_VH[target_ids(tensors["d2t"]).to(lm_head_VH.device)]
     return tensors
 
@@ -358,7 +355,8 @@ def save_drafter(
     if config.draft_vocab_size < config.vocab_size:
         tensors["lm_head.weight"] = stored(drafter.lm_head.weight)
         tensors |= {"d2t": offsets(drafter.target_ids), "t2d": marks(drafter.target_ids, config.vocab_size)}
-    return save_head(head_dir, config, with_tables(config, tensors, stored(drafter.embed_tokens.weight)))
+    tables = {"embed_tokens.weight": stored(drafter.embed_tokens.weight)}
+    return save_head(head_dir, config, with_tables(config, tensors, tables))
 
 
 def build_drafter(

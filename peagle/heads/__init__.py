@@ -148,7 +148,7 @@ def prepare_head(
 
     def build(directory: Path) -> None:
         report(f"writing the head {head_dir.name} in vLLM's form, tables of the target in it: {len(tables)}")
-        save_head(directory, *_plain(head_dir, tables))
+        save_head(directory, config, with_tables(config, load_head(head_dir)[1], tables))
 
     root = cache_root(cache_dir) / "heads"
     return prepare_directory(root, f"{head_dir.name}-{key}", num_bytes, build, verify=verify, report=report)
@@ -195,12 +195,6 @@ def target_table(target_dir: Path, name: str) -> "torch.Tensor":
     return found[0][2]
 
 
-def _plain(head_dir: Path, tables: "dict[str, torch.Tensor]") -> "tuple[DrafterConfig, dict[str, torch.Tensor]]":
-    """Configuration and tensors of the plain head that the one in `head_dir` makes with the target's tables."""
-    config, tensors = load_head(head_dir)
-    return config, with_tables(config, tensors, tables.get("embed_tokens.weight"), tables.get("lm_head.weight"))
-
-
 def convert(
     source_dir: str | Path, out_dir: str | Path, target_dir: str | Path | None = None, *, has_tables: bool = True
 ) -> tuple[DrafterConfig, int, list[str]]:
@@ -214,7 +208,8 @@ def convert(
     source_dir, target_dir = Path(source_dir), None if target_dir is None else Path(target_dir)
     config = check_head(source_dir, None if target_dir is None else read_json(target_dir / "config.json", "target"))
     if has_tables:
-        config, tensors = _plain(source_dir, _needed_tables(source_dir, config, target_dir))
+        tables = _needed_tables(source_dir, config, target_dir)
+        tensors = with_tables(config, load_head(source_dir)[1], tables)
     else:
         tensors = without_tables(config, load_head(source_dir)[1])
     save_head(out_dir, config, tensors)

@@ -132,8 +132,8 @@ class HeadInTraining:
         for name, value in self._average.values.items():
             like = tensors.get(name, value)  # the mask token's embedding may be a row of the head's own table
             tensors[name] = value.to(like.dtype).reshape(like.shape).cpu()
-        tables = (self.target.embed_VS.detach().cpu(), self.target.lm_head_VS.detach().cpu())
-        save_head(folder, self.config, with_tables(self.config, tensors, *tables))
+        tables = {"embed_tokens.weight": self.target.embed_VS.cpu(), "lm_head.weight": self.target.lm_head_VS.cpu()}
+        save_head(folder, self.config, with_tables(self.config, tensors, tables))
         recipe = self.recipe.model_dump(include={"drafter", "cod", "batch", "optimizer", "schedule", "loss"})
         document = {"made": conditions(), "recipe": recipe, **provenance}
         (folder / "provenance.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
