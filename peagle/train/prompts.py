@@ -405,10 +405,6 @@ class ChatTemplate:
             )
         return found
 
-    def answer(self, text: str) -> list[int]:
-        """Token ids of an answer that the target did not write, with the token that ends it."""
-        return [*self.encode(text), self.end_id]
-
     def render(self, prompt: Prompt) -> Rendered:
         """Token ids of the whole prompt, up to where the target's answer begins, and of its answer.
 
@@ -425,15 +421,16 @@ class ChatTemplate:
     def _render_answer(self, prompt: Prompt, begin: str) -> list[int]:
         """With the token that ends it, as the target would write it behind `begin`."""
         if prompt.answer_message is None:
-            return self.answer(prompt.answer or "")[: None if prompt.is_whole else -1]
-        whole = self._text(prompt, [*prompt.messages, prompt.answer_message])
-        ids = self.encode(whole.removeprefix(begin))
-        if not whole.startswith(begin) or (self.closes and self.end_id not in ids):
-            raise ValueError(
-                f"{prompt.where}: the target's chat template does not write the answer behind the prompt and end it, "
-                "so what the target would write is not known: leave out the line"
-            )
-        ids = ids[: len(ids) - 1 - ids[::-1].index(self.end_id)] if self.closes else ids
+            ids = self.encode(prompt.answer or "")
+        else:
+            whole = self._text(prompt, [*prompt.messages, prompt.answer_message])
+            ids = self.encode(whole.removeprefix(begin))
+            if not whole.startswith(begin) or (self.closes and self.end_id not in ids):
+                raise ValueError(
+                    f"{prompt.where}: the target's chat template does not write the answer behind the prompt and end "
+                    "it, so what the target would write is not known: leave out the line"
+                )
+            ids = ids[: len(ids) - 1 - ids[::-1].index(self.end_id)] if self.closes else ids
         return [*ids, self.end_id] if prompt.is_whole else ids
 
 

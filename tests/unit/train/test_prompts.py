@@ -178,8 +178,8 @@ def test_turns_are_rendered_as_the_template_does(template) -> None:
     tokenizer = template.tokenizer
     conversation = [user("a"), assistant("b"), user("c")]
     whole = tokenizer.apply_chat_template([*conversation, assistant("d 12")], tokenize=False)
-    made = template.render(Prompt(tuple(conversation))).prompt + template.answer("d 12")
-    assert tokenizer.decode(made) == whole.removesuffix("\n")
+    made = template.render(Prompt(tuple(conversation), answer="d 12"))
+    assert tokenizer.decode(made.prompt + made.answer) == whole.removesuffix("\n")
     assert template.end_ids == {tokenizer.eos_token_id}
     # Prompts that the target writes itself are joined from these pieces.
     for text in ("Complete this.\n\n```python\ndef f(a: int = 12):\n    ", "Hi", "naïve 東京  42"):
