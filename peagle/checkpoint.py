@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,14 +84,14 @@ def weight_files(head_dir: str | Path) -> list[Path]:
     return files
 
 
-def read_tensor_specs(head_dir: str | Path) -> dict[str, TensorSpec]:
-    """Type and shape of every tensor in a head directory, by canonical name, from the files' headers.
+def read_stored_specs(head_dir: str | Path) -> list[tuple[Path, str, TensorSpec]]:
+    """File, name, and type and shape of every tensor as it is stored in a head directory, from the files' headers.
 
-    Raises HeadError for no safetensors file, one that is cut short or damaged, or a tensor stored twice.
+    Raises HeadError for no safetensors file, or one that is cut short or damaged.
     """
     from safetensors import SafetensorError, safe_open
 
-    specs: dict[str, TensorSpec] = {}
+    specs = []
     for path in weight_files(head_dir):
         with path.open("rb") as start:
             num_header_bytes = int.from_bytes(start.read(8), "little")
@@ -102,11 +102,20 @@ def read_tensor_specs(head_dir: str | Path) -> dict[str, TensorSpec]:
                 slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         except SafetensorError as error:
             raise HeadError(f"{path} ({path.stat().st_size} bytes) is cut short or damaged: {error}") from error
-        for stored, part in slices.items():
-            name = canonical_name(stored)
-            if name in specs:
-                raise HeadError(f"{path}: {name} is stored twice in {head_dir}")
-            specs[name] = TensorSpec(part.get_dtype(), tuple(part.get_shape()))
+        specs += [(path, name, TensorSpec(one.get_dtype(), tuple(one.get_shape()))) for name, one in slices.items()]
+    return specs
+
+
+def read_tensor_specs(head_dir: str | Path) -> dict[str, TensorSpec]:
+    """Type and shape of every tensor in a head directory, by canonical name.
+
+    Raises HeadError as `read_stored_specs`, and for a tensor stored twice.
+    """
+    specs: dict[str, TensorSpec] = {}
+    for path, stored, spec in read_stored_specs(head_dir):
+        if (name := canonical_name(stored)) in specs:
+            raise HeadError(f"{path}: {name} is stored twice in {head_dir}")
+        specs[name] = spec
     return specs
 
 
@@ -175,7 +184,7 @@ def is_plain(head_dir: str | Path, config: DrafterConfig) -> bool:
     vLLM shares the target's output matrix with a head that has none, which fits the whole vocabulary only, puts
     `model.` before the names of most tensors itself, and refuses a table of token ids beside the whole vocabulary.
     """
-    names = stored_names(head_dir)
+    names = {name for _, name, _ in read_stored_specs(head_dir)}
     has_whole_vocabulary = config.draft_vocab_size == config.vocab_size
     has_others = names & {*TARGET_TENSORS} or any(name.startswith("model.") for name in names)
     has_others = has_others or (has_whole_vocabulary and "d2t" in names)
@@ -191,17 +200,6 @@ def tables_left_out(config: DrafterConfig, names: Collection[str]) -> list[str]:
     left_out = ["embed_tokens.weight"] if "mask_embedding" in names else []
     is_reduced = config.draft_vocab_size < config.vocab_size
     return left_out + (["lm_head.weight"] if is_reduced and "lm_head.weight" not in names else [])
-
-
-def stored_names(head_dir: str | Path) -> set[str]:
-    """Names of a head's tensors as they are stored; raises HeadError as `weight_files`."""
-    from safetensors import safe_open
-
-    names: set[str] = set()
-    for path in weight_files(head_dir):
-        with safe_open(path, framework="np") as file:
-            names |= set(file.keys())
-    return names
 
 
 def check_tensors(config: DrafterConfig, specs: dict[str, TensorSpec], source: str | Path) -> None:
@@ -267,29 +265,18 @@ def load_head(head_dir: str | Path) -> tuple[DrafterConfig, dict[str, Tensor]]:
     Returns its tensors by the names of `expected_tensors`; `mask_hidden` is [1, 1, C * S] whatever its stored shape.
     Raises HeadError as `check_head`, and for tables `d2t`/`t2d` that contradict each other or the vocabulary.
     """
-    config = check_head(head_dir)
-    tensors = load_tensors(head_dir)
-    check_tables(config, tensors, head_dir)
-    return config, tensors
-
-
-def load_tensors(head_dir: str | Path) -> dict[str, Tensor]:
-    """Every tensor of a directory by its canonical name, unchecked, without the target's; raises HeadError for a file
-    that is damaged."""
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    config = check_head(head_dir)
     tensors: dict[str, Tensor] = {}
     for path in weight_files(head_dir):
-        try:
-            stored = load_file(path)
-        except SafetensorError as error:
-            raise HeadError(f"{path} cannot be read: {error}") from error
-        names = {name: canonical_name(name) for name in stored}
-        tensors.update({names[name]: tensor for name, tensor in stored.items() if names[name] not in TARGET_TENSORS})
+        tensors |= {canonical_name(name): tensor for name, tensor in load_file(path).items()}
+    for name in TARGET_TENSORS:
+        tensors.pop(name, None)
     if "mask_hidden" in tensors:
         tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, 1, -1)
-    return tensors
+    check_tables(config, tensors, head_dir)
+    return config, tensors
 
 
 def save_head(head_dir: str | Path, config: DrafterConfig, tensors: dict[str, Tensor]) -> Path:
@@ -320,24 +307,21 @@ def save_head(head_dir: str | Path, config: DrafterConfig, tensors: dict[str, Te
     return head_dir
 
 
-def with_tables(
-    config: DrafterConfig, tensors: dict[str, Tensor], embed_VH: Tensor | None = None, lm_head_VH: Tensor | None = None
-) -> dict[str, Tensor]:
+def with_tables(config: DrafterConfig, tensors: dict[str, Tensor], tables: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a head's plain form, from those of any form: the mask token's embedding becomes a row of the
-    table, and a reduced draft vocabulary gets its output rows. embed_VH, lm_head_VH: the target's tables [V, H], for a
-    head that lacks them.
+    table, and a reduced draft vocabulary gets its output rows. tables: the target's [V, H], by the names that they have
+    in a head, as far as the head lacks them.
     """
     tensors = dict(tensors)
     if (mask_H := tensors.pop("mask_embedding", None)) is not None:
-        table_VH = tensors.get("embed_tokens.weight", embed_VH)
-        assert table_VH is not None
         # The row takes the table's type: vLLM casts the whole table anyway, and one type keeps the file plain.
-        tensors["embed_tokens.weight"] = table_VH = table_VH.clone()
+        table_VH = {**tables, **tensors}["embed_tokens.weight"].clone()
         table_VH[config.ptd_token_id] = mask_H.to(table_VH)
+        tensors["embed_tokens.weight"] = table_VH
     if config.draft_vocab_size == config.vocab_size:  # vLLM refuses tables of token ids beside the whole vocabulary
         return {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
     if "lm_head.weight" not in tensors:
-        assert lm_head_VH is not None
+        lm_head_VH = tables["lm_head.weight"]
         tensors["lm_head.weight"] = lm_head_VH[target_ids(tensors["d2t"]).to(lm_head_VH.device)]
     return tensors
 
@@ -371,7 +355,8 @@ def save_drafter(
     if config.draft_vocab_size < config.vocab_size:
         tensors["lm_head.weight"] = stored(drafter.lm_head.weight)
         tensors |= {"d2t": offsets(drafter.target_ids), "t2d": marks(drafter.target_ids, config.vocab_size)}
-    return save_head(head_dir, config, with_tables(config, tensors, stored(drafter.embed_tokens.weight)))
+    tables = {"embed_tokens.weight": stored(drafter.embed_tokens.weight)}
+    return save_head(head_dir, config, with_tables(config, tensors, tables))
 
 
 def build_drafter(
@@ -414,8 +399,6 @@ def build_drafter(
     own = {name: tensor for name, tensor in tensors.items() if name in drafter.trainable()}
     if config.ptd_token_id is not None and "mask_embedding" not in own:
         own["mask_embedding"] = embed_VH[config.ptd_token_id]
-    if "mask_hidden" in own:
-        own["mask_hidden"] = own["mask_hidden"].reshape(1, 1, -1)
     drafter.load_state_dict(own)
     if "d2t" in tensors:
         drafter.target_ids = target_ids(tensors["d2t"])

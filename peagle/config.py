@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +17,7 @@ import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from peagle.schema import problem_lines
+from peagle.schema import Problems, problem_lines, type_problems
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 QWEN_ARCHITECTURE = "Eagle3Qwen3ForCausalLM"
@@ -57,12 +58,6 @@ MAX_POSITIONS = 2**24
 REQUIRED_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _SLIDING = "sliding_attention"
-#: Keys of a head's `config.json` that are read, or written anew, besides the fields of `DrafterConfig`.
-_READ_KEYS = {
-    "architectures", "model_type", "tie_word_embeddings", "hidden_act", "rope_parameters", "rope_theta", "rope_scaling",
-    *MASK_TOKEN_KEYS, "eagle_config", _LAYER_IDS, "layer_types",
-}  # fmt: skip
-
 
 #: Of the layers' settings of the speculators package, those that decide the drafter's function. Others are of training,
 #: of saving, or of generation.
@@ -309,10 +304,6 @@ class DrafterConfig:
                 f"aux_layer_ids = {list(ids)} must be layers of the target, different and ascending: the engine "
                 "concatenates their hidden states in the order in which layers run"
             )
-        if self.num_depths < 1:
-            raise HeadError(f"num_depths = {self.num_depths} must be at least 1")
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise HeadError(f"sliding_window = {self.sliding_window} must be at least 1, or null")
 
     @property
     def max_depths(self) -> int:
@@ -357,38 +348,37 @@ class DrafterConfig:
         Raises HeadError for another architecture, missing keys, keys of a wrong type, and switches of vLLM's drafter
         that this package does not implement; every one of a kind is named.
         """
-        if problems := _problems(raw):
-            raise HeadError(f"{source}: " + "; ".join(problems))
         try:
+            file = HeadFile.model_validate(raw)
+            Problems.check(_problems(file, raw))
             theta, scaling = read_rope(raw)
+        except ValidationError as error:
+            raise HeadError(f"{source}: {'; '.join(problem_lines(error, HeadFile))}") from error
         except ValueError as error:
             raise HeadError(f"{source}: {error}") from error
+        fields = {field.name for field in dataclasses.fields(cls)}
         eagle = raw.get("eagle_config") or {}
-        hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
         layer_ids = raw.get(_LAYER_IDS) or eagle.get(_LAYER_IDS)
-        known = _READ_KEYS | {field.name for field in dataclasses.fields(cls)}
-        switches = ("norm_before_residual", "norm_output", "fc_norm", "attention_bias", "norm_before_fc")
-        values = {key: raw[key] for key in REQUIRED_KEYS}
-        optional = ("num_depths", "rms_norm_eps", "max_position_embeddings")
-        values |= {key: raw[key] for key in optional if raw.get(key) is not None}
-        values |= {key: bool(raw.get(key, False)) for key in switches}
+        defaults = {
+            "num_key_value_heads": raw["num_attention_heads"],
+            "head_dim": raw["hidden_size"] // raw["num_attention_heads"],
+            "draft_vocab_size": raw["vocab_size"],
+            "target_hidden_size": raw["hidden_size"],
+        }
+        decided = {
+            "aux_layer_ids": tuple(layer_ids) if layer_ids else UNNAMED_LAYERS,
+            "ptd_token_id": next(iter(_mask_tokens(raw).values()), None),
+            "num_depths_is_known": file.num_depths is not None,
+            "rope_theta": theta,
+            "rope_scaling": scaling,
+            "qk_norm": is_qwen(raw),
+            "sliding_window": _sliding_window(raw),
+            "extra": {key: value for key, value in raw.items() if key not in fields | HeadFile.model_fields.keys()},
+        }
         if "norm_before_fc" in eagle:
-            values["norm_before_fc"] = bool(eagle["norm_before_fc"])
-        return cls(
-            **values,
-            num_key_value_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or hidden // heads,
-            draft_vocab_size=raw.get("draft_vocab_size") or raw["vocab_size"],
-            target_hidden_size=raw.get("target_hidden_size") or hidden,
-            aux_layer_ids=tuple(layer_ids) if layer_ids else UNNAMED_LAYERS,
-            ptd_token_id=next(iter(_mask_tokens(raw).values()), None),
-            num_depths_is_known="num_depths" in values,
-            rope_theta=theta,
-            rope_scaling=scaling,
-            qk_norm=is_qwen(raw),
-            sliding_window=_sliding_window(raw),
-            extra={key: value for key, value in raw.items() if key not in known},
-        )
+            decided["norm_before_fc"] = bool(eagle["norm_before_fc"])
+        shared = fields & HeadFile.model_fields.keys()
+        return cls(**(defaults | file.model_dump(include=shared, exclude_none=True) | decided))
 
     def to_dict(self) -> dict[str, Any]:
         """The `config.json` of the head, as vLLM reads it."""
@@ -398,9 +388,8 @@ class DrafterConfig:
         named_otherwise |= (
             {"num_depths_is_known"} if self.num_depths_is_known else {"num_depths_is_known", "num_depths"}
         )
-        for field in dataclasses.fields(self):
-            if field.name not in named_otherwise:
-                raw[field.name] = getattr(self, field.name)
+        names = [field.name for field in dataclasses.fields(self) if field.name not in named_otherwise]
+        raw |= {name: getattr(self, name) for name in names}
         if self.sliding_window is not None:
             # vLLM's Llama layers look at the window only where `layer_types` calls the layer a sliding one.
             raw["sliding_window"] = self.sliding_window
@@ -533,12 +522,8 @@ class HeadFile(_File):
     num_labels: Annotated[int, Field(ge=0, le=1024)] | None = None  # transformers names each of them
 
 
-def _problems(raw: dict[str, Any]) -> list[str]:
-    """What is wrong with the values of a head's `config.json`, one line each."""
-    try:
-        HeadFile.model_validate(raw)
-    except ValidationError as error:
-        return problem_lines(error, HeadFile)
+def _problems(file: HeadFile, raw: dict[str, Any]) -> list[str]:
+    """What does not fit together in a head's `config.json`, one line each."""
     if set(_architectures(raw)).isdisjoint({*LLAMA_NAMES, *QWEN_NAMES}):
         return [
             f"architectures = {sorted(raw['architectures'])}, expected ['{ARCHITECTURE}'] or ['{QWEN_ARCHITECTURE}'] "
@@ -547,7 +532,7 @@ def _problems(raw: dict[str, Any]) -> list[str]:
     problems = []
     if missing := [key for key in REQUIRED_KEYS if raw.get(key) is None]:
         problems.append(f"missing {', '.join(missing)}")
-    kinds, num_layers = raw.get("layer_types"), raw.get("num_hidden_layers")
+    kinds, num_layers = file.layer_types, file.num_hidden_layers
     if kinds and num_layers and len(kinds) != num_layers:
         problems.append(f"layer_types has {len(kinds)} entries, but num_hidden_layers = {num_layers}")
     if len(set((masks := _mask_tokens(raw)).values())) > 1:
@@ -561,23 +546,14 @@ def _problems(raw: dict[str, Any]) -> list[str]:
         given = eagle.get(key, raw.get(key, accepted))
         if given != accepted:
             problems.append(f"{key} = {given!r:.80} is not supported (only {accepted!r})")
-    return problems + _tap_problems(raw, eagle)
-
-
-def _tap_problems(raw: dict[str, Any], eagle: dict[str, Any]) -> list[str]:
-    """Tapped layers stand at the top of `config.json` or in `eagle_config`, any number of them."""
+    # Tapped layers stand at the top or in `eagle_config`, any number of them.
     top, inner = raw.get(_LAYER_IDS) or [], eagle.get(_LAYER_IDS) or []
-    problems = []
     if top and inner and top != inner:
         problems.append(f"{_LAYER_IDS} = {top} and eagle_config.{_LAYER_IDS} = {inner} contradict each other")
-    num_taps, num_given = len(top or inner) or len(UNNAMED_LAYERS), raw.get("num_aux_hidden_states")
-    if num_given is not None and num_given != num_taps:
-        problems.append(f"num_aux_hidden_states = {num_given!r}, but {num_taps} layers are tapped")
+    num_taps = len(top or inner) or len(UNNAMED_LAYERS)
+    if file.num_aux_hidden_states not in (None, num_taps):
+        problems.append(f"num_aux_hidden_states = {file.num_aux_hidden_states}, but {num_taps} layers are tapped")
     return problems
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 # ---- heads and targets on disk
@@ -693,14 +669,17 @@ def _text_config(target: dict[str, Any]) -> dict[str, Any]:
     return text if isinstance(text, dict) else {}
 
 
+def _not_counts(text: dict[str, Any], keys: Iterable[str]) -> list[str]:
+    return [key for key in keys if type_problems(key, text.get(key), Annotated[int, Field(ge=1)])]
+
+
 def check_head_fits(config: DrafterConfig, target: dict[str, Any]) -> None:
     """Raises HeadError naming each mismatch of a head's configuration with its target's.
 
     target: the target's `config.json` as a dict; for a multimodal target its `text_config` counts.
     """
     text = _text_config(target)
-    missing = [key for key in ("hidden_size", "vocab_size", "num_hidden_layers") if not _is_count(text.get(key))]
-    if missing:
+    if missing := _not_counts(text, ("hidden_size", "vocab_size", "num_hidden_layers")):
         raise HeadError(f"the target's config.json lacks {', '.join(missing)}, so no head can be compared with it")
     problems = []
     if config.target_hidden_size != text["hidden_size"]:
@@ -709,8 +688,6 @@ def check_head_fits(config: DrafterConfig, target: dict[str, Any]) -> None:
         )
     if config.vocab_size != text["vocab_size"]:
         problems.append(f"vocabulary: the head has {config.vocab_size} tokens, the target {text['vocab_size']}")
-    if config.ptd_token_id is not None and not config.ptd_token_id < text["vocab_size"]:
-        problems.append(f"ptd_token_id = {config.ptd_token_id} is outside the target's 0..{text['vocab_size'] - 1}")
     num_layers = text["num_hidden_layers"]
     outside = [index for index in config.aux_layer_ids if index > num_layers]
     if outside:
@@ -735,8 +712,7 @@ def read_target_config(target_dir: str | Path) -> dict[str, Any]:
         raise FileNotFoundError(f"no target at {target_dir}: {path} does not exist")
     raw = read_json(path, "target")
     text = _text_config(raw)
-    wrong = [f"{name} = {text.get(name)!r:.80}" for name in REQUIRED_KEYS if not _is_count(text.get(name))]
-    if wrong:
+    if wrong := [f"{name} = {text.get(name)!r:.80}" for name in _not_counts(text, REQUIRED_KEYS)]:
         where = "" if text is raw else " under text_config"
         raise ValueError(
             f"{path}: {', '.join(wrong)}{where}: a target needs whole numbers of at least 1 here; targets are "

@@ -26,9 +26,9 @@ likely token may differ between batch shapes.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from peagle.checkpoint import build_drafter, load_head
+from peagle.checkpoint import load_head
 from peagle.config import DrafterConfig, read_json
 from peagle.model import Drafter
 from peagle.provenance import conditions
@@ -161,6 +161,10 @@ class Replay:
     skipped: dict[int, str]
     num_depths: int
 
+    @functools.cached_property
+    def counts(self) -> AnswerCounts:
+        return AnswerCounts.from_accepted(self.accepted, self.num_depths)
+
 
 @torch.no_grad()
 def replay(
@@ -278,9 +282,8 @@ def group_names(data: Conversations, categories: list[str]) -> list[list[str]]:
 
 def summarize(found: Replay, groups: list[list[str]]) -> dict[str, Any]:
     """Figures by group, and `skipped`: number of the group's answers left out, by reason."""
-    counts = AnswerCounts.from_accepted(found.accepted, found.num_depths)
     by_group = members([groups[index] for index in found.walked])
-    summary = {name: figures(counts.select(chosen)) for name, chosen in by_group.items()}
+    summary = {name: figures(found.counts.select(chosen)) for name, chosen in by_group.items()}
     for index, reason in found.skipped.items():
         for name in groups[index]:
             entry = summary.setdefault(name, {"num_answers": 0, "num_tokens": 0})
@@ -314,12 +317,8 @@ def load_answers(folder: str | Path, max_per_category: int | None = None) -> Ans
         count = "no" if categories is None else len(categories)
         raise ValueError(f"{folder}: manifest.json names {count} categories for {len(data)} conversations")
     if max_per_category is not None:
-        seen: Counter[str] = Counter()
-        chosen = []
-        for index, category in enumerate(categories):
-            seen[category] += 1
-            if seen[category] <= max_per_category:
-                chosen.append(index)
+        first = [found[:max_per_category] for found in members([[category] for category in categories]).values()]
+        chosen = sorted(np.concatenate(first).tolist())
         data, categories = data.select(chosen), [categories[index] for index in chosen]
     return Answers(data, categories, float(manifest.get("temperature") or 0.0))
 
@@ -332,11 +331,10 @@ def evaluate_folder(
     first, *others = [replay(drafter, target, answers.data, num_depths, max_tokens) for drafter in drafters]
     result: dict[str, Any] = {"temperature": answers.temperature, "groups": summarize(first, groups)}
     if others:
-        ours, theirs = (AnswerCounts.from_accepted(walk.accepted, num_depths) for walk in (first, others[0]))
         depths = [k for k in RATIO_DEPTHS if k <= num_depths]
         result["against"] = summarize(others[0], groups)
         result["ratios"] = {
-            name: ratios(ours.select(chosen), theirs.select(chosen), depths)
+            name: ratios(first.counts.select(chosen), others[0].counts.select(chosen), depths)
             for name, chosen in members([groups[index] for index in first.walked]).items()
         }
     return result
@@ -392,12 +390,7 @@ def evaluate_heads(
     dtype = torch.bfloat16 if on_gpu else torch.float32
     target = Target(target_dir, device="cuda" if on_gpu else "cpu", dtype=dtype)
     paths = [head, *([against] if against else [])]
-    drafters = [
-        build_drafter(
-            *load_head(path), embed_VH=target.embed_VS, lm_head_VH=target.lm_head_VS, dtype=dtype, device=target.device
-        )
-        for path in paths
-    ]
+    drafters = [target.build_drafter(*load_head(path), dtype) for path in paths]
     num_depths = num_draft_tokens or common_depths([drafter.config for drafter in drafters])
     heads = [
         {"path": str(path), "kind": kind(drafter.config), "num_depths": drafter.config.num_depths}

@@ -279,7 +279,7 @@ def publish_step(slot: Slot, number: int, integers: Tensor) -> None:
     `ready`. On a GPU one kernel on the current stream: what the stream did before has reached the host by then."""
     if uses_kernel(integers):
         _publish_kernel[(1,)](
-            integers, len(integers), _address(slot.integers), _address(slot.ready), number,
+            integers, len(integers), slot.integers.ctypes.data, slot.ready.ctypes.data, number,
             BLOCK=_BLOCK, ON_GPU=not INTERPRETED,
         )  # fmt: skip
         return
@@ -299,7 +299,7 @@ def wait_for_drafts(
     num_requests, num_columns = out_BK.shape
     if uses_kernel(out_BK):
         _wait_kernel[(1,)](
-            _address(slot.done), _address(abort), _address(slot.drafts_BK), _address(slot.outcome),
+            slot.done.ctypes.data, abort.ctypes.data, slot.drafts_BK.ctypes.data, slot.outcome.ctypes.data,
             number, timeout_ns, num_requests * num_columns, out_BK, prob_BK,
             BLOCK=_BLOCK, ON_GPU=not INTERPRETED, num_warps=1,
         )  # fmt: skip
@@ -326,10 +326,6 @@ def _wait(word: Int64Array, wanted: int, abort: Int64Array, timeout_ns: int) -> 
             return TIMED_OUT, waited_ns
         if (num_reads := num_reads + 1) > _NUM_QUICK_READS:
             time.sleep(_SLEEP_S)
-
-
-def _address(array: npt.NDArray[Any]) -> int:
-    return array.ctypes.data
 
 
 @triton.jit

@@ -15,8 +15,20 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peagle.checkpoint import TARGET_TENSORS, check_head, is_plain, read_tensor_specs, tables_left_out, weight_files
+from peagle.checkpoint import (
+    TARGET_TENSORS,
+    check_head,
+    is_plain,
+    load_head,
+    read_tensor_specs,
+    save_head,
+    tables_left_out,
+    weight_files,
+    with_tables,
+    without_tables,
+)
 from peagle.config import DrafterConfig, HeadError, read_json
+from peagle.embedded import weights_digest
 from peagle.store import Report, cache_root, is_intact, prepare_directory, sha256_of, write_bytes
 
 if TYPE_CHECKING:
@@ -130,15 +142,13 @@ def prepare_head(
     if is_plain(head_dir, config):
         return head_dir
     tables = _needed_tables(head_dir, config, target_dir)
-    key = _join_key(head_dir, tables)
+    key = hashlib.sha256(f"{_JOIN} {head_digest(head_dir)} {weights_digest(tables)}".encode()).hexdigest()[:10]
     num_bytes = sum(path.stat().st_size for path in head_dir.iterdir()) + 4096
     num_bytes += sum(table.nbytes for table in tables.values())
 
     def build(directory: Path) -> None:
-        from peagle.checkpoint import save_head
-
         report(f"writing the head {head_dir.name} in vLLM's form, tables of the target in it: {len(tables)}")
-        save_head(directory, *_plain(head_dir, tables))
+        save_head(directory, config, with_tables(config, load_head(head_dir)[1], tables))
 
     root = cache_root(cache_dir) / "heads"
     return prepare_directory(root, f"{head_dir.name}-{key}", num_bytes, build, verify=verify, report=report)
@@ -176,35 +186,13 @@ def target_table(target_dir: Path, name: str) -> "torch.Tensor":
                 found += [(path, key, file.get_tensor(key)) for key in matching]
         except SafetensorError as error:
             raise ValueError(f"target {target_dir}: {path} cannot be read: {error}") from error
-    if (
-        not found
-        and name == "lm_head.weight"
-        and read_json(Path(target_dir) / "config.json", "target").get("tie_word_embeddings", True)
-    ):
+    is_tied = read_json(Path(target_dir) / "config.json", "target").get("tie_word_embeddings", True)
+    if not found and name == "lm_head.weight" and is_tied:
         return target_table(target_dir, "embed_tokens.weight")
     if len(found) != 1:
         where = ", ".join(f"{key} in {path.name}" for path, key, _ in found) or "none"
         raise ValueError(f"target {target_dir}: one {name} is needed in its safetensors, found {where}")
     return found[0][2]
-
-
-def _join_key(head_dir: Path, tables: "dict[str, torch.Tensor]") -> str:
-    """Ten hex digits that change with the head, the target's tables and the way of joining."""
-    import torch
-
-    digest = hashlib.sha256(f"{_JOIN} {head_digest(head_dir)}".encode())
-    for name, table_VH in tables.items():
-        digest.update(f" {name} {table_VH.dtype} {tuple(table_VH.shape)}".encode())
-        digest.update(table_VH.contiguous().view(torch.uint8).numpy().data)
-    return digest.hexdigest()[:10]
-
-
-def _plain(head_dir: Path, tables: "dict[str, torch.Tensor]") -> "tuple[DrafterConfig, dict[str, torch.Tensor]]":
-    """Configuration and tensors of the plain head that the one in `head_dir` makes with the target's tables."""
-    from peagle.checkpoint import load_head, with_tables
-
-    config, tensors = load_head(head_dir)
-    return config, with_tables(config, tensors, tables.get("embed_tokens.weight"), tables.get("lm_head.weight"))
 
 
 def convert(
@@ -217,12 +205,11 @@ def convert(
     Raises HeadError as `load_head`, and for tables that are not there, before anything is written, and OSError when the
     disk is full.
     """
-    from peagle.checkpoint import load_head, save_head, without_tables
-
     source_dir, target_dir = Path(source_dir), None if target_dir is None else Path(target_dir)
     config = check_head(source_dir, None if target_dir is None else read_json(target_dir / "config.json", "target"))
     if has_tables:
-        config, tensors = _plain(source_dir, _needed_tables(source_dir, config, target_dir))
+        tables = _needed_tables(source_dir, config, target_dir)
+        tensors = with_tables(config, load_head(source_dir)[1], tables)
     else:
         tensors = without_tables(config, load_head(source_dir)[1])
     save_head(out_dir, config, tensors)

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from peagle.checkpoint import build_drafter, load_head, save_head, with_tables
+from peagle.checkpoint import load_head, save_head, with_tables
 from peagle.config import HeadError
 from peagle.evaluate import AnswerCounts, members, ratios, replay
-from peagle.model import Drafter
 from peagle.provenance import conditions
 from peagle.schema import problem_lines
 from peagle.train.data import Conversations, PackedBatches
@@ -62,8 +61,8 @@ class HeadInTraining:
         if self.config.ptd_token_id is None:
             raise HeadError(f"{head_dir}: an EAGLE-3 head; P-EAGLE heads are trained on")
         self.recipe, self.target = continual_recipe(settings, self.config.ptd_token_id), target
-        self.current = self._built(target.model.dtype)
-        self.drafter = self._built(torch.float32)
+        self.current = target.build_drafter(self.config, self._tensors, target.model.dtype)
+        self.drafter = target.build_drafter(self.config, self._tensors, torch.float32)
         assert self.current.embed_tokens is not None
         assert self.current.lm_head is not None
         self.drafter.share_target(self.current.embed_tokens.weight, self.current.lm_head.weight)
@@ -74,16 +73,6 @@ class HeadInTraining:
         self._average = MovingAverage(owned, self.recipe.optimizer.ema_decay)
         self._pass = PEaglePass(self.recipe, self._random, compiled=self.recipe.compile and on_gpu)
         self._num_steps = self.num_rounds = 0
-
-    def _built(self, dtype: torch.dtype) -> Drafter:
-        return build_drafter(
-            self.config,
-            self._tensors,
-            embed_VH=self.target.embed_VS,
-            lm_head_VH=self.target.lm_head_VS,
-            dtype=dtype,
-            device=self.target.device,
-        )
 
     def train(self, data: Conversations, rest: Callable[[float], None]) -> dict[str, Any]:
         """One round; returns its figures. rest: called after each step with its seconds, to wait as long as others need
@@ -129,12 +118,8 @@ class HeadInTraining:
         have two tokens or more."""
         self._average.swap()
         try:
-            new, current = (
-                AnswerCounts.from_accepted(
-                    replay(drafter, self.target, data, num_draft_tokens).accepted, num_draft_tokens
-                )
-                for drafter in (self.drafter, self.current)
-            )
+            drafters = self.drafter, self.current
+            new, current = (replay(drafter, self.target, data, num_draft_tokens).counts for drafter in drafters)
         finally:
             self._average.swap()
         parts = members([[name] for name in workloads]).items()
@@ -147,8 +132,8 @@ class HeadInTraining:
         for name, value in self._average.values.items():
             like = tensors.get(name, value)  # the mask token's embedding may be a row of the head's own table
             tensors[name] = value.to(like.dtype).reshape(like.shape).cpu()
-        tables = (self.target.embed_VS.detach().cpu(), self.target.lm_head_VS.detach().cpu())
-        save_head(folder, self.config, with_tables(self.config, tensors, *tables))
+        tables = {"embed_tokens.weight": self.target.embed_VS.cpu(), "lm_head.weight": self.target.lm_head_VS.cpu()}
+        save_head(folder, self.config, with_tables(self.config, tensors, tables))
         recipe = self.recipe.model_dump(include={"drafter", "cod", "batch", "optimizer", "schedule", "loss"})
         document = {"made": conditions(), "recipe": recipe, **provenance}
         (folder / "provenance.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")

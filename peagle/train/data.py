@@ -67,8 +67,6 @@ class Conversations:
                         values.append(stored[name].astype(np.int32))
             except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, TypeError, ValueError) as error:
                 raise ValueError(f"data: {part} is damaged: {error}") from error
-            if arrays["lengths"][-1].shape != arrays["prompt_lengths"][-1].shape:
-                raise ValueError(f"data: {part} is damaged: lengths and prompt_lengths are not of one shape")
             if arrays["tokens"][-1].size != arrays["lengths"][-1].sum():
                 raise ValueError(f"data: {part} is damaged: lengths do not add up to its tokens")
         return cls(**{name: np.concatenate(values) for name, values in arrays.items()})
@@ -183,7 +181,16 @@ class PackedBatches:
         self._lengths = np.minimum(data.lengths, max_tokens)
         can_be_cut = (data.prompt_lengths < max_tokens) & (long == "cut")
         self._usable = np.flatnonzero((data.lengths <= max_tokens) | can_be_cut)
-        self.counts = self.counts_of(self._usable)
+        whole, taken = data.lengths[self._usable], self._lengths[self._usable]
+        self.counts = {
+            "num_conversations": len(taken),
+            "num_tokens": int(taken.sum()),
+            "num_answer_tokens": int(taken.sum() - data.prompt_lengths[self._usable].sum()),
+            "num_left_out": len(data) - len(taken),
+            "num_tokens_left_out": int(data.lengths.sum() - whole.sum()),
+            "num_cut": int((taken < whole).sum()),
+            "num_tokens_cut": int((whole - taken).sum()),
+        }
         if not len(self._usable):
             raise ValueError(f"data: every conversation exceeds batch.max_tokens = {max_tokens}")
         if self.counts["num_left_out"] or self.counts["num_cut"]:
@@ -194,19 +201,6 @@ class PackedBatches:
                 max_tokens,
                 *(self.counts[key] for key in ("num_left_out", "num_tokens_left_out", "num_cut", "num_tokens_cut")),
             )
-
-    def counts_of(self, used: np.ndarray) -> dict[str, int]:
-        """used: indices of the conversations that one epoch goes through; all others count as left out."""
-        whole, taken = self.data.lengths[used], self._lengths[used]
-        return {
-            "num_conversations": len(used),
-            "num_tokens": int(taken.sum()),
-            "num_answer_tokens": int(taken.sum() - self.data.prompt_lengths[used].sum()),
-            "num_left_out": len(self.data) - len(used),
-            "num_tokens_left_out": int(self.data.lengths.sum() - whole.sum()),
-            "num_cut": int((taken < whole).sum()),
-            "num_tokens_cut": int((whole - taken).sum()),
-        }
 
     @property
     def longest(self) -> int:
@@ -219,15 +213,12 @@ class PackedBatches:
             if number >= skip and number % num_workers == rank:
                 yield self.assemble(rows)
 
-    def _sequences(self, epoch: int) -> Iterator[list[int]]:
-        order = np.random.default_rng((self.seed, epoch)).permutation(self._usable)
-        return pack(self._lengths, self.max_tokens, order)
-
     def _groups(self) -> Iterator[list[list[int]]]:
         """Conversations of each batch. Sequences left over at the end of an epoch go into the next one's batches."""
         rows: list[list[int]] = []
         for epoch in itertools.count():
-            for indices in self._sequences(epoch):
+            order = np.random.default_rng((self.seed, epoch)).permutation(self._usable)
+            for indices in pack(self._lengths, self.max_tokens, order):
                 rows.append(indices)
                 if len(rows) == self.num_sequences:
                     yield rows
@@ -265,7 +256,7 @@ def frequent_tokens(count_V: Tensor, size: int, always: Iterable[int] = ()) -> T
 
     always: ids that are taken whatever their count, such as the end of a turn.
 
-    Raises ValueError when `size` exceeds the vocabulary or cannot hold `always`, or one of those is no token.
+    Raises ValueError when `size` exceeds the vocabulary or cannot hold `always`.
     """
     chosen = sorted(set(always))
     if not len(chosen) <= size <= len(count_V):
@@ -273,8 +264,6 @@ def frequent_tokens(count_V: Tensor, size: int, always: Iterable[int] = ()) -> T
             f"draft_vocab_size = {size}: must be in {len(chosen)}..{len(count_V)} (tokens that are always taken .. "
             "vocabulary of the target)"
         )
-    if chosen and not 0 <= chosen[0] <= chosen[-1] < len(count_V):
-        raise ValueError(f"always: {chosen} must be tokens of the target, 0..{len(count_V) - 1}")
     ranked = count_V.long().clone()
     ranked[chosen] = torch.iinfo(torch.int64).max
     return ranked.sort(descending=True, stable=True).indices[:size].sort().values

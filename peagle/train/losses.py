@@ -18,9 +18,9 @@ from torch import Tensor
 
 #: statistics(logits_UV) -> (log-sum-exp_U, argmax_U), the first in float32 or wider.
 Statistics = Callable[[Tensor], tuple[Tensor, Tensor]]
-#: Weight of each row, or a function draft_R -> weight_R that is called once all rows are scored. A draft is the
-#: drafter's most likely token, an index into the draft vocabulary.
-Weigh = Tensor | Callable[[Tensor], Tensor]
+#: draft_R -> weight of each row, called once all rows are scored. A draft is the drafter's most likely token, an index
+#: into the draft vocabulary.
+Weigh = Callable[[Tensor], Tensor]
 
 
 # ---- labels
@@ -159,7 +159,7 @@ class ChainWeights:
         #: drafts found wrong so far, by chain (its anchor, flattened as labels are) and offset
         self._wrong_NK = torch.zeros(len(token_N), num_depths, dtype=torch.int32, device=offset_R.device)
 
-    def weigh(self, label_R: Tensor, offset_R: Tensor) -> Callable[[Tensor], Tensor]:
+    def weigh(self, label_R: Tensor, offset_R: Tensor) -> Weigh:
         """draft_R -> weight_R (float32) of some of the rows, for one call of `ChunkedLoss`.
 
         label_R: 0..N - 1 and offset_R as `peagle.train.cod.label_rows` gives them. Earlier offsets of a row's chain
@@ -231,7 +231,7 @@ class _ChunkedLoss(torch.autograd.Function):
             draft_R[rows], correct_R[rows] = draft_P, draft_P == target.best_U[index_P]
             del target  # or two chunks of the target's logits would live while the next is made
         # A row's gradient is linear in its weight, so the weights may wait until every draft is known.
-        weight_R = weigh if isinstance(weigh, Tensor) else weigh(draft_R)
+        weight_R = weigh(draft_R)
         ctx.save_for_backward(gradient_RH, weight_R)
         ctx.mark_non_differentiable(correct_R)
         return (losses_R * weight_R).sum(), correct_R

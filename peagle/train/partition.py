@@ -15,6 +15,7 @@ A chain is never split: its rows of mask tokens see each other, and one segment 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -62,24 +63,15 @@ class Segment:
 def cut_by_rows(rows: CodRows, num_segments: int) -> list[Segment]:
     """Segments of about T / S rows each, at most T / S + K; chains go with their anchors. ValueError for S > N."""
     num_tokens, num_rows = rows.num_tokens, rows.anchor_BT.shape[1]
+    if num_segments > num_tokens:
+        raise ValueError(f"num_segments = {num_segments} must be at most {num_tokens}, the tokens of a sequence")
     anchor_N = torch.arange(num_tokens + 1, device=rows.anchor_BT.device)
-    before_N = anchor_N + torch.searchsorted(rows.anchor_BT[0, num_tokens:].contiguous(), anchor_N)
+    chain_N = torch.searchsorted(rows.anchor_BT[0, num_tokens:].contiguous(), anchor_N)  # chain rows before an anchor
     wanted = [s * num_rows // num_segments for s in range(num_segments + 1)]
-    bounds = torch.searchsorted(before_N, before_N.new_tensor(wanted)).tolist()
-    return [segment for segment in segments_at(rows, bounds, bounds) if segment.num_rows]
-
-
-def segments_at(rows: CodRows, bounds: list[int], firsts: list[int]) -> list[Segment]:
-    """bounds: of the rows of offset 0; firsts: least anchor of each segment's chains, and N.
-
-    Raises ValueError for more segments than tokens.
-    """
-    if (num_segments := len(bounds) - 1) > rows.num_tokens:
-        raise ValueError(f"num_segments = {num_segments} must be at most {rows.num_tokens}, the tokens of a sequence")
-    chain_anchors = rows.anchor_BT[0, rows.num_tokens :].contiguous()
-    found = torch.searchsorted(chain_anchors, chain_anchors.new_tensor(firsts)).tolist()
-    cuts = [rows.num_tokens + cut for cut in found]
-    return [Segment(*edges) for edges in zip(bounds, bounds[1:], cuts, cuts[1:], strict=False)]
+    bound_S = torch.searchsorted(anchor_N + chain_N, anchor_N.new_tensor(wanted))
+    edges = itertools.pairwise(zip(bound_S.tolist(), (num_tokens + chain_N[bound_S]).tolist(), strict=True))
+    segments = [Segment(start, stop, chain_start, chain_stop) for (start, chain_start), (stop, chain_stop) in edges]
+    return [segment for segment in segments if segment.num_rows]
 
 
 def segment_rows(
@@ -113,8 +105,7 @@ class Partition:
     """Passes over one sequence in S segments; holds the compiled functions.
 
     block_mask: masks for FlexAttention, which a GPU needs compiled (`compiled`), else dense ones. autocast: the drafter
-    runs in bfloat16 on a GPU, losses and backward passes don't. tile: rows are padded to a multiple of it. Raises
-    ValueError for S < 1.
+    runs in bfloat16 on a GPU, losses and backward passes don't. tile: rows are padded to a multiple of it.
     """
 
     def __init__(
@@ -126,8 +117,6 @@ class Partition:
         autocast: bool = True,
         tile: int = 128,
     ) -> None:
-        if num_segments < 1:
-            raise ValueError(f"num_segments = {num_segments} must be at least 1")
         self.num_segments, self.tile = num_segments, tile
         self.block_mask, self.autocast = block_mask, autocast
         self._inputs, self._rows = row_inputs, segment_rows

@@ -11,9 +11,9 @@ import json
 import logging
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -300,6 +300,15 @@ def read_prompts(source: str | Path, *, need_answers: bool = False) -> list[Prom
     return prompts
 
 
+class Rendered(NamedTuple):
+    """Token ids of a prompt, and of its answer with the token that ends it. num_reasoning_left_out: earlier turns whose
+    `reasoning_content` the template leaves out."""
+
+    prompt: list[int]
+    answer: list[int]
+    num_reasoning_left_out: int
+
+
 class ChatTemplate:
     """Token ids around a turn, as the target's own chat template puts them.
 
@@ -338,92 +347,90 @@ class ChatTemplate:
     def _around(self, messages: list[dict[str, Any]], **options: Any) -> tuple[str, str]:
         """What the template writes before and after the sentinel."""
         where = f"tokenizer {self.tokenizer.name_or_path}, chat_template"
-        parts = self._text(messages, where, **options).split(_SENTINEL)
+        parts = self._text(Prompt((), where=where), messages, **options).split(_SENTINEL)
         if len(parts) != 2:
             raise ValueError(f"{where}: it writes a message {len(parts) - 1} times, expected once and as it is")
         return parts[0], parts[1]
 
-    def _text(self, messages: Sequence[dict[str, Any]], where: str, **options: Any) -> str:
-        """Raises ValueError, beginning with `where`, for messages that the template refuses."""
+    def _text(self, prompt: Prompt, messages: Iterable[dict[str, Any]], **options: Any) -> str:
+        """These messages with the prompt's tools. Raises ValueError, beginning with the prompt's place, for messages
+        that the template refuses."""
+        messages = list(messages)
+        options |= {"tools": list(prompt.tools)} if prompt.tools else {}
         try:
-            return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
         except Exception as error:  # a template is a program, and raises what it likes
             roles = ", ".join(str(message["role"]) for message in messages)
             raise ValueError(
-                f"{where}: the target's chat template refuses these messages (roles {roles}): {error}; change the "
-                "messages, or chat_template in tokenizer_config.json or chat_template.jinja"
+                f"{prompt.where}: the target's chat template refuses these messages (roles {roles}): {error}; change "
+                "the messages, or chat_template in tokenizer_config.json or chat_template.jinja"
             ) from error
 
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def render(self, prompt: Prompt) -> list[int]:
-        """Token ids of the whole prompt, up to where the target's answer begins.
-
-        Raises ValueError naming the line whose messages the template refuses (an order of roles, a system message) or
-        of whose keys it would write nothing, or that has more than a user's message where there is no template.
+    def _check_keys(self, prompt: Prompt) -> list[str]:
+        """Keys that change nothing of what the template writes, such as `messages.2.reasoning_content` of an earlier
+        turn. Raises ValueError naming the line where the target would miss something of them, or where there is no
+        template and more than a user's message.
         """
         if not self.is_chat:
             if len(prompt.messages) > 1 or prompt.tools or prompt.answer_message:
                 raise ValueError(
                     f"{prompt.where}: the target has no chat template: a prompt is one message and its answer, texts"
                 )
-            return self.before + self.encode(prompt.messages[0]["content"])
-        is_idle = re.compile(r"messages\.\d+\.(tool_call_id|reasoning_content)").fullmatch
-        if lost := [key for key in self.keys_left_out(prompt) if not is_idle(key)]:
-            raise ValueError(
-                f"{prompt.where}: the target's chat template writes nothing of {', '.join(lost)}: leave out the line, "
-                "or take a chat template that does"
-            )
-        return self.encode(self._text(prompt.messages, prompt.where, **self._tools(prompt), add_generation_prompt=True))
-
-    def _tools(self, prompt: Prompt) -> dict[str, Any]:
-        return {"tools": list(prompt.tools)} if prompt.tools else {}
-
-    def keys_left_out(self, prompt: Prompt) -> list[str]:
-        """Keys that change nothing of what the template writes: `tools`, `messages.2.reasoning_content` (templates
-        leave out that of earlier turns), `answer.tool_calls`."""
+            return []
         named = {f"messages.{index}": message for index, message in enumerate(prompt.messages)}
         named |= {"answer": prompt.answer_message} if prompt.answer_message else {}
         extra = [(name, key) for name, message in named.items() for key in message.keys() - {"role", "content"}]
         if not extra and not prompt.tools:
             return []
-        tools = self._tools(prompt)
-        whole = self._text(list(named.values()), prompt.where, **tools)
+        whole = self._text(prompt, named.values())
 
-        def is_idle(messages: dict[str, dict[str, Any]], tools: dict[str, Any]) -> bool:
+        def is_idle(prompt: Prompt, messages: dict[str, dict[str, Any]]) -> bool:
             try:
-                return self._text(list(messages.values()), prompt.where, **tools) == whole
+                return self._text(prompt, messages.values()) == whole
             except ValueError:  # the template needs it
                 return False
 
-        found = ["tools"] if tools and is_idle(named, {}) else []
+        found = ["tools"] if prompt.tools and is_idle(dataclasses.replace(prompt, tools=()), named) else []
         for name, key in sorted(extra):
             without = {other: value for other, value in named[name].items() if other != key}
-            found += [f"{name}.{key}"] if is_idle({**named, name: without}, tools) else []
+            found += [f"{name}.{key}"] if is_idle(prompt, {**named, name: without}) else []
+        may_be_idle = re.compile(r"messages\.\d+\.(tool_call_id|reasoning_content)").fullmatch
+        if lost := [key for key in found if not may_be_idle(key)]:
+            raise ValueError(
+                f"{prompt.where}: the target's chat template writes nothing of {', '.join(lost)}: leave out the line, "
+                "or take a chat template that does"
+            )
         return found
 
-    def answer(self, text: str) -> list[int]:
-        """Token ids of an answer that the target did not write, with the token that ends it."""
-        return [*self.encode(text), self.end_id]
+    def render(self, prompt: Prompt) -> Rendered:
+        """Token ids of the whole prompt, up to where the target's answer begins, and of its answer.
 
-    def render_answer(self, prompt: Prompt) -> list[int]:
-        """Token ids of the prompt's answer, with the token that ends it, as the target would write it.
-
-        Raises ValueError naming the line whose answer the template does not write behind the prompt.
+        Raises ValueError naming the line whose messages the template refuses (an order of roles, a system message), of
+        whose keys it would write nothing, or whose answer it does not write behind the prompt.
         """
+        num_idle = sum(key.endswith(".reasoning_content") for key in self._check_keys(prompt))
+        if self.is_chat:
+            begin, before = self._text(prompt, prompt.messages, add_generation_prompt=True), []
+        else:
+            begin, before = str(prompt.messages[0]["content"]), self.before
+        return Rendered(before + self.encode(begin), self._render_answer(prompt, begin), num_idle)
+
+    def _render_answer(self, prompt: Prompt, begin: str) -> list[int]:
+        """With the token that ends it, as the target would write it behind `begin`."""
         if prompt.answer_message is None:
-            return self.answer(prompt.answer or "")[: None if prompt.is_whole else -1]
-        options = self._tools(prompt)
-        begin = self._text(prompt.messages, prompt.where, **options, add_generation_prompt=True)
-        whole = self._text([*prompt.messages, prompt.answer_message], prompt.where, **options)
-        ids = self.encode(whole.removeprefix(begin))
-        if not whole.startswith(begin) or (self.closes and self.end_id not in ids):
-            raise ValueError(
-                f"{prompt.where}: the target's chat template does not write the answer behind the prompt and end it, "
-                "so what the target would write is not known: leave out the line"
-            )
-        ids = ids[: len(ids) - 1 - ids[::-1].index(self.end_id)] if self.closes else ids
+            ids = self.encode(prompt.answer or "")
+        else:
+            whole = self._text(prompt, [*prompt.messages, prompt.answer_message])
+            ids = self.encode(whole.removeprefix(begin))
+            if not whole.startswith(begin) or (self.closes and self.end_id not in ids):
+                raise ValueError(
+                    f"{prompt.where}: the target's chat template does not write the answer behind the prompt and end "
+                    "it, so what the target would write is not known: leave out the line"
+                )
+            ids = ids[: len(ids) - 1 - ids[::-1].index(self.end_id)] if self.closes else ids
         return [*ids, self.end_id] if prompt.is_whole else ids
 
 
@@ -472,11 +479,9 @@ def tokenize_prompts(
     """
     template = ChatTemplate(load_tokenizer(target_dir))
 
-    def make(prompt: Prompt) -> tuple[Prompt, list[int], list[int]]:
-        return prompt, template.render(prompt), template.render_answer(prompt)
-
-    kept, prompts, answers = zip(*keep_good(given, make, source), strict=True)
-    made = Conversations.from_lists(list(prompts), list(answers))
+    good = keep_good(given, lambda prompt: (prompt, template.render(prompt)), source)
+    kept, rendered = zip(*good, strict=True)
+    made = Conversations.from_lists([one.prompt for one in rendered], [one.answer for one in rendered])
     made.save_part(out, "000")
     roles = [message["role"] for prompt in kept for message in prompt.messages]
     totals = {
@@ -485,12 +490,7 @@ def tokenize_prompts(
         "num_answer_tokens": made.num_answer_tokens,
         "num_earlier_answers": roles.count("assistant"),
         "num_unused_messages": sum(prompt.num_unused for prompt in kept),
-        "num_reasoning_left_out": sum(
-            key.endswith(".reasoning_content")
-            for prompt in kept
-            if template.is_chat
-            for key in template.keys_left_out(prompt)
-        ),
+        "num_reasoning_left_out": sum(one.num_reasoning_left_out for one in rendered),
     }
     entries = {"totals": totals, "source": str(source), "categories": [prompt.category for prompt in kept]}
     write_manifest(out, entries | manifest, target_dir)

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from peagle.config import read_target_config
+from peagle.checkpoint import build_drafter
+from peagle.config import DrafterConfig, read_target_config
+from peagle.model import Drafter
 from peagle.train.data import Batch, Conversations
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -49,8 +51,8 @@ class Target:
         self._window: int | None = getattr(text, "sliding_window", None)
         #: Kinds of layers where the model takes one mask a kind; none where it takes one mask.
         self._layer_types = sorted(set(getattr(text, "layer_types", None) or []))
-        self._check(str(target_dir))
         self._body = torch.compile(self._eager_body) if compiled else self._eager_body
+        self._check(str(target_dir))
 
     @property
     def embed_VS(self) -> Tensor:
@@ -60,6 +62,11 @@ class Target:
     @property
     def lm_head_VS(self) -> Tensor:
         return self.model.get_output_embeddings().weight
+
+    def build_drafter(self, config: DrafterConfig, tensors: dict[str, Tensor], dtype: torch.dtype) -> Drafter:
+        """The drafter of a head, frozen, on this device; with the target's tables where the head has none."""
+        tables = {"embed_VH": self.embed_VS, "lm_head_VH": self.lm_head_VS}
+        return build_drafter(config, tensors, **tables, dtype=dtype, device=self.device)
 
     @torch.no_grad()
     def states(
@@ -84,13 +91,7 @@ class Target:
             raise ValueError(
                 f"aux_layer_ids = {aux_layer_ids}: must be in 0..{num_layers - 1}, inputs of the target's layers"
             )
-        return self._states(
-            self._eager_body if eager else self._body, tokens_BN, document_BN, position_BN, aux_layer_ids
-        )
-
-    def _states(
-        self, body: Any, tokens_BN: Tensor, document_BN: Tensor, position_BN: Tensor, layers: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor]:
+        body = self._eager_body if eager else self._body
         out = body(
             input_ids=tokens_BN,
             position_ids=position_BN,
@@ -98,7 +99,7 @@ class Target:
             output_hidden_states=True,
             use_cache=False,
         )
-        return torch.cat([out.hidden_states[layer] for layer in layers], dim=-1), out.last_hidden_state
+        return torch.cat([out.hidden_states[layer] for layer in aux_layer_ids], dim=-1), out.last_hidden_state
 
     def _masks(self, document_BN: Tensor) -> Tensor | dict[str, Tensor]:
         """The mask [B, 1, N, N] that the model takes, or one for each kind of its layers."""
@@ -116,8 +117,8 @@ class Target:
     def _as_taken(self, seen_B1NN: Tensor) -> Tensor:
         if self.model.config._attn_implementation == "sdpa":
             return seen_B1NN
-        zero = torch.zeros((), dtype=self.model.dtype, device=seen_B1NN.device)
-        return torch.where(seen_B1NN, zero, torch.finfo(self.model.dtype).min)
+        lowest = torch.finfo(self.model.dtype).min
+        return torch.zeros_like(seen_B1NN, dtype=self.model.dtype).masked_fill(~seen_B1NN, lowest)
 
     @torch.no_grad()
     def _check(self, source: str) -> None:
@@ -135,7 +136,7 @@ class Target:
         lengths = torch.tensor([5, 7], device=self.device)
         document_BN = torch.arange(2, device=self.device).repeat_interleave(lengths).expand(2, -1)
         position_BN = torch.cat([torch.arange(5), torch.arange(7)]).to(self.device).expand(2, -1)
-        _, last_BNS = self._states(self._eager_body, tokens_BN, document_BN, position_BN, (0,))
+        _, last_BNS = self.states(tokens_BN, document_BN, position_BN, (0,), eager=True)
         if not torch.allclose(last_BNS[0, 5:], last_BNS[1, 5:], rtol=1e-3, atol=1e-3 * float(last_BNS.abs().max())):
             raise ValueError(f"target {source}: a packed document changes with the one before it")
         logits_NV = self.model(input_ids=tokens_BN[:1, :5], use_cache=False).logits[0]

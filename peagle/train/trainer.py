@@ -61,10 +61,7 @@ class Workers:
     def __init__(self) -> None:
         joined = dist.is_available() and dist.is_initialized()
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
-
-    @property
-    def leads(self) -> bool:
-        return self.rank == 0
+        self.leads = self.rank == 0
 
     def share(self, tensors: Iterable[Tensor]) -> None:
         """Overwrites every worker's tensors by those of rank 0, in place."""
@@ -153,8 +150,8 @@ class Optimizer:
         if not math.isfinite(norm):
             raise FloatingPointError(f"gradient norm is {norm}")
         for part, lr in self._parts:
-            for group in part.param_groups:
-                group["lr"] = lr * scale
+            for group in part.param_groups:  # after a resume these are of the checkpoint
+                group |= {"lr": lr * scale, "weight_decay": self.recipe.weight_decay}
             with contextlib.nullcontext() if self.parameters[0].is_cuda else _WithoutBfloat16():
                 part.step()
             part.zero_grad(set_to_none=True)
@@ -164,11 +161,9 @@ class Optimizer:
         return [part.state_dict() for part, _ in self._parts]
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """Takes over moments and counts; the recipe's settings stay, as `step` has its rates too."""
+        """Takes over moments and counts; rates and decay stay the recipe's."""
         for (part, _), state in zip(self._parts, states, strict=True):
             part.load_state_dict(state)
-            for group in part.param_groups:
-                group["weight_decay"] = self.recipe.weight_decay
 
 
 def schedule_scale(recipe: ScheduleRecipe, step: int, elapsed_s: float) -> tuple[float, bool]:
@@ -387,6 +382,7 @@ class Trainer:
         if groups := self._evaluate(None):
             logger.info(table({"groups": groups}))
         recipe = self.recipe
+        on_gpu = self.device.type == "cuda"
         provenance = {
             "made": conditions(),
             "recipe": recipe.model_dump(exclude={"generate": {"openings"}}),
@@ -395,9 +391,7 @@ class Trainer:
                 "minutes": round(self.elapsed_s / 60, 2),
                 "num_workers": self.workers.size,
                 "tokens_per_s": round(self.timed_tokens / self.elapsed_s) if self.elapsed_s else None,
-                "peak_memory_bytes": torch.cuda.max_memory_allocated(self.device)
-                if self.device.type == "cuda"
-                else None,
+                "peak_memory_bytes": torch.cuda.max_memory_allocated(self.device) if on_gpu else None,
                 **self.batches.counts,
             },
             "acceptance_offline": groups,
@@ -460,17 +454,17 @@ class Trainer:
         asked, made = self.recipe.model_dump(), state["recipe"]
         compared = {section: (asked[section], made[section]) for section in ("target", "seed", "drafter", "batch")}
         compared["optimizer.name"] = asked["optimizer"]["name"], made["optimizer"]["name"]
-        problem = next(
-            (f"{key} = {old}, the recipe says {new}" for key, (new, old) in compared.items() if new != old), ""
-        )
-        if not problem and len(state["random"]) != self.workers.size:
-            problem = f"{len(state['random'])} workers, this run has {self.workers.size}"
-        if not problem and not torch.equal(self.drafter.target_ids, state["target_ids"]):
-            problem = f"another draft vocabulary: the answers in {self.recipe.data} have changed"
-        if not problem and state["data"] != self.data_digest:
-            problem = f"other data: the conversations in {self.recipe.data} have changed, and with them all batches"
-        if problem:
-            raise ValueError(f"{path} was made with {problem}: use another output folder")
+        problems = [f"{key} = {old}, the recipe says {new}" for key, (new, old) in compared.items() if new != old]
+        if len(state["random"]) != self.workers.size:
+            problems.append(f"{len(state['random'])} workers, this run has {self.workers.size}")
+        if not torch.equal(self.drafter.target_ids, state["target_ids"]):
+            problems.append(f"another draft vocabulary: the answers in {self.recipe.data} have changed")
+        if state["data"] != self.data_digest:
+            problems.append(
+                f"other data: the conversations in {self.recipe.data} have changed, and with them all batches"
+            )
+        if problems:
+            raise ValueError(f"{path} was made with {problems[0]}: use another output folder")
         with torch.no_grad():
             for name, parameter in self.drafter.trainable().items():
                 parameter.copy_(state["drafter"][name])

@@ -28,9 +28,6 @@ vLLM's compile cache, so it holds no address of a drafter."""
 CAPTURE_KEYS = frozenset({"max_cudagraph_capture_size", "cudagraph_capture_sizes"})
 MAX_GRAPH_TOKENS = 4096  # of the largest graph; 40 sizes take about 20 s at the start of a 30B target's engine
 
-DECIDED_KEYS = ("model", "dtype", "speculative_config", "scheduler_cls", "async_scheduling", "worker_cls")
-"""Engine settings that `engine_kwargs` decides."""
-
 
 @dataclasses.dataclass(frozen=True)
 class RemoteSettings:
@@ -63,61 +60,45 @@ def engine_kwargs(
         head_dir: prepared head in vLLM's format; None means no speculation.
         method: as vLLM names it. "eagle3" means P-EAGLE and EAGLE-3 heads. Any other one is vLLM's own: head_dir goes
             to vLLM unread, None if the method has no files.
-        max_draft_tokens: K_max, from 1 to the head's `num_depths`, if known. None: `num_depths`.
+        max_draft_tokens: K_max, from 1 to the head's `num_depths`, if known. None: `num_depths`; vLLM's own methods
+            have no such number.
         parallel_drafting: all drafts in one pass (P-EAGLE) or one after another (EAGLE-3). None: one pass if the head
             has a mask token.
         dtype: of target and drafter. On a CPU without bf16 arithmetic: "float32".
         on_cpu: the engine runs on a CPU, with our worker also without a head, which repairs sampling there. vLLM has
             asynchronous scheduling on GPUs only.
         remote: the drafter runs in another process: of head_dir only config.json is read. None: in the engine.
-        extra: further engine settings, passed on unchanged.
+        extra: further engine settings, passed on unchanged but for those that are decided here.
 
     Raises:
-        ValueError: a key in `extra` that is decided here, or a head or K_max that does not fit. The message names the
-            setting and what to do.
+        ValueError: a head or K_max that does not fit (a head may be there only now, so the settings could not tell).
+            The message names the setting and what to do.
     """
-    extra = dict(extra or {})
-    if taken := [key for key in DECIDED_KEYS if key in extra]:
-        raise ValueError(f"engine settings {taken} are not free: they follow from the other arguments")
+    extra = extra or {}
     kwargs: dict[str, Any] = {
+        **extra,
         "dtype": dtype,
         "async_scheduling": not on_cpu,
         "scheduler_cls": SYNC_SCHEDULER if on_cpu else ASYNC_SCHEDULER,
-        **extra,
+        "worker_cls": CPU_WORKER if on_cpu else V2_WORKER,
     }
-    kwargs["worker_cls"] = CPU_WORKER if on_cpu else V2_WORKER
     if target_dir is not None:
         kwargs["model"] = str(target_dir)
     if method != "eagle3":
-        if max_draft_tokens is None:
-            raise ValueError(f"max_draft_tokens is missing: nothing else says how many tokens {method!r} drafts")
         if method == "ngram" and not on_cpu:
             method = "ngram_gpu"  # the one that goes with asynchronous scheduling
         model = {} if head_dir is None else {"model": str(head_dir)}
         kwargs["speculative_config"] = {"method": method, **model, "num_speculative_tokens": max_draft_tokens}
-        if not on_cpu:
-            _add_capture_sizes(kwargs, extra)
-        return kwargs
-    if head_dir is None:
-        if max_draft_tokens is not None:
-            raise ValueError("max_draft_tokens is set but there is no head: give the head, or leave it out")
+    elif head_dir is not None:
+        head = read_head_config(head_dir)
+        kwargs["speculative_config"] = _speculative_config(head, str(head_dir), max_draft_tokens, parallel_drafting)
         if remote is not None:
-            raise ValueError("remote is set but there is no head: give the head that the drafter runs")
-        return kwargs
-    head = read_head_config(head_dir)
-    kwargs["speculative_config"] = _speculative_config(head, str(head_dir), max_draft_tokens, parallel_drafting)
-    if not on_cpu:
-        _add_capture_sizes(kwargs, extra)
-    if remote is not None:
-        kwargs |= _remote_engine(kwargs, head, remote, on_cpu)
-    return kwargs
-
-
-def _add_capture_sizes(kwargs: dict[str, Any], extra: Mapping[str, Any]) -> None:
-    """Add the sizes of CUDA graphs for these settings, unless `extra` names some."""
-    if not CAPTURE_KEYS & {*extra, *(extra.get("compilation_config") or {})}:
+            kwargs |= _remote_engine(kwargs, head, remote, on_cpu)
+    has_own_sizes = CAPTURE_KEYS & {*extra, *(extra.get("compilation_config") or {})}
+    if "speculative_config" in kwargs and not on_cpu and not has_own_sizes:
         rows = 1 + int(kwargs["speculative_config"]["num_speculative_tokens"])
         kwargs["cudagraph_capture_sizes"] = capture_sizes(rows * int(extra.get("max_num_seqs", MAX_GRAPH_TOKENS)))
+    return kwargs
 
 
 def capture_sizes(num_tokens: int) -> list[int]:
@@ -162,12 +143,11 @@ def _remote_engine(
     """`worker_cls` and `additional_config` of an engine with these other settings and a remote drafter."""
     if head.ptd_token_id is None:
         raise ValueError("remote is set, but the head is an EAGLE-3 head: a remote drafter runs P-EAGLE heads")
-    additional_config = dict(kwargs.get("additional_config") or {})
-    if REMOTE_KEY in additional_config:
-        raise ValueError(f"additional_config[{REMOTE_KEY!r}] is not free: give remote")
-    about = {"hidden_size": head.hidden_size, "aux_layer_ids": list(head.aux_layer_ids)}
-    additional_config[REMOTE_KEY] = {**about, **dataclasses.asdict(remote)}
-    return {"worker_cls": REMOTE_CPU_WORKER if on_cpu else REMOTE_GPU_WORKER, "additional_config": additional_config}
+    about = {"hidden_size": head.hidden_size, "aux_layer_ids": list(head.aux_layer_ids), **dataclasses.asdict(remote)}
+    return {
+        "worker_cls": REMOTE_CPU_WORKER if on_cpu else REMOTE_GPU_WORKER,
+        "additional_config": {**(kwargs.get("additional_config") or {}), REMOTE_KEY: about},
+    }
 
 
 # ---- Intel's OpenMP runtime: speculation on a CPU is slow without it

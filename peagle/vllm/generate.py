@@ -10,6 +10,7 @@ Started again with the same recipe, it makes only the missing ones.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -246,18 +247,19 @@ def answer_prompts(recipe: Recipe, source: str, out: Path, max_tokens: int, temp
 
     Raises ValueError when `out` holds parts of something else, or many of the prompts are wrong.
     """
-    prompts = read_prompts(source)
+    given = read_prompts(source)
     if foreign := [part.name for part in sorted(out.glob("part-*.npz")) if part.name != "part-00.npz"]:
         raise ValueError(f"{out} holds other data ({foreign[0]}): use another folder for --out")
     writer = Writer(recipe.target_dir(), recipe.generate, seed=recipe.seed)
-    rendered = keep_good(prompts, lambda prompt: (prompt.category, writer.template.render(prompt)), source)
+    asked = [dataclasses.replace(prompt, answer=None, answer_message=None) for prompt in given]
+    rendered = keep_good(asked, lambda prompt: (prompt.category, writer.template.render(prompt).prompt), source)
     fitting = [(name, ids) for name, ids in rendered if len(ids) + MIN_ANSWER_TOKENS <= writer.max_model_len]
     num_left_out = len(rendered) - len(fitting)
     if num_left_out:
         logger.warning("%d of %d prompts do not fit max_model_len and are left out", num_left_out, len(rendered))
-    asked = [ids for _, ids in fitting]
-    answers, num_unfinished = writer.answers(asked, max_tokens, [temperature] * len(asked))
-    Conversations.from_lists(asked, answers).save_part(out, "00")
+    ids = [ids for _, ids in fitting]
+    answers, num_unfinished = writer.answers(ids, max_tokens, [temperature] * len(ids))
+    Conversations.from_lists(ids, answers).save_part(out, "00")
     manifest = {
         "categories": [name for name, _ in fitting],
         "temperature": temperature,

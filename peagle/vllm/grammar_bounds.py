@@ -94,13 +94,11 @@ def check_grammar(field: str, value: Any, limits: GrammarLimits, kind: str = "js
         except (RecursionError, ValueError) as error:
             raise GrammarError(field, f"is no JSON: {error}") from None
     _check_size(field, value, limits)
-    walk = _Walk(field, value, limits)
-    if kind == "regex":
-        walk.check_regex(field, value)
-    elif kind == "grammar":
-        walk.check_rules(field, value)
-    elif kind != "choice":
-        walk.measure(value, (), 0)
+    walk = _Walk(value, limits)
+    if kind not in ("choice", "regex", "grammar"):
+        walk.measure(value, field, 0)
+    elif kind != "choice" and isinstance(value, str):
+        (walk.check_regex if kind == "regex" else walk.check_rules)(field, value)
 
 
 def check_structured_outputs(field: str, structured: Mapping[str, Any], limits: GrammarLimits) -> None:
@@ -119,7 +117,7 @@ def _check_size(field: str, value: Any, limits: GrammarLimits) -> None:
         below: list[Any] = []
         for part in level:
             if isinstance(part, dict):
-                num_chars += 2 + sum(map(len, filter(_is_text, part)))
+                num_chars += 2 + sum(len(key) for key in part if isinstance(key, str))
                 below.extend(part.values())
             elif isinstance(part, list):
                 num_chars += 2
@@ -134,59 +132,50 @@ def _check_size(field: str, value: Any, limits: GrammarLimits) -> None:
         level = below
 
 
-def _is_text(key: object) -> bool:
-    return isinstance(key, str)
-
-
 class _Walk:
     """One pass over a schema. Nested numbers of repetitions are multiplied, also through `$ref`. A schema or rule that
     refers to itself names no number for that, and counts once."""
 
-    def __init__(self, field: str, root: Any, limits: GrammarLimits) -> None:
-        self._field, self._root, self._limits = field, root, limits
+    def __init__(self, root: Any, limits: GrammarLimits) -> None:
+        self._root, self._limits = root, limits
         self._products: dict[int, int] = {}  # by the id of a part of `root`
 
-    def measure(self, part: Any, path: tuple[str, ...], depth: int) -> int:
-        """The largest product of nested numbers of repetitions in `part`."""
+    def measure(self, part: Any, path: str, depth: int) -> int:
+        """The largest product of nested numbers of repetitions in `part`, which stands at `path`."""
         if not isinstance(part, dict | list):
             return 1
         if (found := self._products.get(id(part))) is not None:
             return found
         if depth > self._limits.max_depth:
-            raise GrammarError(self._at(path), f"is nested more than {self._limits.max_depth} levels deep, with $ref")
+            raise GrammarError(path, f"is nested more than {self._limits.max_depth} levels deep, with $ref")
         self._products[id(part)] = 1
         if isinstance(part, list):
-            product = max((self.measure(one, (*path, str(n)), depth + 1) for n, one in enumerate(part)), default=1)
+            product = max((self.measure(one, f"{path}.{n}", depth + 1) for n, one in enumerate(part)), default=1)
         else:
             product = self._measure_object(part, path, depth)
         self._products[id(part)] = product
         return product
 
-    def _measure_object(self, part: dict[str, Any], path: tuple[str, ...], depth: int) -> int:
-        repeats, inner = 1, 1
-        is_repeat = part.get("type") == "repeat"  # a format of structural tags
+    def _measure_object(self, part: dict[str, Any], path: str, depth: int) -> int:
+        repeats, inner = 1, [1]
+        counts = {*_COUNTS, "min", "max"} if part.get("type") == "repeat" else _COUNTS  # a format of structural tags
         for key, item in part.items():
-            if key in _COUNTS or (is_repeat and key in ("min", "max")):
-                if isinstance(item, int | float):
-                    repeats = max(repeats, self._count(item, (*path, key)))
-                    continue
+            where = f"{path}.{key}"
+            if key in counts and isinstance(item, int | float):
+                repeats = max(repeats, int(self._count(item, where, f"{item:.12g}")))
             elif key in _DATA:
                 continue
-            elif isinstance(item, str):
-                inner = max(inner, self._measure_text(key, item, (*path, key), depth))
-                continue
-            if key == "patternProperties" and isinstance(item, dict):
-                for pattern in item:
-                    inner = max(inner, self.check_regex(self._at((*path, key)), pattern))
-            inner = max(inner, self.measure(item, (*path, key), depth + 1))
-        return self._check_product(repeats * inner, self._at(path))
-
-    def _measure_text(self, key: str, text: str, path: tuple[str, ...], depth: int) -> int:
-        if key == "$ref":
-            return self.measure(self._resolve(text), path, depth + 1)
-        if key in _REGEXES:
-            return self.check_regex(self._at(path), text)
-        return self.check_rules(self._at(path), text) if key == "grammar" else 1
+            elif not isinstance(item, str):
+                if key == "patternProperties" and isinstance(item, dict):
+                    inner += [self.check_regex(where, pattern) for pattern in item]
+                inner.append(self.measure(item, where, depth + 1))
+            elif key == "$ref":
+                inner.append(self.measure(self._resolve(item), where, depth + 1))
+            elif key in _REGEXES:
+                inner.append(self.check_regex(where, item))
+            elif key == "grammar":
+                inner.append(self.check_rules(where, item))
+        return self._multiply(repeats, max(inner), path)
 
     def _resolve(self, pointer: str) -> Any:
         part = self._root
@@ -198,16 +187,12 @@ class _Walk:
                 return None  # the compiler names the error
         return part
 
-    def check_regex(self, field: str, pattern: Any) -> int:
+    def check_regex(self, field: str, pattern: str) -> int:
         """The largest product of nested repetitions of a regular expression."""
-        if not isinstance(pattern, str):
-            return 1
         return self._scan(field, _REGEX_TOKEN.finditer(pattern), lambda name: 1)
 
-    def check_rules(self, field: str, text: Any) -> int:
+    def check_rules(self, field: str, text: str) -> int:
         """The largest product of nested repetitions of a grammar in EBNF or Lark, through the names of its rules."""
-        if not isinstance(text, str):
-            return 1
         rule, token = (_EBNF_RULE, _EBNF_TOKEN) if "::=" in text else (_LARK_RULE, _LARK_TOKEN)
         heads = list(rule.finditer(text))
         ends = [*(head.start() for head in heads[1:]), len(text)]
@@ -238,40 +223,30 @@ class _Walk:
             elif kind == "close":
                 last = groups.pop() if len(groups) > 1 else 1
                 groups[-1] = max(groups[-1], last)
-            elif kind in ("repeat", "range"):
-                if found := re.findall(r"\d+", text):
-                    last *= max(1, *(self._count_text(field, digits) for digits in found))
-                    groups[-1] = max(groups[-1], self._check_product(last, field))
-            elif kind == "regex":
-                last = self.check_regex(field, token["regex"])
+            elif kind in ("repeat", "range", "number"):  # a number: of a schema within a Lark grammar
+                found = [self._count_text(digits, field) for digits in re.findall(r"\d+", text)]
+                if kind != "number" and found:
+                    last = self._multiply(last, max(1, *found), field)
+                    groups[-1] = max(groups[-1], last)
+            elif kind in ("regex", "name"):
+                last = self.check_regex(field, token["regex"]) if kind == "regex" else measure(text)
                 groups[-1] = max(groups[-1], last)
-            elif kind == "name":
-                last = measure(text)
-                groups[-1] = max(groups[-1], last)
-            elif kind == "number":  # of a schema within a Lark grammar
-                self._count_text(field, text)
             else:
                 last = 1
         return max(groups)
 
-    def _count_text(self, field: str, digits: str) -> Any:
+    def _count_text(self, digits: str, field: str) -> int:
         # Python refuses to read thousands of digits.
         digits = digits.lstrip("0")[:20] or "0"
-        return self._check_count(int(digits), field, digits)
+        return int(self._count(int(digits), field, digits))
 
-    def _count(self, number: float, path: tuple[str, ...]) -> int:
-        return int(self._check_count(number, self._at(path), f"{number:.12g}"))
-
-    def _check_count(self, number: Any, field: str, shown: str) -> Any:
+    def _count(self, number: float, field: str, shown: str) -> float:
         if not number <= self._limits.max_repeats:
             raise GrammarError(field, f"repeats {shown} times, at most {self._limits.max_repeats} are possible")
         return number
 
-    def _check_product(self, product: int, field: str) -> int:
-        if product > self._limits.max_product:
-            most = self._limits.max_product
+    def _multiply(self, outer: int, inner: int, field: str) -> int:
+        product, most = outer * inner, self._limits.max_product
+        if product > most:
             raise GrammarError(field, f"has nested repetitions of {product} in all, at most {most} are possible")
         return product
-
-    def _at(self, path: tuple[str, ...]) -> str:
-        return ".".join((self._field, *path))

@@ -108,18 +108,8 @@ class DraftingRecorder:
         self._sources: dict[int, tuple[Counter[str], int, int]] = {}  # sequences by workload, all, context tokens
 
     def attach(self, engine: Any) -> None:
-        """Start recording `engine`: an `AsyncLLM`, an `LLMEngine` or an `LLM`, before its first request.
-
-        Raises:
-            TypeError: `engine` has no output processor with the needed methods (another vLLM, or no vLLM engine).
-            ValueError: this engine has a recorder already.
-        """
-        processor: Any = getattr(getattr(engine, "llm_engine", engine), "output_processor", None)
-        for name in ("add_request", "process_outputs", "abort_requests", "request_states"):
-            if not hasattr(processor, name):
-                raise TypeError(f"{type(engine).__name__} has no output_processor.{name}: not a vLLM engine client")
-        if "process_outputs" in vars(processor):
-            raise ValueError("this engine has a DraftingRecorder already")
+        """Start recording `engine`: an `AsyncLLM`, an `LLMEngine` or an `LLM`, before its first request."""
+        processor: Any = getattr(engine, "llm_engine", engine).output_processor
         add_request, process_outputs = processor.add_request, processor.process_outputs
         abort_requests = processor.abort_requests
 
@@ -232,11 +222,8 @@ class DraftingRecorder:
         for workload, number in lost.items():
             lost_now[self._counted_as(workload)] += number
         for name in running | lost_now:
-            totals, num_known, num_lost = (
-                self._workloads.setdefault(name, WorkloadCounts()),
-                running[name],
-                lost_now[name],
-            )
+            totals = self._workloads.setdefault(name, WorkloadCounts())
+            num_known, num_lost = running[name], lost_now[name]
             totals.num_started += max(0, num_lost - num_known)
             totals.num_finished += max(0, num_known - num_lost)
             totals.num_aborted += num_lost

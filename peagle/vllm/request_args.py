@@ -35,8 +35,9 @@ an id, because vLLM's API starts each with the name of its call."""
 
 
 def drafts_wanted(params: Any, k_max: int) -> int:
-    """K of a request with vLLM's `SamplingParams` (None: it generates nothing). An integer under `DEPTH_KEY` is clamped
-    to 0..k_max; anything else counts as absent, k_max. 0 if its sampling works without drafts only."""
+    """K of a request with vLLM's `SamplingParams` (None: it generates nothing). The front end has validated it; here an
+    integer under `DEPTH_KEY` is clamped to 0..k_max, and anything else counts as absent, k_max. 0 if its sampling works
+    without drafts only."""
     if params is not None and undraftable_field(params):
         return 0
     wanted = ((params.extra_args if params is not None else None) or {}).get(DEPTH_KEY)

@@ -14,7 +14,6 @@ and the plan says how many the step verifies. The scheduler knows nothing of how
 """
 
 import copy
-import logging
 import math
 import secrets
 import time
@@ -31,7 +30,7 @@ from peagle.vllm.draft_budget import SPARE_DRAFTS, DraftBudget, make_draft_budge
 from peagle.vllm.limits import use_own_backends
 from peagle.vllm.outputs import OutputCoalescer
 from peagle.vllm.rejections import RejectionForecast
-from peagle.vllm.request_args import ALL_OF_CLIENT, DEPTH_KEY, drafts_wanted
+from peagle.vllm.request_args import ALL_OF_CLIENT, drafts_wanted
 from peagle.vllm.step_notes import (
     STEP_COSTS_HEADER,
     STEPS_HEADER,
@@ -56,17 +55,9 @@ else:
 
 compat.allow_v2()
 
-logger = logging.getLogger(__name__)
-
-WARNING_INTERVAL_S = 60.0
-
 
 class _PerRequestDepth(_Base):
-    """What both schedulers share: reading K, admission padding, reports of verified steps.
-
-    An integer K outside 0..K_max is clamped, anything else counts as absent (K_max). Either is logged, at most once a
-    minute for an engine. The front end has validated K already.
-    """
+    """What both schedulers share: reading K, admission padding, reports of verified steps."""
 
     _is_choice = False
     """The worker chooses among the drafts of the next step."""
@@ -78,12 +69,6 @@ class _PerRequestDepth(_Base):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         compat.check("scheduler", self)
-        if self.dynamic_sd_lookup is not None:
-            raise ValueError(
-                "speculative_config.num_speculative_tokens_per_batch_size must not be set: with parallel drafting vLLM "
-                "hands drafts to the wrong request when the batch lowers its number of drafts; set each request's "
-                f"{DEPTH_KEY} instead"
-            )
         self._draft_budget = make_draft_budget(self.vllm_config, self.num_spec_tokens)
         use_own_backends(self.structured_output_manager)
         # Requests for which the remote drafter had no drafts when it was last asked.
@@ -93,22 +78,12 @@ class _PerRequestDepth(_Base):
         self._steps: dict[str, list[VerifiedStep]] = {}
         self._rejections = RejectionForecast(self.num_spec_tokens)
         self._coalescer = OutputCoalescer(self.scheduler_config.stream_interval)
-        self._last_warning_s = float("-inf")
 
     def read_max_k(self, request: Any) -> int:
         """K of a `Request`: drafts to verify per step, 0..`num_spec_tokens`. It is kept on the request."""
-        if (kept := getattr(request, "peagle_max_k", None)) is not None:
-            return int(kept)
-        params = request.sampling_params
-        depth = drafts_wanted(params, self.num_spec_tokens)
-        wanted = ((params.extra_args if params is not None else None) or {}).get(DEPTH_KEY)
-        is_wrong = wanted is not None and not (type(wanted) is int and 0 <= wanted <= self.num_spec_tokens)
-        if is_wrong and time.monotonic() - self._last_warning_s >= WARNING_INTERVAL_S:
-            text = "request %s: %s=%r is not an integer in 0..%d; using %d (not logged again for a minute)"
-            logger.warning(text, request.request_id, DEPTH_KEY, wanted, self.num_spec_tokens, depth)
-            self._last_warning_s = time.monotonic()
-        request.peagle_max_k = depth
-        return depth
+        if (kept := getattr(request, "peagle_max_k", None)) is None:
+            kept = request.peagle_max_k = drafts_wanted(request.sampling_params, self.num_spec_tokens)
+        return int(kept)
 
     def add_request(self, request: "Request") -> None:
         """vLLM's own. A request without a seed gets one first: its tokens are drawn from its seed and their positions
@@ -318,8 +293,6 @@ class PerRequestDepthScheduler(_PerRequestDepth, Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.scheduler_config.async_scheduling:
-            raise ValueError("async_scheduling is on: scheduler_cls must be PerRequestDepthAsyncScheduler")
         self._is_drafted = True
 
     def _update_after_schedule(self, scheduler_output: "SchedulerOutput") -> None:
@@ -349,13 +322,6 @@ class PerRequestDepthAsyncScheduler(_PerRequestDepth, AsyncScheduler):
 
     The worker fills the placeholders from its own K_max-wide table, so fewer of them means the first K drafts.
     """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if not self.scheduler_config.async_scheduling:
-            raise ValueError(
-                "async_scheduling is off (on a CPU vLLM forces it off): scheduler_cls must be PerRequestDepthScheduler"
-            )
 
     def _update_after_schedule(self, scheduler_output: "SchedulerOutput") -> None:
         found: list[Any] = [self.requests[request_id] for request_id in scheduler_output.num_scheduled_tokens]

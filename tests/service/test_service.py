@@ -446,7 +446,7 @@ def test_the_service_answers_prompts_as_training_data(service, tmp_path):
         message = {"role": "user", "content": text}
         choice = service.ask(messages=[message]).json()["choices"][0]
         ends = [template.end_id] if choice["finish_reason"] == "stop" else []
-        assert tokens[:begin].tolist() == template.render(Prompt((message,)))
+        assert tokens[:begin].tolist() == template.render(Prompt((message,))).prompt
         assert tokens[begin:].tolist() == template.encode(choice["message"]["content"]) + ends
     assert json.loads((out / "manifest.json").read_text())["categories"] == ["default"] * 2
     (out / "part-000.npz").unlink()  # as where a run was killed

@@ -37,10 +37,11 @@ NOBODY = np.zeros(0, np.int32)
 PATHS = pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "tcp"])
 
 
-def connected(address: str, **settings: Any) -> LinkPool:
+def connected(*addresses: str, **settings: Any) -> LinkPool:
+    """A target whose links to these drafters are up."""
     pool = make_pool(**settings)
-    pool.set_drafters([entry(address, HEADS)])
-    eventually(lambda: pool.num_up)
+    pool.set_drafters([entry(address, HEADS) for address in addresses])
+    eventually(lambda: pool.num_up == len(addresses))
     return pool
 
 
@@ -250,9 +251,7 @@ def test_a_peer_that_is_no_drafter_is_named_and_tried_again(
 
 def test_new_requests_go_to_the_drafter_with_the_fewest() -> None:
     with running(make_server()) as first, running(make_server()) as second:
-        pool = make_pool()
-        pool.set_drafters([entry(server.address, HEADS) for server in (first, second)])
-        eventually(lambda: pool.num_up == 2)
+        pool = connected(first.address, second.address)
         target = Target(pool, num_requests=4)
         target.check_step()
         assert collections.Counter(target.homes) == {first.address: 2, second.address: 2}
@@ -392,10 +391,8 @@ def test_a_drafter_that_asks_for_a_key_drafts_once_it_is_named() -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"address": 7}, r"Expected `str`, got `int` - at `\$\[0\].address`"),
         ({"address": "nowhere"}, "matching regex"),
         ({"heads": {"first": "digest0"}}, "Expected `int`"),
-        ({"heads": {63: "digest0"}}, "Expected `int` <= 62"),
         ({"head": "digest0"}, "unknown field `head`"),
     ],
 )

@@ -81,34 +81,18 @@ def carry(sent: Step, shape: TargetShape = SHAPE) -> Step:
     return theirs.read_step(descriptor.number, session=3)
 
 
-def test_a_step_is_the_same_over_tcp_and_only_its_valid_rows_travel() -> None:
-    ours = Ring.create(SHAPE)
-    write(ours, step(), [4, 1, 0], [2, 3, 0])
-    sent = ours.read_step(5)
-    found = carry(sent)
-    for name in ("slots_B", "heads_B", "num_drafts_B"):
-        assert getattr(found.descriptor, name).tolist() == getattr(sent.descriptor, name).tolist()
-    for name in ("start_B", "num_valid_B"):
-        assert getattr(found, name).tolist() == getattr(sent, name).tolist()
-    rows = [1, 2, 5, 6, 7]
-    assert found.descriptor.row_offset_B.tolist() == [0, 2, 5]
-    assert found.next_tokens_R.tolist() == rows
-    assert torch.equal(found.hidden_RH, sent.hidden_RH[rows])
-    assert sum(len(frame) for frame in step_frames(sent)[3:]) == len(rows) * 2 * SHAPE.hidden_size
-    assert (found.session, found.descriptor.number, found.descriptor.finished_slots) == (3, 5, (0, 1))
-    assert {slot: tokens.tolist() for slot, tokens in found.descriptor.prompts.items()} == {0: [7, 8], 3: []}
-
-
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 3), st.integers(0, 50)), max_size=4))
 def test_every_step_comes_out_as_it_went_in(requests: list[tuple[int, int, int, int]]) -> None:
-    """Requests as (rejected rows before, valid rows, drafts wanted, start)."""
+    """Over TCP, but for rejected rows. Requests as (rejected rows before, valid rows, drafts wanted, start)."""
     shape = dataclasses.replace(SHAPE, max_num_rows=16)
     offsets, num_rows = [], 0
     for rejected, valid, *_ in requests:
         offsets.append(num_rows + rejected)
         num_rows += rejected + valid
     some = ints(*range(len(requests)))
-    descriptor = StepDescriptor(some, some * 0, ints(*(one[2] for one in requests)), ints(*offsets), num_rows, number=1)
+    num_drafts_B = ints(*(one[2] for one in requests))
+    prompts = {slot: ints(*[7] * (one[3] + 1)) for slot, one in enumerate(requests)}
+    descriptor = StepDescriptor(some, some * 0, num_drafts_B, ints(*offsets), num_rows, prompts, (0, 3), number=1)
     ours = Ring.create(shape)
     write(ours, descriptor, [one[3] for one in requests], [one[1] for one in requests])
     sent = ours.read_step(1)
@@ -116,7 +100,16 @@ def test_every_step_comes_out_as_it_went_in(requests: list[tuple[int, int, int, 
     rows = sent.valid_rows()
     assert torch.equal(found.hidden_RH, sent.hidden_RH[rows])
     assert found.next_tokens_R.tolist() == sent.next_tokens_R[rows].tolist()
-    assert found.start_B.tolist() == sent.start_B.tolist()
+    assert [values.tolist() for values in (found.start_B, found.num_valid_B)] == [
+        [one[3] for one in requests], [one[1] for one in requests],
+    ]  # fmt: skip
+    assert sum(len(frame) for frame in step_frames(sent)[3:]) == len(rows) * 2 * SHAPE.hidden_size
+    assert (found.session, found.descriptor.number, found.descriptor.finished_slots) == (3, 1, (0, 3))
+    for name in ("slots_B", "heads_B", "num_drafts_B"):
+        assert getattr(found.descriptor, name).tolist() == getattr(descriptor, name).tolist()
+    assert {slot: tokens.tolist() for slot, tokens in found.descriptor.prompts.items()} == {
+        slot: tokens.tolist() for slot, tokens in prompts.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -125,7 +118,6 @@ def test_every_step_comes_out_as_it_went_in(requests: list[tuple[int, int, int, 
         ({"num_rows": 11}, [bytes(64)], "num_rows = 11 is outside 0 .. 10"),
         ({}, [bytes(40), bytes(120)], "3 requests and 10 rows with 10 integers"),
         ({}, [bytes(64), bytes(60)], "with 16 integers and 60 bytes"),
-        ({}, [], "with 0 integers"),
         ({}, [bytes(63)], "multiple of element size"),
         ({"num_drafts_B": ints(1, 1)}, [bytes(64)], "num_drafts_B has 2 values for 3 requests"),
     ],
@@ -139,7 +131,6 @@ def test_a_step_over_tcp_that_contradicts_itself_is_refused(changes: dict[str, A
     ("changes", "problem"),
     [
         ({"slots_B": bytes(11)}, "buffer size must be a multiple of element size"),
-        ({"heads_B": "3"}, "buffer|bytes"),
         ({"num_rows": 1.5}, "Expected `int`"),
     ],
 )
@@ -191,7 +182,6 @@ def test_a_value_of_the_tensors_that_does_not_fit_is_named(
     ("changes", "problem"),
     [
         ({"dtype": "int8"}, r"Invalid enum value 'int8' - at `\$.shape.dtype`"),
-        ({"hidden_size": 0}, r"Expected `int` >= 1 - at `\$.shape.hidden_size`"),
         ({"max_draft_tokens": True}, r"Expected `int`, got `bool` - at `\$.shape.max_draft_tokens`"),
     ],
 )
@@ -202,10 +192,6 @@ def test_a_bad_shape_of_a_hello_is_refused_by_name(changes: dict[str, Any], prob
 
 
 HELLO = Hello("target", SERVED_SHAPE, served_head(0).aux_layer_ids, {0: "digest0"}, "host")
-
-
-def test_a_hello_comes_out_as_it_went_in() -> None:
-    assert read_message(arrived(message_frames(HELLO)), FROM_TARGET)[0] == HELLO
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ from tests.support.transport_harness import (
     running,
     served_head,
 )
+from tests.unit.drafter.test_drafter_links import connected
 
 
 @contextlib.contextmanager
@@ -59,26 +60,13 @@ def stranger(server: DrafterServer) -> Iterator[zmq.Socket[bytes]]:
         yield socket_
 
 
-@pytest.mark.parametrize(
-    ("settings", "digest", "reason"),
-    [
-        ({}, "another", "head 0 of the target is another, this drafter has digest0"),
-        (
-            {"shape": dataclasses.replace(SHAPE, hidden_size=8)},
-            "digest0",
-            f"hidden_size is {CONFIG.hidden_size} at the drafter and 8 at",
-        ),
-        ({"shape": dataclasses.replace(SHAPE, dtype="float32")}, "digest0", "dtype is float64 at the drafter"),
-        ({"aux_layer_ids": (0, 1)}, "digest0", "aux_layer_ids is"),
-        ({"shape": dataclasses.replace(SHAPE, max_draft_tokens=9)}, "digest0", "up to 9 drafts, this drafter gives 4"),
-    ],
-)
-def test_a_target_that_does_not_fit_learns_why(settings: dict[str, Any], digest: str, reason: str) -> None:
+def test_a_target_that_does_not_fit_learns_why() -> None:
+    """`test_drafter_protocol` has the reasons."""
     with running(make_server()) as server:
-        pool = make_pool(**settings)
-        pool.set_drafters([entry(server.address, {0: digest})])
+        pool = make_pool(shape=dataclasses.replace(SHAPE, hidden_size=8))
+        pool.set_drafters([entry(server.address, {0: "digest0"})])
         eventually(lambda: "refused: " in only_link(pool)["problem"])
-        assert reason in only_link(pool)["problem"]
+        assert f"hidden_size is {CONFIG.hidden_size} at the drafter and 8 at" in only_link(pool)["problem"]
         assert pool.num_up == 0
         eventually(lambda: server.report()["num_refused"])  # counted after the target was told
         pool.close()
@@ -92,24 +80,15 @@ HELLO = Hello("target", SHAPE, CONFIG.aux_layer_ids, {0: "digest0"}, "another ho
     ("frames", "reason"),
     [
         ([b"hello"], "it speaks b'hello', this side b'peagle/7': run the same release"),
-        ([b"peagle/2", b"\x80"], "it speaks b'peagle/2'"),
         ([PROTOCOL], "it speaks"),
-        ([PROTOCOL, b""], "a message that does not fit"),
         ([PROTOCOL, b"\xff" * 50], "a message that does not fit"),
         ([PROTOCOL, msgspec.msgpack.encode({"type": "Hello"})], "missing required field `name`"),
-        ([PROTOCOL, msgspec.msgpack.encode({"type": "Goodbye"})], "Goodbye"),
         (message_frames(STEP), "StepDescriptor came where a hello was due"),
-        (
-            message_frames(msgspec.structs.replace(HELLO, heads={0: "x"})),
-            "head 0 of the target is x, this drafter has digest0",
-        ),
     ],
 )
 def test_a_message_that_does_not_fit_is_refused_in_words_and_others_are_served(frames: list[Any], reason: str) -> None:
     with running(make_server()) as server, stranger(server) as socket_:
-        pool = make_pool()
-        pool.set_drafters([entry(server.address, {0: "digest0"})])
-        eventually(lambda: pool.num_up)
+        pool = connected(server.address)
         socket_.send_multipart(frames)
         target = Target(pool)
         target.check_step()
@@ -131,17 +110,13 @@ def test_a_welcomed_target_that_speaks_out_of_turn_is_let_go() -> None:
         assert server.report()["num_dropped"] == 1
 
 
-@pytest.mark.parametrize(
-    "data", [b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 100, b"PEGL", b"\xff" * 1000, b"\x01\x00" * 40], ids=str
-)
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 1000], ids=str)
 def test_who_speaks_another_protocol_costs_nobody_else_anything(data: bytes) -> None:
     with running(make_server()) as server:
         host, _, port = server.address.rpartition(":")
         with socket.create_connection((host, int(port))) as other:
             other.sendall(data)
-            pool = make_pool()
-            pool.set_drafters([entry(server.address, {0: "digest0"})])
-            eventually(lambda: pool.num_up)
+            pool = connected(server.address)
             Target(pool).check_step()
             assert server.is_healthy()
             pool.close()
@@ -182,9 +157,7 @@ def test_strangers_that_say_nothing_do_not_keep_targets_out() -> None:
         host, _, port = server.address.rpartition(":")
         strangers = [socket.create_connection((host, int(port))) for _ in range(40)]
         begin_s = time.monotonic()
-        pool = make_pool()
-        pool.set_drafters([entry(server.address, {0: "digest0"})])
-        eventually(lambda: pool.num_up)
+        pool = connected(server.address)
         assert time.monotonic() - begin_s < client.HELLO_TIMEOUT_S, "less than any time-out of a greeting"
         Target(pool).check_step()
         pool.close()
@@ -255,9 +228,7 @@ def test_a_killed_target_is_forgotten_and_its_memory_freed(path: str) -> None:
                 victim.send_signal(signal.SIGKILL)
             victim.wait()
         eventually(lambda: mapped_rings(drafter.process.pid) == 0)
-        pool = make_pool()
-        pool.set_drafters([entry(drafter.address, {0: "digest0"})])
-        eventually(lambda: pool.num_up)
+        pool = connected(drafter.address)
         Target(pool).check_step()
         pool.close()
 
@@ -304,9 +275,7 @@ def test_a_drafter_that_ends_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     # That nobody is there any more is the next problem.
     monkeypatch.setattr(client, "MIN_BACKOFF_S", 60.0)
     with running(make_server()) as server:
-        pool = make_pool()
-        pool.set_drafters([entry(server.address, {0: "digest0"})])
-        eventually(lambda: pool.num_up)
+        pool = connected(server.address)
     assert "says good-bye: the drafter ends" in eventually(lambda: only_link(pool)["problem"])
     server.stop()
     pool.close()
@@ -323,9 +292,7 @@ def test_a_ring_that_cuda_does_not_take_costs_a_moment(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Ring, "create", create_or_fail)
     with running(make_server()) as server:
-        pool = make_pool()
-        pool.set_drafters([entry(server.address, {0: "digest0"})])
-        eventually(lambda: pool.num_up)
+        pool = connected(server.address)
         Target(pool).check_step()
         assert server.report()["num_refused"] == 1
         pool.close()
@@ -339,9 +306,7 @@ def test_a_target_that_cannot_attach_its_ring_is_served_over_tcp(monkeypatch: py
 
     monkeypatch.setattr(Ring, "attach", attach)
     with running(make_server()) as server:
-        pool = make_pool()
-        pool.set_drafters([entry(server.address, {0: "digest0"})])
-        eventually(lambda: pool.num_up)
+        pool = connected(server.address)
         Target(pool).check_step()
         assert (only_link(pool)["problem"], only_link(pool)["path"]) == ("not mounted here", "tcp")
         eventually(lambda: server.report()["targets"][0]["path"] == "tcp")
@@ -373,9 +338,7 @@ def test_a_swapped_head_drafts_after_the_targets_have_its_projection(shared: boo
 
 def test_a_head_in_a_new_place_drafts_beside_the_others() -> None:
     with running(make_server((0, 1))) as server:
-        pool = make_pool()
-        pool.set_drafters([entry(server.address, {0: "digest0"})])
-        eventually(lambda: pool.num_up)
+        pool = connected(server.address)
         target = Target(pool)
         target.check_step()
         server.swap(2, head_runtime(2), served_head(2))
@@ -392,17 +355,12 @@ def test_a_head_in_a_new_place_drafts_beside_the_others() -> None:
     ("index", "served", "problem"),
     [
         (5, served_head(1), "head digest1 is served under another number already"),
-        (5, served_head(2, hidden_size=8), "its hidden_size is 8, that of head digest0"),
-        (0, served_head(1), "head digest1 is served under another number already"),
         (0, served_head(2, hidden_size=8), "head digest2 does not fit the targets: its hidden_size is 8, that of"),
-        (0, served_head(2, aux_layer_ids=(0,)), "its aux_layer_ids is"),
     ],
 )
 def test_a_head_that_does_not_fit_is_refused_and_the_old_one_goes_on(index: int, served: Any, problem: str) -> None:
     with running(make_server((0, 1))) as server:
-        pool = make_pool()
-        pool.set_drafters([entry(server.address, {0: "digest0"})])
-        eventually(lambda: pool.num_up)
+        pool = connected(server.address)
         target = Target(pool)
         target.check_step()
         with pytest.raises(ValueError, match=problem):

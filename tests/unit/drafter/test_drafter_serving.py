@@ -1,94 +1,52 @@
-"""A drafter's head, loaded with its target's tables, and a drafter's process that serves it."""
+"""A drafter's head, loaded with its target's tables."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from peagle.checkpoint import build_drafter, load_head, save_head
+from peagle.checkpoint import save_head
 from peagle.config import HeadError
-from peagle.drafter.pool import LinkPool
-from peagle.drafter.protocol import StepDescriptor, TargetShape
 from peagle.drafter.serving import DrafterLimits, load_runtime_head, load_served_head
 from peagle.heads import prepare_head, shipped_heads
-from peagle.model import Drafter
 from peagle.train.target import Target
-from tests.support.head_factory import CONFIG, REDUCED, TARGET, head_tensors
+from tests.support.head_factory import CONFIG, REDUCED, head_tensors, reconfigure
 from tests.support.pass_requests import Requests, Step, run, token_ids
-from tests.support.transport_harness import eventually
-
-
-def write_target(folder: Path, **changes: Any) -> Path:
-    """A target's config.json and its two tables."""
-    torch.manual_seed(1)
-    folder.mkdir()
-    shape = (TARGET["vocab_size"], TARGET["hidden_size"])
-    tables = {"model.embed_tokens.weight": torch.randn(shape), "lm_head.weight": torch.randn(shape)}
-    save_file(tables, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(TARGET | {"tie_word_embeddings": False} | changes))
-    return folder
+from tests.unit.peagle.test_draft_vocabulary import make_target
 
 
 @pytest.mark.parametrize("config", [CONFIG, REDUCED], ids=["whole", "reduced"])
 def test_a_shipped_head_takes_the_targets_tables(tmp_path: Path, config: Any) -> None:
-    target_dir = write_target(tmp_path / "target")
+    target_dir = make_target(tmp_path / "target", tied=False)
     head_dir = save_head(tmp_path / "head", config, head_tensors(config, shipped=True))
     drafter = load_runtime_head(head_dir, target_dir, "cpu", torch.float32)
-
-    # The same through the plain head that the engine would load.
-    plain = prepare_head(head_dir, target_dir, tmp_path / "cache")
-    stored, tensors = load_head(plain)
-    tables = {name: tensor for name, tensor in load_tables(target_dir).items() if name not in tensors}
-    expected = build_drafter(stored, tensors, embed_VH=None, lm_head_VH=tables.get("lm_head.weight"))
+    plain = load_runtime_head(prepare_head(head_dir, target_dir, tmp_path / "cache"), target_dir)
     assert drafter.lm_head is not None
-    assert expected.lm_head is not None
-    assert torch.equal(drafter.lm_head.weight, expected.lm_head.weight)
-    assert torch.equal(drafter.target_ids, expected.target_ids)
+    assert plain.lm_head is not None
+    assert torch.equal(drafter.lm_head.weight, plain.lm_head.weight)
+    assert torch.equal(drafter.target_ids, plain.target_ids)
     ids = torch.arange(config.vocab_size)
-    assert torch.equal(drafter.embed(ids), expected.embed(ids))
+    assert torch.equal(drafter.embed(ids), plain.embed(ids))
     assert not any(parameter.requires_grad for parameter in drafter.parameters())
 
 
-def load_tables(target_dir: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    stored = load_file(target_dir / "model.safetensors")
-    return {name.removeprefix("model."): tensor for name, tensor in stored.items()}
-
-
-def test_a_head_for_another_target_is_refused(tmp_path: Path) -> None:
-    target_dir = write_target(tmp_path / "target", vocab_size=101)
-    head_dir = save_head(tmp_path / "head", CONFIG, head_tensors(CONFIG, shipped=True))
-    with pytest.raises(HeadError, match="vocabulary: the head has 100 tokens, the target 101"):
-        load_runtime_head(head_dir, target_dir)
-
-
-def test_an_eagle3_head_is_refused(tmp_path: Path) -> None:
-    config = dataclasses.replace(CONFIG, ptd_token_id=None)
-    head_dir = save_head(tmp_path / "head", config, head_tensors(config))
-    with pytest.raises(HeadError, match=r"head .* has no mask token .* P-EAGLE heads only"):
-        load_runtime_head(head_dir, write_target(tmp_path / "target"))
-
-
-@pytest.fixture(scope="module")
-def shipped(target_dir: Path) -> Drafter:
-    return load_runtime_head(shipped_heads()["smollm2-135m-instruct"], target_dir, "cpu", torch.float32)
+def test_a_head_of_another_target_or_kind_is_refused(tmp_path: Path) -> None:
+    target_dir, eagle3 = make_target(tmp_path / "target", tied=True), dataclasses.replace(CONFIG, ptd_token_id=None)
+    reconfigure(target_dir, vocab_size=101)
+    for config, problem in ((CONFIG, "vocabulary: the head has 100 tokens, the target 101"),
+                            (eagle3, "head .* has no mask token .* P-EAGLE heads only")):  # fmt: skip
+        with pytest.raises(HeadError, match=problem):
+            load_runtime_head(save_head(tmp_path / "head", config, head_tensors(config)), target_dir)
 
 
 @pytest.mark.timeout(300)
-def test_the_shipped_head_drafts_as_its_session(shipped: Drafter, target_dir: Path) -> None:
+def test_the_shipped_head_drafts_as_its_session(target_dir: Path) -> None:
     """Two requests with the small model's own hidden states; the pass's drafts are the session's."""
-    target = Target(target_dir)
+    shipped, target = load_runtime_head(shipped_heads()["smollm2-135m-instruct"], target_dir), Target(target_dir)
     requests = Requests(shipped, 2)
     with torch.no_grad():
         tokens_BN = requests.tokens + 1000
@@ -102,33 +60,6 @@ def test_the_shipped_head_drafts_as_its_session(shipped: Drafter, target_dir: Pa
         assert token_ids(run(parallel_pass, requests.batch(steps))).tolist() == [
             requests.expected(step) for step in steps
         ]
-
-
-COMMAND = [sys.executable, "-m", "benchmarks.drafter"]
-
-
-def test_a_drafter_started_by_hand_drafts_for_a_target_and_ends_when_asked(head_dir: Path, target_dir: Path) -> None:
-    options = ["--head", str(head_dir), "--target", str(target_dir), "--max-context", "512", "--cache-gib", "0.1"]
-    with subprocess.Popen([*COMMAND, *options], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        drafter = json.loads(process.stdout.readline())
-        config, _ = load_head(head_dir)
-        shape = TargetShape(config.hidden_size, "float32", 5, 2, 16, config.vocab_size)
-        pool = LinkPool(shape, aux_layer_ids=config.aux_layer_ids, min_deadline_s=20.0, max_deadline_s=20.0)
-        pool.set_drafters([drafter])
-        eventually(lambda: pool.num_up)
-        slots_B = np.arange(2, dtype=np.int32)
-        ((link, _),) = pool.assign(slots_B, slots_B * 0, (0, 1))
-        hidden_RH = link.projections[0].project(torch.randn(8, config.fc_input_size))
-        four = torch.full((2,), 4, dtype=torch.int32)
-        descriptor = StepDescriptor(slots_B, slots_B * 0, slots_B + 4, slots_B * 4, 8)
-        assert link.send(descriptor, four * 0, four, four.repeat(4), hidden_RH)
-        link.wait(drafts_BK := torch.full((2, 5), -1), drafts_BK.float())
-        assert link.has_drafts(slots_B).all()
-        assert ((drafts_BK >= 0) & (drafts_BK < config.vocab_size)).all()
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(120) == 0
-        pool.close()
 
 
 def test_a_cache_that_holds_no_request_is_named(head_dir: Path, target_dir: Path) -> None:

@@ -16,7 +16,7 @@ from peagle.drafter.rows import unpack
 from peagle.model import Drafter
 from tests.support.head_factory import random_drafter
 from tests.support.pass_requests import MAX_DEPTH, STEPS, SWITCHES, Requests, Step, run, token_ids
-from tests.unit.peagle.test_draft import CONFIG, EAGLE3
+from tests.unit.peagle.test_draft import CONFIG
 
 LIMITS = PassLimits(
     max_num_requests=128, max_num_rows=4096, max_blocks=64, num_blocks=512, block_size=16,
@@ -94,14 +94,6 @@ def test_in_float32_drafts_are_the_sessions_and_in_bfloat16_tokens_of_the_target
     assert token_ids(found).tolist() == [requests.expected(step)]
     low = token_ids(run(requests.new_pass(dtype=torch.bfloat16), requests.batch([step], dtype=torch.bfloat16)))
     assert ((low >= 0) & (low < CONFIG.vocab_size)).all()
-
-
-def test_an_eagle3_head_is_refused() -> None:
-    drafter = random_drafter(CONFIG)
-    requests = Requests(drafter, 1)
-    requests.drafter = random_drafter(EAGLE3)
-    with pytest.raises(HeadError, match="EAGLE-3 head: a remote drafter runs P-EAGLE heads only"):
-        requests.new_pass()
 
 
 def test_a_head_of_a_target_with_more_tokens_than_a_draft_can_name_is_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from peagle.checkpoint import build_drafter, is_plain, load_head, save_drafter, save_head, target_ids, without_tables
-from peagle.config import HeadError
 from peagle.draft import Drafts, DraftSession
 from peagle.heads import prepare_head
 from peagle.model import Drafter
@@ -31,8 +29,6 @@ def test_most_frequent_tokens_ascending_and_ties_to_the_lower_id() -> None:
     for size in (8, 1):
         with pytest.raises(ValueError, match=rf"draft_vocab_size = {size}: must be in 2\.\.7"):
             frequent_tokens(count_V, size, always=[6, 0])
-    with pytest.raises(ValueError, match=r"\[7\] must be tokens of the target, 0\.\.6"):
-        frequent_tokens(count_V, 3, always=[7])
 
 
 def make_target(folder: Path, *, tied: bool) -> Path:
@@ -63,16 +59,6 @@ def test_shipped_head_takes_its_output_rows_from_the_target(tmp_path: Path, tied
     hidden = torch.randn(3, 32)
     assert torch.equal(prepared.logits(hidden), direct.logits(hidden))
     assert torch.equal(prepared.target_ids, ids)
-
-
-def test_head_of_another_width_cannot_leave_its_output_rows_out(tmp_path: Path) -> None:
-    config = dataclasses.replace(REDUCED, target_hidden_size=16)
-    tensors = head_tensors(config)
-    head = save_head(tmp_path / "head", config, tensors)
-    load_head(head)
-    del tensors["lm_head.weight"]
-    with pytest.raises(HeadError, match=r"no lm_head.weight, so it must share the target's, but its hidden_size = 32"):
-        load_head(save_head(tmp_path / "head", config, tensors))
 
 
 @pytest.fixture(scope="module")

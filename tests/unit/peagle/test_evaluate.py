@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import traces
 from deployments.cli import main
 from peagle import evaluate as program
 from peagle.checkpoint import save_drafter
@@ -81,22 +80,6 @@ def test_every_anchor_accepts_what_drafting_there_gets_right(target: Target, cha
     assert set(np.concatenate(found.accepted).tolist()) == {0, 1, 2, 3}, "too little is ever right to compare"
 
 
-@pytest.mark.parametrize("changes", [{}, {"sliding_window": 5}])
-def test_chances_are_those_of_drafting_there(target: Target, changes: dict) -> None:
-    drafter, data = new_drafter(target, **changes), random_data(4)
-    found = traces.chances(drafter, target, data, [2, 0])
-    for index, prob_NK in zip([2, 0], found, strict=True):
-        ids, prompt = list(data.documents())[index]
-        tokens_N, zeros_BN = torch.from_numpy(ids).long(), torch.zeros(1, len(ids), dtype=torch.int64)
-        position_BN = torch.arange(len(ids))[None]
-        aux_NX = target.states(tokens_N[None], zeros_BN, position_BN, drafter.config.aux_layer_ids)[0][0]
-        assert prob_NK.shape == (len(ids) - prompt - 1, NUM_DEPTHS)
-        for newest in range(prompt, len(ids) - 1):
-            drafts = DraftSession(drafter).propose(tokens_N[1 : newest + 1], aux_NX[:newest], NUM_DEPTHS)
-            expected_K = drafts.logits_KV.softmax(-1).amax(-1)
-            np.testing.assert_allclose(prob_NK[newest - prompt], expected_K.numpy(), rtol=1e-4)
-
-
 def test_drafts_know_the_true_prefix_only(target: Target) -> None:
     """Changing the answer from one token on changes nothing that drafts before it could see."""
     drafter, data = new_drafter(target), random_data(1, seed=4)
@@ -128,7 +111,7 @@ def folders(target: Target, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_program_writes_table_json_and_traces(target: Target, folders: Path, capsys) -> None:
+def test_program_writes_table_and_json(target: Target, folders: Path, capsys) -> None:
     arguments = ["evaluate", folders / "p-eagle", folders / "greedy", folders / "sampled"]
     arguments += ["--against", folders / "eagle3", "--target", target.model.config.name_or_path]
     arguments += ["--out", folders / "out"]
@@ -141,16 +124,9 @@ def test_program_writes_table_json_and_traces(target: Target, folders: Path, cap
         ours, theirs = (one[side]["all"]["acceptance_length"]["3"] for side in ("groups", "against"))
         assert one["ratios"]["all"]["ratio"]["3"] == pytest.approx(ours / theirs, abs=1e-3)
     assert "ratio K=3" in capsys.readouterr().out
-    arguments = [*arguments[1:4], "--target", target.model.config.name_or_path, "--out", folders / "t.npz"]
-    traces.main([str(argument) for argument in arguments])
-    with np.load(folders / "t.npz") as stored:
-        assert len(stored["num_anchors"]) == len(stored["category"]) == 20
-        assert stored["num_anchors"].sum() == len(stored["accepted"])
-        assert "chances" not in stored
-    traces.main([*(str(argument) for argument in arguments), "--chances", "--max-per-category", "3"])
-    with np.load(folders / "t.npz") as stored:
-        assert len(stored["num_anchors"]) == 12
-        assert stored["chances"].shape == (len(stored["accepted"]), int(stored["num_depths"]))
+    some = program.load_answers(folders / "greedy", max_per_category=3)
+    assert some.categories == ["code", "qa"] * 3
+    assert some.data.tokens.tolist() == program.load_answers(folders / "greedy").data.select(range(6)).tokens.tolist()
 
 
 @pytest.mark.parametrize(("manifest", "message"), [({}, "names no categories"), ({"categories": ["a"]}, "names 1 cat")])

@@ -1,8 +1,7 @@
-"""The walk, its intervals, and what it stores."""
+"""The walk and its intervals."""
 
 import numpy as np
 
-from benchmarks.traces import save_traces
 from peagle.evaluate import AnswerCounts, figures, ratios, walk
 
 
@@ -60,14 +59,3 @@ def test_a_paired_ratio_is_sharper_than_two_intervals() -> None:
     assert high - low < (bounds[0][1] - bounds[0][0]) / bounds[1][1], "pairing gained nothing"
     same = ratios(ours, ours, [4])
     assert (same["ratio"]["4"], same["ratio_95"]["4"]) == (1, [1, 1])
-
-
-def test_traces_replay_any_policy(tmp_path) -> None:
-    accepted = [np.array([2, 0, 1]), np.array([0])]
-    save_traces(tmp_path / "traces.npz", accepted, {"category": ["qa", "code"]}, 4)
-    with np.load(tmp_path / "traces.npz") as stored:
-        assert stored["accepted"].dtype == np.uint8
-        assert stored["accepted"].tolist() == [2, 0, 1, 0]
-        assert stored["num_anchors"].tolist() == [3, 1]
-        assert stored["category"].tolist() == ["qa", "code"]
-        assert int(stored["num_depths"]) == 4

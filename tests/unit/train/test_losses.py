@@ -39,10 +39,12 @@ class Problem:
     def draft_VH(self) -> Tensor:
         return self.lm_head_VH if self.target_ids_V is None else self.lm_head_VH[self.target_ids_V]
 
-    def score(self, loss: ChunkedLoss, hidden_RH: Tensor | None = None, weigh=None) -> Scored:
+    def score(self, loss: ChunkedLoss, hidden_RH: Tensor | None = None, weight_R=None) -> Scored:
         labels = loss.labels(self.target_NH, self.lm_head_VH, self.target_ids_V)
         hidden_RH = self.hidden_RH if hidden_RH is None else hidden_RH
-        return loss(hidden_RH, self.draft_VH, labels, self.label_R, self.weight_R if weigh is None else weigh)
+        return loss(
+            hidden_RH, self.draft_VH, labels, self.label_R, lambda _: self.weight_R if weight_R is None else weight_R
+        )
 
     def plain(self, hidden_RH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(losses_R, correct_R, outside_R), a row at a time where the vocabularies meet."""

@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 from peagle.train.data import (
     Conversations,
@@ -14,7 +13,6 @@ from peagle.train.data import (
     tokenizer_hash,
     write_manifest,
 )
-from peagle.train.prompts import tokenize_source
 
 
 def data_folder(folder: Path, tokens: list[int], **manifest: object) -> Path:
@@ -67,21 +65,3 @@ def test_ids_and_lengths_beyond_the_target_are_refused(target_dir, tmp_path) -> 
         check_data_fits(long, target_dir)
     batches = PackedBatches(Conversations.load(long), num_sequences=1, max_tokens=8192, seed=0, long="cut")
     check_data_fits(long, target_dir, batches)
-
-
-def test_given_answers_become_training_data(target_dir, tmp_path) -> None:
-    file = tmp_path / "given.jsonl"
-    turns = [{"role": role, "content": role} for role in ("user", "assistant", "user", "assistant")]
-    lines = [{"prompt": "What is 1 + 1?", "answer": "2, I think."}, {"messages": turns}]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    totals = tokenize_source(target_dir, file, tmp_path / "out")
-    data = Conversations.load(tmp_path / "out")
-    tokenizer = AutoTokenizer.from_pretrained(target_dir)
-    answers = [tokenizer.decode(tokens[prompt:]) for tokens, prompt in data.documents()]
-    assert answers == ["2, I think.<|im_end|>", "assistant<|im_end|>"]
-    assert totals["num_conversations"] == 2
-    assert totals["num_answer_tokens"] == data.num_answer_tokens
-    assert totals["num_earlier_answers"] == 1
-    check_data_fits(tmp_path / "out", target_dir)
-    with pytest.raises(ValueError, match="holds data already"):
-        tokenize_source(target_dir, file, tmp_path / "out")

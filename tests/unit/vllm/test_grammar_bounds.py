@@ -27,10 +27,7 @@ def refused(kind: str, value: Any) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties", "minContains", "maxContains"],
-)
+@pytest.mark.parametrize("name", ["minItems", "maxLength", "minProperties", "maxContains"])
 @pytest.mark.parametrize("number", [1001, 1e300, 10**18])
 def test_each_number_of_a_schema_has_a_bound(name: str, number: float) -> None:
     schema = {"type": "object", "properties": {"a": {"anyOf": [{}, {name: number}]}}}
@@ -88,15 +85,12 @@ def test_a_chain_of_references_has_a_bound() -> None:
     [
         ("[a-z]{1,1000}", ""),
         ("[a-z]{1,1001}", "f repeats 1001 times"),
-        ("a{1001,}", "f repeats 1001 times"),
-        ("a{00001001}", "f repeats 1001 times"),
+        ("a{00001001,}", "f repeats 1001 times"),
         ("a{" + "9" * 1900 + "}", "f repeats 99999999999999999999 times"),
         ("((a{10}){100}|b){101}", "f has nested repetitions of 101000 in all"),
         ("a{100}{100}{11}", "f has nested repetitions of 110000 in all"),
         ("(a{1000})b{1000}", ""),
-        (r"a\{9999\}", ""),
-        (r"[{9999}]", ""),
-        (r"\x{9999}", ""),
+        (r"a\{9999\}[{9999}]\x{9999}", ""),
         ("[]{9999}", "f repeats 9999 times"),  # in JavaScript's syntax an empty class
         (r"[\]{9999}]{9999}", "f repeats 9999 times"),
         ("a{,", ""),
@@ -118,7 +112,6 @@ def test_a_regular_expression(regex: str, error: str) -> None:
         ('root ::= "a"{1,1001}', "f repeats 1001 times"),
         ("root ::= (b{100}){100}\nb ::= [0-9999]{11}", "f has nested repetitions of 110000 in all"),
         ('root ::= "a" root{1000} | b\nb ::= root{1000}', ""),
-        ('root ::= "9999" # 9999\n', ""),
         ('root ::= "a\n a ::= "b"{9999}', "f repeats 9999 times"),
         ('root ::= "a"{9999}\nroot ::= "b"', "f repeats 9999 times"),
         ('start: "a"~1..1001', "f repeats 1001 times"),

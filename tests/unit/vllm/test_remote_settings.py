@@ -47,17 +47,10 @@ def test_on_a_gpu(head: Path) -> None:
     assert kwargs["additional_config"].keys() == {"other", REMOTE_KEY}
 
 
-def test_refusals(head: Path) -> None:
-    def kwargs(head_dir: Path | None, extra: dict[str, Any] | None = None) -> dict[str, Any]:
-        return engine_kwargs("/t", head_dir, on_cpu=True, remote=RemoteSettings(), extra=extra or {})
-
-    with pytest.raises(ValueError, match="remote is set but there is no head"):
-        kwargs(None)
-    with pytest.raises(ValueError, match="additional_config.*is not free: give remote"):
-        kwargs(head, {"additional_config": {REMOTE_KEY: {}}})
+def test_an_eagle3_head_is_refused(head: Path) -> None:
     (head / "config.json").write_text(json.dumps(CONFIG.to_dict() | {"ptd_token_id": None}))
     with pytest.raises(ValueError, match="is an EAGLE-3 head: a remote drafter runs P-EAGLE heads"):
-        kwargs(head)
+        engine_kwargs("/t", head, on_cpu=True, remote=RemoteSettings())
 
 
 def config(**changes: Any) -> Any:

@@ -1,6 +1,5 @@
 """Which rows of a step travel to a drafter, and by whose head they are projected."""
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -111,60 +110,34 @@ def test_a_head_that_no_engine_can_have_stops_nobody(head: int) -> None:
 # On a CPU: what a step leaves of each request
 
 
-@dataclasses.dataclass(frozen=True)
-class Accepted:
-    """Of each request: its rows, how many of them verify drafts, and the tokens it sampled."""
-
-    num_rows: tuple[int, ...]
-    num_drafts: tuple[int, ...] | None
-    num_sampled: tuple[int, ...]
-
-    def tensors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
-        def column(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=dtype)
-
-        first = [sum(self.num_rows[:i]) for i in range(len(self.num_rows) + 1)]
-        drafts = self.num_drafts
-        up_to = None if drafts is None else column([sum(drafts[: i + 1]) for i in range(len(drafts))])
-        next_tokens = [10_000 + i for i in range(len(self.num_rows))]
-        return (
-            column(first),
-            up_to,
-            column(list(self.num_sampled)),
-            column(next_tokens),
-            column([*range(1, first[-1] + 1)]),
-        )
-
-    def expected(self) -> tuple[list[int], dict[int, int]]:
-        """Valid rows by request, and the next token of every valid row."""
-        drafts = self.num_drafts or (0,) * len(self.num_rows)
-        valid = [
-            rows - (1 + num_drafts - sampled if num_drafts else 0)
-            for rows, num_drafts, sampled in zip(self.num_rows, drafts, self.num_sampled, strict=True)
-        ]
-        tokens: dict[int, int] = {}
-        first = 0
-        for request, (rows, num_valid) in enumerate(zip(self.num_rows, valid, strict=True)):
-            for row in range(first, first + num_valid):
-                tokens[row] = 10_000 + request if row == first + num_valid - 1 else row + 2
-            first += rows
-        return valid, tokens
-
-
-ACCEPTED = {
-    "decoding": Accepted((4, 1, 4, 4), (3, 0, 3, 3), (3, 1, 1, 4)),
-    "no drafts": Accepted((1, 1, 1), None, (1, 1, 1)),
-    "prompts beside drafts": Accepted((9, 8, 40, 2), (0, 7, 0, 1), (1, 8, 0, 1)),
-    "a long chunk": Accepted((205, 3), (0, 2), (0, 2)),
-    "one row": Accepted((1,), (0,), (1,)),
-}
-
-
-@pytest.mark.parametrize("name", ACCEPTED)
+@pytest.mark.parametrize(
+    ("num_rows", "num_drafts", "num_sampled", "num_valid"),
+    [
+        ((4, 1, 4, 4), (3, 0, 3, 3), (3, 1, 1, 4), [3, 1, 1, 4]),  # decoding
+        ((1, 1, 1), None, (1, 1, 1), [1, 1, 1]),  # without drafts
+        ((9, 8, 40, 2), (0, 7, 0, 1), (1, 8, 0, 1), [9, 8, 40, 1]),  # prompts beside drafts
+        ((205, 3), (0, 2), (0, 2), [205, 2]),  # a long chunk
+        ((1,), (0,), (1,), [1]),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_accepted_rows_follow_the_rule_and_their_tokens_are_tokens(name: str, dtype: torch.dtype) -> None:
-    num_valid_B, next_tokens_R = accepted_rows(*ACCEPTED[name].tensors(dtype))
-    valid, tokens = ACCEPTED[name].expected()
-    assert num_valid_B.tolist() == valid
-    assert {row: int(next_tokens_R[row]) for row in tokens} == tokens
+def test_accepted_rows_follow_the_rule_and_their_tokens_are_tokens(
+    num_rows: tuple[int, ...],
+    num_drafts: tuple[int, ...] | None,
+    num_sampled: tuple[int, ...],
+    num_valid: list[int],
+    dtype: torch.dtype,
+) -> None:
+    """Of each request: its rows, how many of them verify drafts, the tokens it sampled, and the rows that stay."""
+    first_B1 = torch.tensor([0, *num_rows], dtype=dtype).cumsum(0, dtype=dtype)
+    up_to_B = None if num_drafts is None else torch.tensor(num_drafts, dtype=dtype).cumsum(0, dtype=dtype)
+    next_tokens_B = 10_000 + torch.arange(len(num_rows), dtype=dtype)
+    input_ids_R = torch.arange(1, sum(num_rows) + 1, dtype=dtype)
+    num_valid_B, next_tokens_R = accepted_rows(
+        first_B1, up_to_B, torch.tensor(num_sampled, dtype=dtype), next_tokens_B, input_ids_R
+    )
+    assert num_valid_B.tolist() == num_valid
+    for request, (first, count) in enumerate(zip(first_B1.tolist(), num_valid, strict=False)):
+        expected = [*range(first + 2, first + 1 + count), 10_000 + request]
+        assert next_tokens_R[first : first + count].tolist() == expected
     assert int(next_tokens_R.min()) >= 0, "a rejected row's token is none"

@@ -57,8 +57,8 @@ def test_all_requests_of_a_client_that_has_ended_are_aborted_at_once(config: Any
 
 
 @BOTH
-def test_each_request_has_its_k(config: Any, is_async: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """A wrong K is clamped or absent, and logged once a minute."""
+def test_each_request_has_its_k(config: Any, is_async: bool) -> None:
+    """A wrong K is clamped or absent."""
     run = SchedulerRun(config, is_async=is_async)
     given = {"none": None, "two": 2, "zero": 0, "less": -1, "more": 99, "text": "3", "bias": 5}
     for name, k in given.items():
@@ -68,7 +68,6 @@ def test_each_request_has_its_k(config: Any, is_async: bool, caplog: pytest.LogC
         assert run.step().drafts == {
             "none": 7, "two": 2, "zero": 0, "less": 0, "more": 7, "text": 7, "bias": 0,
         }  # fmt: skip
-    assert caplog.text.count("is not an integer in 0..7") == 1
 
 
 @BOTH
