@@ -15,8 +15,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from peagle.embedded import DEFAULT_TARGET, prepare_target
 from peagle.heads import prepare_head
-from tests.support.cpu_engine_environment import preload_environment
-from tests.support.warm_engine import start_engines_warm
+from tests.support.warm_engine import engines_start_warm
 
 if TYPE_CHECKING:
     from tests.support.service_harness import Service
@@ -126,8 +125,5 @@ def application() -> "Service":
 @pytest.fixture(scope="module")
 def environment() -> Iterator[None]:
     """Environment for the engines of a module, which start warm."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in preload_environment().items():
-            patch.setenv(name, value)
-        start_engines_warm(patch)
+    with engines_start_warm():
         yield

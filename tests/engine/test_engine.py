@@ -39,7 +39,7 @@ from tests.support.engine_cases import (
     sampling_jobs,
     varied_jobs,
 )
-from tests.support.engine_harness import Job, Result, RunningEngine, drafted_kwargs, reference_results
+from tests.support.engine_harness import Job, Result, RunningEngine, drafted_kwargs
 from tests.support.scripted_drafts import scripted_steps
 
 pytestmark = pytest.mark.engine
@@ -79,7 +79,7 @@ def sampled_prompt(tokenizer: Any) -> list[int]:
 
 @pytest.fixture(scope="module")
 def reference(
-    prompts: Prompts, text_tokens: list[int], sampled_prompt: list[int], target_dir: Path, environment: None
+    prompts: Prompts, text_tokens: list[int], sampled_prompt: list[int], plain_engine: RunningEngine
 ) -> Reference:
     """Output of the target without speculation."""
     jobs = {
@@ -90,7 +90,7 @@ def reference(
         "varied": varied_jobs(batch_of(prompts), NUM_LONG),
         "likely": [Job(sampled_prompt, 3 + K_MAX)],
     }
-    results = iter(reference_results(target_dir, engine_settings(200), list(itertools.chain(*jobs.values()))))
+    results = iter(plain_engine.run(list(itertools.chain(*jobs.values()))))
     return {name: list(itertools.islice(results, len(of_name))) for name, of_name in jobs.items()}
 
 
@@ -98,7 +98,7 @@ def reference(
 def engine(
     request: pytest.FixtureRequest, reference: Reference, target_dir: Path, head_dir: Path, environment: None
 ) -> Iterator[RunningEngine]:
-    """The target with the head. It starts after the reference is written, so one engine runs at a time."""
+    """The target with the head."""
     kwargs = drafted_kwargs(target_dir, head_dir, K_MAX, engine_settings(NUM_BLOCKS))
     if request.param == "sync":
         kwargs["scheduler_cls"] = "tests.support.scripted_drafts.ScriptedDraftScheduler"

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from vllm.platforms import current_platform
 
 from tests.support.engine_cases import K_MAX, TEXT, check_counts, engine_settings
-from tests.support.engine_harness import Job, Result, RunningEngine, drafted_kwargs, reference_results
+from tests.support.engine_harness import Job, Result, RunningEngine, drafted_kwargs
 
 NUM_TOKENS = 20
 NUM_PROMPTS = 4
@@ -33,9 +33,9 @@ def prompts(target_dir: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def reference(prompts: list[list[int]], target_dir: Path, environment: None) -> list[Result]:
+def reference(prompts: list[list[int]], plain_engine: RunningEngine) -> list[Result]:
     """Output of the target without a head."""
-    return reference_results(target_dir, engine_settings(90), [Job(prompt, NUM_TOKENS) for prompt in prompts])
+    return plain_engine.run([Job(prompt, NUM_TOKENS) for prompt in prompts])
 
 
 @pytest.fixture(scope="module", params=["sync", "async"])

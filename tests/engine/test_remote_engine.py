@@ -32,7 +32,7 @@ from tests.support.engine_cases import (
     engine_settings,
     varied_jobs,
 )
-from tests.support.engine_harness import Job, Result, reference_results
+from tests.support.engine_harness import Job, Result, RunningEngine
 from tests.support.remote_harness import RemoteEngine
 
 pytestmark = [
@@ -52,10 +52,10 @@ def prompts(target_dir: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def references(prompts: list[list[int]], target_dir: Path, environment: None) -> tuple[list[Result], list[Result]]:
+def references(prompts: list[list[int]], plain_engine: RunningEngine) -> tuple[list[Result], list[Result]]:
     """Output of the target without speculation: greedy, and sampled."""
     jobs = [*(Job(prompt, NUM_LONG + K_MAX) for prompt in prompts), *varied_jobs(prompts, NUM_LONG)]
-    results = reference_results(target_dir, engine_settings(200), jobs)
+    results = plain_engine.run(jobs)
     return results[: len(prompts)], results[len(prompts) :]
 
 

@@ -11,7 +11,7 @@ from cluster.counts import Counts
 from peagle.vllm.engine import RemoteSettings
 from tests.support.drafter_process import DrafterProcess
 from tests.support.engine_cases import K_MAX, TEXT, engine_settings
-from tests.support.engine_harness import Job, Result, reference_results
+from tests.support.engine_harness import Job, Result, RunningEngine
 from tests.support.remote_harness import RemoteEngine
 
 pytestmark = [
@@ -32,13 +32,13 @@ def prompts(target_dir: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def reference(prompts: list[list[int]], target_dir: Path, environment: None) -> list[Result]:
-    return reference_results(target_dir, engine_settings(90), [Job(prompt, NUM_LONG) for prompt in prompts])
+def reference(prompts: list[list[int]], plain_engine: RunningEngine) -> list[Result]:
+    return plain_engine.run([Job(prompt, NUM_LONG) for prompt in prompts])
 
 
 @pytest.fixture(scope="module", params=["sync", "async"])
 def engine(
-    request: pytest.FixtureRequest, reference: list[Result], target_dir: Path, head_dir: Path
+    request: pytest.FixtureRequest, reference: list[Result], target_dir: Path, head_dir: Path, environment: None
 ) -> Iterator[RemoteEngine]:
     running = RemoteEngine.start(
         target_dir, head_dir, IMPATIENT, k_max=K_MAX, is_async=request.param == "async", extra=engine_settings(90)
