@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
+from vllm.platforms import current_platform
 from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 
 from cluster.request import DEFAULT_WORKLOAD
@@ -100,6 +101,8 @@ def engine(
 ) -> Iterator[RunningEngine]:
     """The target with the head."""
     kwargs = drafted_kwargs(target_dir, head_dir, K_MAX, engine_settings(NUM_BLOCKS))
+    if current_platform.is_cpu():
+        kwargs["worker_cls"] = "tests.support.counting_cpu_worker.CountingCPUWorker"
     if request.param == "sync":
         kwargs["scheduler_cls"] = "tests.support.scripted_drafts.ScriptedDraftScheduler"
     running = RunningEngine(kwargs, is_async=request.param == "async")
@@ -136,6 +139,25 @@ def compare_with_reference(
         else:  # fewer drafts where fewer pay
             assert all(num_verified <= (K_MAX if job.k is None else job.k) for num_verified, _ in result.steps or ())
     assert engine.num_preempted == preempted_before
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="the counting worker is a CPU worker")
+def test_steps_that_verify_nothing_run_no_pass_of_the_drafter(
+    engine: RunningEngine, prompts: Prompts, reference: Reference
+) -> None:
+    """Where one request has drafts, all of its batch go through the pass."""
+    places, before = BATCH[:4], len(engine.passes())
+    engine.run([Job(prompts[place], NUM_SHORT, k=0) for place in places])
+    passes = engine.passes()[before:]
+    assert 1 <= len(passes) <= len(places)  # steps that hold a prompt; the four may come in one or in several
+    ks = (0, 3, 0, K_MAX)
+    results = engine.run([Job(prompts[place], NUM_SHORT, k=k) for place, k in zip(places, ks, strict=True)])
+    for result, place, k in zip(results, places, ks, strict=True):
+        assert result.tokens[0] == reference["greedy"][place].tokens[0][:NUM_SHORT]
+        check_counts(result, k)
+    passes = engine.passes()[before + len(passes) :]
+    assert len(passes) >= max(result.drafting.counts.num_steps for result in results if result.drafting)
+    assert max(passes) == len(places)
 
 
 @only_sync

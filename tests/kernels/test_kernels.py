@@ -14,7 +14,8 @@ TESTS = Path(__file__).parent
 
 def test_kernels_equal_their_twins_under_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *sorted(map(str, TESTS.glob("test_kernels_*.py")))]
+    files = sorted(map(str, TESTS.glob("test_kernels_*.py")))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     done = subprocess.run(
         command, env=environment, cwd=TESTS.parents[1], capture_output=True, text=True, timeout=1200, check=False
     )

@@ -139,7 +139,7 @@ def test_twin_equals_attention_written_out(name: str) -> None:
 
 
 @needs_kernel
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_kernel_equals_twin_on_random_batches(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
 
@@ -148,7 +148,7 @@ def test_kernel_equals_twin_on_random_batches(seed: int) -> None:
 
     requests = []
     for _ in range(1 + draw(4)):
-        requests.append((draw(150), draw(16)))
+        requests.append((draw(120), draw(16)))
     groups, ratio = 1 + draw(2), (1, 3, 4, 8)[draw(4)]
     sizes = dict(num_heads=groups * ratio, num_groups=groups, head_size=(64, 128)[draw(2)])
     window = draw(60) + 1 if draw(2) else None

@@ -262,9 +262,11 @@ def make(runner: Runner) -> Any:
 @pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize(
     ("parameters", "method"),
-    [("greedy", "standard"), *(("plain", method) for method in METHODS), ("temperatures", "block")]
-    + [("nucleus", "standard"), ("min_p", "standard"), ("penalties", "synthetic")],
-)
+    [
+        ("greedy", "standard"), *(("plain", method) for method in METHODS), ("temperatures", "block"),
+        ("nucleus", "standard"), ("min_p", "standard"), ("penalties", "synthetic"),
+    ],
+)  # fmt: skip
 def test_it_samples_what_vllms_sampler_does(parameters: str, method: str) -> None:
     runner, draw = Runner(parameters, method), random.Random(1)
     one = make(runner)

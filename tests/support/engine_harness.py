@@ -135,6 +135,11 @@ class RunningEngine:
         """Preemptions since the start."""
         return sum(logger.num_preempted for logger in self._preemptions)
 
+    def passes(self) -> list[int]:
+        """Requests of each pass of the drafter, of an engine with `counting_cpu_worker`."""
+        (passes,) = self._run(self._client.collective_rpc("passes"))
+        return list(passes)
+
     def run(self, jobs: Sequence[Job]) -> list[Result]:
         """All of `jobs` at once, results in their order."""
 
@@ -144,19 +149,6 @@ class RunningEngine:
             return [task.result() for task in tasks]
 
         return self._run(gather())
-
-    def run_staggered(self, first: Job, then: Job, after_tokens: int) -> tuple[Result, Result]:
-        """`then` is sent when `first` has `after_tokens` tokens out."""
-
-        async def both() -> tuple[Result, Result]:
-            under_way = asyncio.Event()
-            async with asyncio.TaskGroup() as group:
-                task = group.create_task(self._one(first, under_way, after_tokens))
-                await under_way.wait()
-                second = await self._one(then)
-            return task.result(), second
-
-        return self._run(both())
 
     async def _one(self, job: Job, under_way: asyncio.Event | None = None, after_tokens: int = 0) -> Result:
         self._num_requests += 1
