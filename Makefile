@@ -1,7 +1,7 @@
 # `make serve` and `make test` need nothing but Python 3.11 or 3.12: they set up what is missing, once.
 #
 #   make serve    start the service of CONFIG and print how to talk to it (Ctrl-C stops it)
-#   make test     run the tests, in two processes: real engines and a real service in one, the rest in the other
+#   make test     run the tests, in two processes: the service in one, real engines in the other, the rest in both
 #   make test-all run those that take minutes each as well
 #   make lint | types | format | docs | k8s | lock | audit | clean
 #

@@ -263,13 +263,6 @@ def test_unknown_names_and_origins(service):
     assert httpx.post(f"{service.url}/v1/chat/completions", **plain).status_code == 415
 
 
-def test_paths_of_probes_and_of_clients_that_are_less_exact(service):
-    assert httpx.head(f"{service.url}/health", timeout=60).status_code == 200
-    assert httpx.head(f"{service.url}/ping/", timeout=60).status_code == 200
-    body = {"prompt": "One,", "max_tokens": 1}
-    assert httpx.post(f"{service.url}/v1/completions/", json=body, timeout=60).status_code == 200
-
-
 def test_a_missing_option_of_the_engine_is_named_by_its_key(service):
     error = service.ask(thinking_token_budget=3).json()["error"]
     assert "engine.reasoning_parser" in error["message"]
