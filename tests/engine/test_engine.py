@@ -46,7 +46,9 @@ from tests.support.scripted_drafts import scripted_steps
 pytestmark = pytest.mark.engine
 
 Prompts = list[list[int]]
-Reference = dict[str, list[Result]]
+Reference = dict[str, dict[int, Result]]
+"""By the kind of job and its number; the greedy ones by the place of their prompt."""
+PLACES = (*BATCH, 5)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +86,7 @@ def reference(
 ) -> Reference:
     """Output of the target without speculation."""
     jobs = {
-        "greedy": [Job(prompt, NUM_LONG + K_MAX) for prompt in prompts],
+        "greedy": [Job(prompts[place], NUM_LONG + K_MAX) for place in PLACES],
         "nearly full": [nearly_full_job(text_tokens, None)],
         "grammar": [grammar_job(prompts[9], None)],
         "sampled": sampling_jobs(sampled_prompt),
@@ -92,7 +94,8 @@ def reference(
         "likely": [Job(sampled_prompt, 3 + K_MAX)],
     }
     results = iter(plain_engine.run(list(itertools.chain(*jobs.values()))))
-    return {name: list(itertools.islice(results, len(of_name))) for name, of_name in jobs.items()}
+    found = {name: dict(enumerate(itertools.islice(results, len(of_name)))) for name, of_name in jobs.items()}
+    return found | {"greedy": dict(zip(PLACES, found["greedy"].values(), strict=True))}
 
 
 @pytest.fixture(scope="module", params=["sync", pytest.param("async", marks=pytest.mark.long)])
@@ -161,32 +164,28 @@ def test_steps_that_verify_nothing_run_no_pass_of_the_drafter(
 
 
 @only_sync
-@pytest.mark.parametrize(
-    ("sampling", "most"),
-    [
-        ({"stream_interval": 8}, 2 + NUM_LONG // 8),
-        ({"stream_interval": 8, "output_kind": RequestOutputKind.FINAL_ONLY}, 2 + NUM_LONG // 32),
-        ({"stream_interval": 8, "stop": ["no such text"]}, 2 + NUM_LONG // 8),
-    ],
-)
-def test_buffered_tokens_all_arrive(
-    engine: RunningEngine, prompts: Prompts, reference: Reference, sampling: dict[str, Any], most: int
-) -> None:
+def test_buffered_tokens_all_arrive(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
     """Fewer outputs with the same tokens, text and counts of steps."""
     jobs = [
-        Job(prompts[place], NUM_LONG, MIXED[number % len(MIXED)], None, reference["greedy"][place].tokens[0])
+        Job(prompts[place], 2 * NUM_SHORT, MIXED[number % len(MIXED)], None, reference["greedy"][place].tokens[0])
         for number, place in enumerate(BATCH[:5])
     ]
     at_once = engine.run(jobs)
-    before = engine.num_outputs
-    held = engine.run([dataclasses.replace(job, sampling=sampling) for job in jobs])
-    assert engine.num_outputs - before <= most * len(jobs)
-    for job, result, expected in zip(jobs, held, at_once, strict=True):
-        assert (result.tokens, result.texts, result.steps) == (expected.tokens, expected.texts, expected.steps)
-        assert result.drafting is not None
-        assert expected.drafting is not None
-        assert result.drafting.counts == expected.drafting.counts == counts_of(result.steps or ())
-        assert result.drafting.num_output_tokens == job.max_tokens
+    ways: list[tuple[dict[str, Any], int]] = [
+        ({}, 2 + 2 * NUM_SHORT // 8),
+        ({"output_kind": RequestOutputKind.FINAL_ONLY}, 2 + 2 * NUM_SHORT // 32),
+        ({"stop": ["no such text"]}, 2 + 2 * NUM_SHORT // 8),
+    ]
+    for sampling, most in ways:
+        before = engine.num_outputs
+        held = engine.run([dataclasses.replace(job, sampling={"stream_interval": 8, **sampling}) for job in jobs])
+        assert engine.num_outputs - before <= most * len(jobs), sampling
+        for job, result, expected in zip(jobs, held, at_once, strict=True):
+            assert (result.tokens, result.texts, result.steps) == (expected.tokens, expected.texts, expected.steps)
+            assert result.drafting is not None
+            assert expected.drafting is not None
+            assert result.drafting.counts == expected.drafting.counts == counts_of(result.steps or ())
+            assert result.drafting.num_output_tokens == job.max_tokens
 
 
 def test_the_client_hears_what_steps_take(engine: RunningEngine, prompts: Prompts) -> None:
@@ -236,7 +235,7 @@ def test_preemption_changes_nothing(engine: RunningEngine, prompts: Prompts, ref
     for job, result, place in zip(jobs, results, BATCH, strict=False):
         assert result.tokens[0] == reference["greedy"][place].tokens[0][:NUM_LONG]
         check_counts(result, job.k)
-    for result, expected in zip(results[len(jobs) :], reference["varied"], strict=False):
+    for result, expected in zip(results[len(jobs) :], reference["varied"].values(), strict=False):
         assert result.tokens == expected.tokens
 
 
@@ -336,7 +335,7 @@ def test_sampled_output_is_the_same_without_drafts(
     engine: RunningEngine, prompts: Prompts, reference: Reference, sampled_prompt: list[int]
 ) -> None:
     """Token for token, with K = 0, 3 and 7 in one batch, whatever the sampling. test_coupling has the distribution."""
-    expected = reference["varied"]
+    expected = list(reference["varied"].values())
     ks = (0, 3, K_MAX)
     jobs = [
         dataclasses.replace(job, k=k, continuation=result.tokens[0])
@@ -347,7 +346,7 @@ def test_sampled_output_is_the_same_without_drafts(
     for job, result, target in zip(jobs, results, expected * len(ks), strict=True):
         assert result.tokens[0] == target.tokens[0][:NUM_SHORT], (job.k, job.sampling)
     results = engine.run(sampling_jobs(sampled_prompt, k=3, continuation=reference["likely"][0].tokens[0]))
-    assert [result.tokens for result in results] == [result.tokens for result in reference["sampled"]]
+    assert [result.tokens for result in results] == [result.tokens for result in reference["sampled"].values()]
     assert sum(result.drafting.counts.num_accepted_tokens for result in results if result.drafting) > NUM_SAMPLES / 20
 
 

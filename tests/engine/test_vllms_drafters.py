@@ -15,7 +15,7 @@ from tests.support.engine_cases import TEXT, counts_of, engine_settings
 from tests.support.engine_harness import Job, RunningEngine, engine_of
 
 K_MAX = 4
-NUM_TOKENS = 24
+NUM_TOKENS = 20
 
 
 @pytest.fixture(scope="module", params=["ngram", "draft_model"])
@@ -52,7 +52,7 @@ def test_each_request_has_its_k_and_the_text_is_the_targets(
 ) -> None:
     expected = plain_engine.run(jobs)
     num_verified = num_accepted = 0
-    for k in (None, 0, 2, K_MAX):
+    for k in (None, 0, 2):
         results = engine.run([Job(job.prompt, NUM_TOKENS, k=k) for job in jobs])
         for result, reference in zip(results, expected, strict=True):
             assert result.tokens == reference.tokens

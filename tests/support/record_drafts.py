@@ -1,10 +1,8 @@
-"""Run a stock vLLM engine and write down the drafts of every step. A program of its own: the engine needs its process.
+"""Run a stock vLLM engine and write down the drafts of every step; the engine needs a process of its own.
 
-    python -m tests.support.record_drafts JOB.json RECORDS.json
-
-JOB: {"engine": keyword arguments of `LLM`, "prompts": token ids of each request, "answers": the greedy continuation of
+Job: {"engine": keyword arguments of `LLM`, "prompts": token ids of each request, "answers": the greedy continuation of
 each, "max_tokens": int}.
-RECORDS: one entry a request and step, {"request": index of the prompt, "token_ids": all committed tokens at that step,
+Records: one entry a request and step, {"request": index of the prompt, "token_ids": all committed tokens at that step,
 "draft_token_ids": what the drafter proposed after them}.
 
 The drafts of a random head are hardly ever accepted, so after writing them down the first m of them are replaced by the
@@ -14,7 +12,6 @@ answer's next tokens, m going round from 0 to K: all acceptance lengths, and rej
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +41,11 @@ def recording_scheduler(prompts: list[list[int]], answers: list[list[int]], reco
     return RecordingScheduler
 
 
-def main(job_path: str, records_path: str) -> None:
-    job = json.loads(Path(job_path).read_text())
+def main(job_path: Path, records_path: Path) -> None:
+    job = json.loads(job_path.read_text())
     records: list[dict[str, Any]] = []
     scheduler = recording_scheduler(job["prompts"], job["answers"], records)
     engine = LLM(**job["engine"], scheduler_cls=scheduler)
     sampling = SamplingParams(temperature=0.0, max_tokens=job["max_tokens"], ignore_eos=True, detokenize=False)
     engine.generate([{"prompt_token_ids": prompt} for prompt in job["prompts"]], sampling, use_tqdm=False)
-    Path(records_path).write_text(json.dumps(records))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    records_path.write_text(json.dumps(records))
