@@ -104,8 +104,7 @@ def engine(
 ) -> Iterator[RunningEngine]:
     """The target with the head."""
     kwargs = drafted_kwargs(target_dir, head_dir, K_MAX, engine_settings(NUM_BLOCKS))
-    if current_platform.is_cpu():
-        kwargs["worker_cls"] = "tests.support.counting_cpu_worker.CountingCPUWorker"
+    kwargs["worker_extension_cls"] = "tests.support.counted_passes.CountedPasses"
     if request.param == "sync":
         kwargs["scheduler_cls"] = "tests.support.scripted_drafts.ScriptedDraftScheduler"
     running = RunningEngine(kwargs, is_async=request.param == "async")
@@ -144,7 +143,7 @@ def compare_with_reference(
     assert engine.num_preempted == preempted_before
 
 
-@pytest.mark.skipif(not current_platform.is_cpu(), reason="the counting worker is a CPU worker")
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="a GPU's passes are graphs")
 def test_steps_that_verify_nothing_run_no_pass_of_the_drafter(
     engine: RunningEngine, prompts: Prompts, reference: Reference
 ) -> None:

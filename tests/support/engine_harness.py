@@ -136,7 +136,7 @@ class RunningEngine:
         return sum(logger.num_preempted for logger in self._preemptions)
 
     def passes(self) -> list[int]:
-        """Requests of each pass of the drafter, of an engine with `counting_cpu_worker`."""
+        """Of an engine with `CountedPasses`."""
         (passes,) = self._run(self._client.collective_rpc("passes"))
         return list(passes)
 
