@@ -31,8 +31,9 @@ FIND_PYTHON = for python in "$${PYTHON:-}" python3.11 python3.12 python3 python 
 	exit 1
 
 # uv takes a fraction of pip's time, but it reads no settings of pip: where these name another place for PyPI, pip goes on.
+# Like pip it compiles what it installs: else each process of an engine compiles vLLM where Python may write no bytecode.
 PIP = $(PY) -m pip --no-input -qq
-UV = $(VENV)/bin/uv pip install --python $(PY)
+UV = $(VENV)/bin/uv pip install --compile-bytecode --python $(PY)
 
 .PHONY: help setup serve test test-all lint types format docs k8s lock audit clean
 
