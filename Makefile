@@ -1,7 +1,7 @@
 # `make serve` and `make test` need nothing but Python 3.11 or 3.12: they set up what is missing, once.
 #
 #   make serve    start the service of CONFIG and print how to talk to it (Ctrl-C stops it)
-#   make test     run the tests, in two processes: real engines and a real service in one, the rest in the other
+#   make test     run the tests, in two processes: the service in one, real engines in the other, the rest in both
 #   make test-all run those that take minutes each as well
 #   make lint | types | format | docs | k8s | lock | audit | clean
 #
@@ -31,8 +31,9 @@ FIND_PYTHON = for python in "$${PYTHON:-}" python3.11 python3.12 python3 python 
 	exit 1
 
 # uv takes a fraction of pip's time, but it reads no settings of pip: where these name another place for PyPI, pip goes on.
+# Like pip it compiles what it installs: else each process of an engine compiles vLLM where Python may write no bytecode.
 PIP = $(PY) -m pip --no-input -qq
-UV = $(VENV)/bin/uv pip install --python $(PY)
+UV = $(VENV)/bin/uv pip install --compile-bytecode --python $(PY)
 
 .PHONY: help setup serve test test-all lint types format docs k8s lock audit clean
 

@@ -15,8 +15,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from peagle.embedded import DEFAULT_TARGET, prepare_target
 from peagle.heads import prepare_head
-from tests.support.cpu_engine_environment import preload_environment
-from tests.support.warm_engine import start_engines_warm
+from tests.support.warm_engine import engines_start_warm
 
 if TYPE_CHECKING:
     from tests.support.service_harness import Service
@@ -28,20 +27,29 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("suite")
 
 
+FOLDERS = ["service", "engine", "kernels"]
+"""What takes long comes first. The first two start engines."""
+
+
 def starts_engines(path: Path) -> bool:
     """Whether a test of this module talks to an engine or to Ray."""
-    return path.parent.name in {"engine", "service"}
+    return path.parent.name in FOLDERS[:2]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped, and listed as such, where there is none. Modules that start engines come first,
-    so that with `-n` their process begins at once. The application comes after the other engines: those compute on one
-    core, beside the other process, and the application on every core, when that process has ended."""
+    """Tests marked `gpu` are skipped, and listed as such, where there is none. `FOLDERS` come first, and in them what
+    needs the application comes last."""
     has_gpu = torch.cuda.is_available()
     for item in items:
         if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-    items.sort(key=lambda item: (not starts_engines(item.path), "application" in fixtures_of(item)))
+
+    def place(item: pytest.Item) -> tuple[int, bool]:
+        folder = item.path.parent.name
+        number = FOLDERS.index(folder) if folder in FOLDERS else len(FOLDERS)
+        return number, "application" in fixtures_of(item)
+
+    items.sort(key=place)
 
 
 def fixtures_of(item: pytest.Item) -> Sequence[str]:
@@ -64,11 +72,13 @@ def stop_application() -> None:
 
 
 class EnginesTogether(LoadScopeScheduling):
-    """With `-n`: all modules that start engines in one process, one after another, every other module in any."""
+    """With `-n`: all modules of the service in one process, one after another, all that start engines in one, and
+    every other module in any: two processes have work to the end."""
 
     def _split_scope(self, nodeid: str) -> str:
         module = nodeid.split("::", 1)[0]
-        return "engines" if starts_engines(self.config.rootpath / module) else module
+        path = self.config.rootpath / module
+        return path.parent.name if starts_engines(path) else module
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -82,7 +92,7 @@ def _own_environment(request: pytest.FixtureRequest) -> Iterator[None]:
     The shared application keeps its own."""
     before = dict(os.environ)
     yield
-    if not starts_engines(request.path):
+    if request.path.parent.name != "service":
         os.environ.clear()
         os.environ.update(before)
 
@@ -126,8 +136,5 @@ def application() -> "Service":
 @pytest.fixture(scope="module")
 def environment() -> Iterator[None]:
     """Environment for the engines of a module, which start warm."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in preload_environment().items():
-            patch.setenv(name, value)
-        start_engines_warm(patch)
+    with engines_start_warm():
         yield

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
+from vllm.platforms import current_platform
 from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 
 from cluster.request import DEFAULT_WORKLOAD
@@ -39,13 +40,15 @@ from tests.support.engine_cases import (
     sampling_jobs,
     varied_jobs,
 )
-from tests.support.engine_harness import Job, Result, RunningEngine, drafted_kwargs, reference_results
+from tests.support.engine_harness import Job, Result, RunningEngine, drafted_kwargs
 from tests.support.scripted_drafts import scripted_steps
 
 pytestmark = pytest.mark.engine
 
 Prompts = list[list[int]]
-Reference = dict[str, list[Result]]
+Reference = dict[str, dict[int, Result]]
+"""By the kind of job and its number; the greedy ones by the place of their prompt."""
+PLACES = (*BATCH, 5)
 
 
 @pytest.fixture(scope="module")
@@ -79,27 +82,29 @@ def sampled_prompt(tokenizer: Any) -> list[int]:
 
 @pytest.fixture(scope="module")
 def reference(
-    prompts: Prompts, text_tokens: list[int], sampled_prompt: list[int], target_dir: Path, environment: None
+    prompts: Prompts, text_tokens: list[int], sampled_prompt: list[int], plain_engine: RunningEngine
 ) -> Reference:
     """Output of the target without speculation."""
     jobs = {
-        "greedy": [Job(prompt, NUM_LONG + K_MAX) for prompt in prompts],
+        "greedy": [Job(prompts[place], NUM_LONG + K_MAX) for place in PLACES],
         "nearly full": [nearly_full_job(text_tokens, None)],
         "grammar": [grammar_job(prompts[9], None)],
         "sampled": sampling_jobs(sampled_prompt),
         "varied": varied_jobs(batch_of(prompts), NUM_LONG),
         "likely": [Job(sampled_prompt, 3 + K_MAX)],
     }
-    results = iter(reference_results(target_dir, engine_settings(200), list(itertools.chain(*jobs.values()))))
-    return {name: list(itertools.islice(results, len(of_name))) for name, of_name in jobs.items()}
+    results = iter(plain_engine.run(list(itertools.chain(*jobs.values()))))
+    found = {name: dict(enumerate(itertools.islice(results, len(of_name)))) for name, of_name in jobs.items()}
+    return found | {"greedy": dict(zip(PLACES, found["greedy"].values(), strict=True))}
 
 
 @pytest.fixture(scope="module", params=["sync", pytest.param("async", marks=pytest.mark.long)])
 def engine(
     request: pytest.FixtureRequest, reference: Reference, target_dir: Path, head_dir: Path, environment: None
 ) -> Iterator[RunningEngine]:
-    """The target with the head. It starts after the reference is written, so one engine runs at a time."""
+    """The target with the head."""
     kwargs = drafted_kwargs(target_dir, head_dir, K_MAX, engine_settings(NUM_BLOCKS))
+    kwargs["worker_extension_cls"] = "tests.support.counted_passes.CountedPasses"
     if request.param == "sync":
         kwargs["scheduler_cls"] = "tests.support.scripted_drafts.ScriptedDraftScheduler"
     running = RunningEngine(kwargs, is_async=request.param == "async")
@@ -138,33 +143,48 @@ def compare_with_reference(
     assert engine.num_preempted == preempted_before
 
 
-@only_sync
-@pytest.mark.parametrize(
-    ("sampling", "most"),
-    [
-        ({"stream_interval": 8}, 2 + NUM_LONG // 8),
-        ({"stream_interval": 8, "output_kind": RequestOutputKind.FINAL_ONLY}, 2 + NUM_LONG // 32),
-        ({"stream_interval": 8, "stop": ["no such text"]}, 2 + NUM_LONG // 8),
-    ],
-)
-def test_buffered_tokens_all_arrive(
-    engine: RunningEngine, prompts: Prompts, reference: Reference, sampling: dict[str, Any], most: int
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="a GPU's passes are graphs")
+def test_steps_that_verify_nothing_run_no_pass_of_the_drafter(
+    engine: RunningEngine, prompts: Prompts, reference: Reference
 ) -> None:
+    """Where one request has drafts, all of its batch go through the pass."""
+    places, before = BATCH[:4], len(engine.passes())
+    engine.run([Job(prompts[place], NUM_SHORT, k=0) for place in places])
+    passes = engine.passes()[before:]
+    assert 1 <= len(passes) <= len(places)  # steps that hold a prompt; the four may come in one or in several
+    ks = (0, 3, 0, K_MAX)
+    results = engine.run([Job(prompts[place], NUM_SHORT, k=k) for place, k in zip(places, ks, strict=True)])
+    for result, place, k in zip(results, places, ks, strict=True):
+        assert result.tokens[0] == reference["greedy"][place].tokens[0][:NUM_SHORT]
+        check_counts(result, k)
+    passes = engine.passes()[before + len(passes) :]
+    assert len(passes) >= max(result.drafting.counts.num_steps for result in results if result.drafting)
+    assert max(passes) == len(places)
+
+
+@only_sync
+def test_buffered_tokens_all_arrive(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
     """Fewer outputs with the same tokens, text and counts of steps."""
     jobs = [
-        Job(prompts[place], NUM_LONG, MIXED[number % len(MIXED)], None, reference["greedy"][place].tokens[0])
+        Job(prompts[place], 2 * NUM_SHORT, MIXED[number % len(MIXED)], None, reference["greedy"][place].tokens[0])
         for number, place in enumerate(BATCH[:5])
     ]
     at_once = engine.run(jobs)
-    before = engine.num_outputs
-    held = engine.run([dataclasses.replace(job, sampling=sampling) for job in jobs])
-    assert engine.num_outputs - before <= most * len(jobs)
-    for job, result, expected in zip(jobs, held, at_once, strict=True):
-        assert (result.tokens, result.texts, result.steps) == (expected.tokens, expected.texts, expected.steps)
-        assert result.drafting is not None
-        assert expected.drafting is not None
-        assert result.drafting.counts == expected.drafting.counts == counts_of(result.steps or ())
-        assert result.drafting.num_output_tokens == job.max_tokens
+    ways: list[tuple[dict[str, Any], int]] = [
+        ({}, 2 + 2 * NUM_SHORT // 8),
+        ({"output_kind": RequestOutputKind.FINAL_ONLY}, 2 + 2 * NUM_SHORT // 32),
+        ({"stop": ["no such text"]}, 2 + 2 * NUM_SHORT // 8),
+    ]
+    for sampling, most in ways:
+        before = engine.num_outputs
+        held = engine.run([dataclasses.replace(job, sampling={"stream_interval": 8, **sampling}) for job in jobs])
+        assert engine.num_outputs - before <= most * len(jobs), sampling
+        for job, result, expected in zip(jobs, held, at_once, strict=True):
+            assert (result.tokens, result.texts, result.steps) == (expected.tokens, expected.texts, expected.steps)
+            assert result.drafting is not None
+            assert expected.drafting is not None
+            assert result.drafting.counts == expected.drafting.counts == counts_of(result.steps or ())
+            assert result.drafting.num_output_tokens == job.max_tokens
 
 
 def test_the_client_hears_what_steps_take(engine: RunningEngine, prompts: Prompts) -> None:
@@ -214,7 +234,7 @@ def test_preemption_changes_nothing(engine: RunningEngine, prompts: Prompts, ref
     for job, result, place in zip(jobs, results, BATCH, strict=False):
         assert result.tokens[0] == reference["greedy"][place].tokens[0][:NUM_LONG]
         check_counts(result, job.k)
-    for result, expected in zip(results[len(jobs) :], reference["varied"], strict=False):
+    for result, expected in zip(results[len(jobs) :], reference["varied"].values(), strict=False):
         assert result.tokens == expected.tokens
 
 
@@ -314,7 +334,7 @@ def test_sampled_output_is_the_same_without_drafts(
     engine: RunningEngine, prompts: Prompts, reference: Reference, sampled_prompt: list[int]
 ) -> None:
     """Token for token, with K = 0, 3 and 7 in one batch, whatever the sampling. test_coupling has the distribution."""
-    expected = reference["varied"]
+    expected = list(reference["varied"].values())
     ks = (0, 3, K_MAX)
     jobs = [
         dataclasses.replace(job, k=k, continuation=result.tokens[0])
@@ -325,7 +345,7 @@ def test_sampled_output_is_the_same_without_drafts(
     for job, result, target in zip(jobs, results, expected * len(ks), strict=True):
         assert result.tokens[0] == target.tokens[0][:NUM_SHORT], (job.k, job.sampling)
     results = engine.run(sampling_jobs(sampled_prompt, k=3, continuation=reference["likely"][0].tokens[0]))
-    assert [result.tokens for result in results] == [result.tokens for result in reference["sampled"]]
+    assert [result.tokens for result in results] == [result.tokens for result in reference["sampled"].values()]
     assert sum(result.drafting.counts.num_accepted_tokens for result in results if result.drafting) > NUM_SAMPLES / 20
 
 

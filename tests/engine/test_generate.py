@@ -72,9 +72,9 @@ def test_totals_are_those_of_the_parts_that_exist(tmp_path) -> None:
 @pytest.mark.long
 def test_a_killed_run_goes_on_where_it_was(tmp_path) -> None:
     """Two rounds of own user turns; killed after the first, a second start makes only the other. Then given prompts."""
-    from tests.support.cpu_engine_environment import preload_environment
+    from tests.support.warm_engine import engine_environment
 
-    environment = {**os.environ, **preload_environment(), "CI": "1"}
+    environment = {**os.environ, **engine_environment(), "CI": "1"}
     file = tmp_path / "prompts.jsonl"
     conversation = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
     file.write_text('{"prompt": "Count to ten."}\n' + json.dumps({"messages": conversation}) + "\n")

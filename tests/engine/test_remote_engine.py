@@ -32,8 +32,8 @@ from tests.support.engine_cases import (
     engine_settings,
     varied_jobs,
 )
-from tests.support.engine_harness import Job, Result, reference_results
-from tests.support.remote_harness import RemoteEngine
+from tests.support.engine_harness import Job, Result, RunningEngine
+from tests.support.remote_harness import RemoteEngine, check_text, num_verified
 
 pytestmark = [
     pytest.mark.engine,
@@ -52,10 +52,10 @@ def prompts(target_dir: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def references(prompts: list[list[int]], target_dir: Path, environment: None) -> tuple[list[Result], list[Result]]:
+def references(prompts: list[list[int]], plain_engine: RunningEngine) -> tuple[list[Result], list[Result]]:
     """Output of the target without speculation: greedy, and sampled."""
-    jobs = [*(Job(prompt, NUM_LONG + K_MAX) for prompt in prompts), *varied_jobs(prompts, NUM_LONG)]
-    results = reference_results(target_dir, engine_settings(200), jobs)
+    jobs = [*(Job(prompt, NUM_LONG + K_MAX) for prompt in prompts), *varied_jobs(prompts, NUM_SHORT)]
+    results = plain_engine.run(jobs)
     return results[: len(prompts)], results[len(prompts) :]
 
 
@@ -102,16 +102,6 @@ def engine(
     running.shutdown()
 
 
-def check(results: list[Result], reference: list[Result], num_tokens: int) -> None:
-    for result, expected in zip(results, reference, strict=True):
-        assert result.tokens[0] == expected.tokens[0][:num_tokens]
-
-
-def num_steps(results: list[Result]) -> int:
-    """Steps that verified drafts."""
-    return sum(result.drafting.counts.num_steps for result in results if result.drafting is not None)
-
-
 def only_link(engine: RemoteEngine) -> dict[str, Any]:
     (link,) = engine.links().values()
     return link
@@ -125,7 +115,7 @@ def test_each_request_verifies_its_own_k(
     depths = [ks[place % len(ks)] for place in range(len(prompts))]
     before = only_link(engine)
     results = engine.run([Job(prompt, NUM_SHORT, k=k) for prompt, k in zip(prompts, depths, strict=True)])
-    check(results, reference, NUM_SHORT)
+    check_text(results, reference)
     for result, k in zip(results, depths, strict=True):
         check_counts(result, K_MAX if k is None else k)
     link = only_link(engine)
@@ -142,7 +132,7 @@ def test_right_drafts_are_accepted(engine: RemoteEngine, prompts: list[list[int]
         for place, (prompt, expected) in enumerate(zip(prompts, reference, strict=True))
     ]
     results = engine.run(jobs)
-    check(results, reference, NUM_SHORT)
+    check_text(results, reference)
     assert sum(one.drafting.counts.num_accepted_tokens for one in results if one.drafting is not None) > 20
 
 
@@ -160,7 +150,7 @@ def test_sampled_output_is_the_same_without_drafts(
     results = engine.run([job for job, _ in cases])
     for (job, tokens), result in zip(cases, results, strict=True):
         assert result.tokens[0] == tokens, (job.k, job.sampling)
-    assert num_steps(results) > 0
+    assert num_verified(results) > 0
 
 
 @pytest.mark.long
@@ -170,7 +160,7 @@ def test_heads_of_one_drafter_serve_their_own_requests(
     """In one batch: of the trained head some drafts are right, of the random one hardly any."""
     jobs = [Job(prompt, 24, k=4, head=place % 2) for place, prompt in enumerate(prompts)]
     results = engine.run(jobs)
-    check(results, reference, 24)
+    check_text(results, reference)
     num_accepted = [
         sum(one.drafting.counts.num_accepted_tokens for one in results[head::2] if one.drafting is not None)
         for head in (0, 1)
@@ -187,7 +177,7 @@ def test_preemption_changes_nothing(engine: RemoteEngine, prompts: list[list[int
     ]
     results = engine.run(jobs)
     assert engine.num_preempted > preempted_before
-    check(results, reference, NUM_LONG)
+    check_text(results, reference)
     for job, result in zip(jobs, results, strict=True):
         check_counts(result, job.k)
 
@@ -199,10 +189,10 @@ def test_aborted_requests_leave_the_drafter(
     gone = [Job(prompts[place], NUM_LONG, k=3, abort_after=4) for place in (4, 5, 6)]
     stays = Job(prompts[3], 40, k=3)  # until the others are gone
     results = engine.run([*gone, stays])
-    check(results[3:], reference[3:4], 40)
+    check_text(results[3:], reference[3:4])
     assert only_link(engine)["num_requests"] <= 1
     (again,) = engine.run([Job(prompts[4], NUM_SHORT, k=3)])
-    check([again], reference[4:5], NUM_SHORT)
+    check_text([again], reference[4:5])
     assert only_link(engine)["num_requests"] == 1
 
 
@@ -214,9 +204,9 @@ def test_without_a_drafter_nothing_is_verified(
     engine.run([Job(prompts[0], 2)])  # a step in which the worker notices
     jobs = [Job(prompt, 8) for prompt in prompts[:4]]
     results = engine.run(jobs)
-    check(results, reference[:4], 8)
-    assert num_steps(results) == 0
+    check_text(results, reference[:4])
+    assert num_verified(results) == 0
     engine.connect(drafter)
     results = engine.run(jobs)
-    check(results, reference[:4], 8)
-    assert num_steps(results) > 0
+    check_text(results, reference[:4])
+    assert num_verified(results) > 0

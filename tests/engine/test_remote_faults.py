@@ -11,8 +11,8 @@ from cluster.counts import Counts
 from peagle.vllm.engine import RemoteSettings
 from tests.support.drafter_process import DrafterProcess
 from tests.support.engine_cases import K_MAX, TEXT, engine_settings
-from tests.support.engine_harness import Job, Result, reference_results
-from tests.support.remote_harness import RemoteEngine
+from tests.support.engine_harness import Job, Result, RunningEngine
+from tests.support.remote_harness import RemoteEngine, check_text, num_verified
 
 pytestmark = [
     pytest.mark.engine,
@@ -32,13 +32,13 @@ def prompts(target_dir: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def reference(prompts: list[list[int]], target_dir: Path, environment: None) -> list[Result]:
-    return reference_results(target_dir, engine_settings(90), [Job(prompt, NUM_LONG) for prompt in prompts])
+def reference(prompts: list[list[int]], plain_engine: RunningEngine) -> list[Result]:
+    return plain_engine.run([Job(prompt, NUM_LONG) for prompt in prompts])
 
 
 @pytest.fixture(scope="module", params=["sync", "async"])
 def engine(
-    request: pytest.FixtureRequest, reference: list[Result], target_dir: Path, head_dir: Path
+    request: pytest.FixtureRequest, reference: list[Result], target_dir: Path, head_dir: Path, environment: None
 ) -> Iterator[RemoteEngine]:
     running = RemoteEngine.start(
         target_dir, head_dir, IMPATIENT, k_max=K_MAX, is_async=request.param == "async", extra=engine_settings(90)
@@ -56,17 +56,6 @@ def drafters(target_dir: Path, head_dir: Path, environment: None) -> Iterator[li
         drafter.kill()
 
 
-def check(results: list[Result], reference: list[Result]) -> None:
-    for result, expected in zip(results, reference, strict=False):
-        assert result.tokens[0] == expected.tokens[0][: len(result.tokens[0])]
-        assert result.finish_reasons == ["length"]
-
-
-def num_verified(results: list[Result]) -> int:
-    """Drafts that were verified."""
-    return sum(one.drafting.counts.num_draft_tokens for one in results if one.drafting is not None)
-
-
 def test_killed_and_restarted(
     engine: RemoteEngine,
     drafters: list[DrafterProcess],
@@ -78,15 +67,15 @@ def test_killed_and_restarted(
     first = drafters[0]
     engine.connect(first)
     jobs = [Job(prompt, NUM_TOKENS) for prompt in prompts[:4]]
-    check(results := engine.run_while(jobs, AFTER_TOKENS, first.kill), reference)
+    check_text(results := engine.run_while(jobs, AFTER_TOKENS, first.kill), reference)
     assert num_verified(results) > 0
     engine.wait_for(lambda links: links[first.entry["address"]]["state"] == "connecting")
     engine.run(jobs[:1])  # a step in which the worker notices
-    check(results := engine.run(jobs), reference)
+    check_text(results := engine.run(jobs), reference)
     assert num_verified(results) == 0
     drafters.append(DrafterProcess([head_dir], target_dir, port=first.port))
     engine.wait_for(lambda links: links[first.entry["address"]]["state"] == "up")
-    check(results := engine.run(jobs), reference)
+    check_text(results := engine.run(jobs), reference)
     assert num_verified(results) > 0
     assert engine.links()[first.entry["address"]]["num_connections"] == 2
 
@@ -104,7 +93,7 @@ def test_restarted_under_load(
     engine.connect(*drafters)
     jobs = [Job(prompt, NUM_TOKENS) for prompt in prompts[:4]]
     answered = {address: link["num_answered"] for address, link in engine.links().items()}
-    check(engine.run_while(jobs, AFTER_TOKENS, drafters[0].kill), reference)
+    check_text(engine.run_while(jobs, AFTER_TOKENS, drafters[0].kill), reference)
     links = engine.links()
     other = drafters[1].entry["address"]
     assert links[other]["num_answered"] > answered[other]
@@ -121,15 +110,15 @@ def test_hung_and_resumed(
     jobs = [Job(prompt, NUM_TOKENS) for prompt in prompts[:4]]
     num_timeouts = engine.links()[address]["num_timeouts"]
     try:
-        check(results := engine.run_while(jobs, AFTER_TOKENS, drafter.freeze), reference)
+        check_text(results := engine.run_while(jobs, AFTER_TOKENS, drafter.freeze), reference)
         assert engine.links()[address]["num_timeouts"] == num_timeouts + 1  # one step waited, the others did not
-        check(silent := engine.run(jobs), reference)
+        check_text(silent := engine.run(jobs), reference)
         assert num_verified(silent) == 0
         assert num_verified(results) > 0
     finally:
         drafter.thaw()
     for _ in range(5):  # its answers are looked for at the start of a step; a busy machine may make it late again
-        check(results := engine.run(jobs), reference)
+        check_text(results := engine.run(jobs), reference)
         if num_verified(results):
             return
     raise AssertionError("a drafter that goes on never drafts again")
@@ -147,12 +136,12 @@ def test_requests_without_drafts_do_not_look_like_rejected_ones(
     rejected, so what is measured of acceptance stays about what it is with drafts for all."""
     jobs = [Job(prompt, NUM_LONG) for prompt in prompts]
     engine.connect(drafters[0])
-    check(all_drafted := engine.run(jobs), reference)
+    check_text(all_drafted := engine.run(jobs), reference)
     drafters.append(DrafterProcess([head_dir], target_dir, "--max-context", "64"))
     engine.set_drafters([])
     engine.run(jobs[:1])  # a step in which the worker lets the first one go
     engine.connect(drafters[-1])
-    check(some_drafted := engine.run(jobs), reference)
+    check_text(some_drafted := engine.run(jobs), reference)
     counts = [
         sum((one.drafting.counts for one in results if one.drafting), Counts())
         for results in (all_drafted, some_drafted)

@@ -21,7 +21,7 @@ from peagle.heads import prepare_head
 from peagle.vllm.engine import RemoteSettings
 from tests.engine.test_draft_engine import strong_head
 from tests.support.drafter_process import DrafterProcess
-from tests.support.engine_harness import Job, Result, reference_results
+from tests.support.engine_harness import Job, Result, engine_of, target_kwargs
 from tests.support.remote_harness import RemoteEngine
 
 pytestmark = [
@@ -101,7 +101,8 @@ def prompts() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def reference(prompts: list[list[int]], small_target: Path, two_ranks: None) -> list[Result]:
     jobs = [Job(prompt, NUM_TOKENS, sampling={"detokenize": False}) for prompt in prompts]
-    return reference_results(small_target, SETTINGS, jobs)
+    with engine_of(target_kwargs(small_target, SETTINGS)) as engine:
+        return engine.run(jobs)
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])

@@ -10,22 +10,12 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-FILES = (
-    "test_kernels_attention.py",
-    "test_kernels_adaptive_verification.py",
-    "test_kernels_draft_rows.py",
-    "test_kernels_drafts.py",
-    "test_kernels_remote_speculator.py",
-    "test_kernels_rows.py",
-    "test_kernels_speculator.py",
-    "test_kernels_verification.py",
-    "test_kernels_wait.py",
-)
 
 
 def test_kernels_equal_their_twins_under_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(str(TESTS / name) for name in FILES)]
+    files = sorted(map(str, TESTS.glob("test_kernels_*.py")))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     done = subprocess.run(
         command, env=environment, cwd=TESTS.parents[1], capture_output=True, text=True, timeout=1200, check=False
     )

@@ -156,8 +156,7 @@ def make_speculator(drafter: Any, num_drafts: int, with_graphs: bool) -> Any:
     return one
 
 
-@pytest.mark.parametrize("with_graphs", [False, True])
-@pytest.mark.parametrize("num_drafts", [1, 4])
+@pytest.mark.parametrize(("num_drafts", "with_graphs"), [(1, True), (4, False), (4, True)])
 def test_drafts_are_the_reference_s(num_drafts: int, with_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts in chunks beside decoding, rejections, requests that come and go, some with K = 0, sequences up to the
     longest, fewer drafts than K_max ahead, and steps whose drafts only the GPU knows."""

@@ -263,13 +263,6 @@ def test_unknown_names_and_origins(service):
     assert httpx.post(f"{service.url}/v1/chat/completions", **plain).status_code == 415
 
 
-def test_paths_of_probes_and_of_clients_that_are_less_exact(service):
-    assert httpx.head(f"{service.url}/health", timeout=60).status_code == 200
-    assert httpx.head(f"{service.url}/ping/", timeout=60).status_code == 200
-    body = {"prompt": "One,", "max_tokens": 1}
-    assert httpx.post(f"{service.url}/v1/completions/", json=body, timeout=60).status_code == 200
-
-
 def test_a_missing_option_of_the_engine_is_named_by_its_key(service):
     error = service.ask(thinking_token_budget=3).json()["error"]
     assert "engine.reasoning_parser" in error["message"]
@@ -278,7 +271,7 @@ def test_a_missing_option_of_the_engine_is_named_by_its_key(service):
 
 def test_requests_of_many_sequences_are_overtaken_by_one_of_one(service):
     """Both of one caller, whose order is that of their arrival, and of another."""
-    wide = {"prompt": "The quick brown fox jumps over the lazy dog. " * 50, "n": 16, "echo": True, "logprobs": 1}
+    wide = {"prompt": "The quick brown fox jumps over the lazy dog. " * 50, "n": 10, "echo": True, "logprobs": 1}
     wide |= {"max_tokens": 16, "ignore_eos": True}
 
     def complete(body: dict[str, Any], address: str = "127.0.0.1") -> float:
@@ -289,7 +282,7 @@ def test_requests_of_many_sequences_are_overtaken_by_one_of_one(service):
 
     with ThreadPoolExecutor(3) as pool:
         slow = [pool.submit(complete, {**wide, "prompt": f"{number} {wide['prompt']}"}) for number in range(2)]
-        wait_for(lambda: service.metrics()["peagle_running_requests"][()] > 8, "requests in the engine")
+        wait_for(lambda: service.metrics()["peagle_running_requests"][()] > 4, "requests in the engine")
         ended_s = complete({"prompt": "One,"}, "127.0.0.2")
         assert ended_s < min(request.result() for request in slow)
 

@@ -21,7 +21,6 @@ from deployments.client import TargetClient
 from tests.support.service_harness import (
     BAD_REQUESTS,
     FIXED,
-    PATIENT,
     PROMPTS,
     QUESTION,
     Service,
@@ -38,7 +37,8 @@ LONG = {"stream": True, "max_tokens": 1500, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
-    with running_service(target={"front_ends": 2}, drafter={"links": PATIENT}, depth=FIXED) as running:
+    drafter = {"placement": "colocated", "replicas": None}
+    with running_service(target={"front_ends": 2}, drafter=drafter, depth=FIXED) as running:
         yield running
 
 

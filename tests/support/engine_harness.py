@@ -2,8 +2,6 @@
 
 import asyncio
 import dataclasses
-import json
-import os
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +18,6 @@ from peagle.vllm.engine import ASYNC_SCHEDULER, engine_kwargs
 from peagle.vllm.limits import guard
 from peagle.vllm.recorder import DraftingRecorder, RequestDrafting
 from peagle.vllm.request_args import DEPTH_KEY, HEAD_KEY, SURVIVAL_KEY, WORKLOAD_KEY
-from tests.support import references
 from tests.support.scripted_drafts import CONTINUATION_KEY
 
 T = TypeVar("T")
@@ -138,6 +135,11 @@ class RunningEngine:
         """Preemptions since the start."""
         return sum(logger.num_preempted for logger in self._preemptions)
 
+    def passes(self) -> list[int]:
+        """Of an engine with `CountedPasses`."""
+        (passes,) = self._run(self._client.collective_rpc("passes"))
+        return list(passes)
+
     def run(self, jobs: Sequence[Job]) -> list[Result]:
         """All of `jobs` at once, results in their order."""
 
@@ -151,19 +153,6 @@ class RunningEngine:
     def call_workers(self, method: str) -> list[Any]:
         """What a method of the engine's `worker_extension_cls` returns in each worker."""
         return self._run(self._client.collective_rpc(method))
-
-    def run_staggered(self, first: Job, then: Job, after_tokens: int) -> tuple[Result, Result]:
-        """`then` is sent when `first` has `after_tokens` tokens out."""
-
-        async def both() -> tuple[Result, Result]:
-            under_way = asyncio.Event()
-            async with asyncio.TaskGroup() as group:
-                task = group.create_task(self._one(first, under_way, after_tokens))
-                await under_way.wait()
-                second = await self._one(then)
-            return task.result(), second
-
-        return self._run(both())
 
     async def _one(self, job: Job, under_way: asyncio.Event | None = None, after_tokens: int = 0) -> Result:
         self._num_requests += 1
@@ -222,22 +211,3 @@ def engine_of(kwargs: dict[str, Any]) -> Iterator[RunningEngine]:
         yield engine
     finally:
         engine.shutdown()
-
-
-def reference_results(target_dir: Path, settings: dict[str, Any], jobs: Sequence[Job]) -> list[Result]:
-    """What the target says without speculation; an engine with `settings` is asked for what is not stored."""
-    keys = [json.dumps([list(job.prompt), job.max_tokens, job.sampling], sort_keys=True) for job in jobs]
-    known = references.load(target_dir)
-    unknown = {key: job for key, job in zip(keys, jobs, strict=True) if key not in known}
-    if unknown:
-        with engine_of(target_kwargs(target_dir, settings)) as engine:
-            results = engine.run(list(unknown.values()))
-        known |= {key: reference_document(result) for key, result in zip(unknown, results, strict=True)}
-        if os.environ.get(references.WRITE):
-            references.save(target_dir, known)
-    return [Result(**known[key], steps=None, drafting=None) for key in keys]
-
-
-def reference_document(result: Result) -> dict[str, Any]:
-    """What is stored of a result."""
-    return {"tokens": result.tokens, "texts": result.texts, "finish_reasons": result.finish_reasons}

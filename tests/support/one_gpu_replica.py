@@ -13,9 +13,7 @@ from typing import Any
 
 import psutil
 import ray
-from ray.serve.llm import LLMConfig
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from vllm import SamplingParams, TokensPrompt
 
 from cluster.settings import load_settings
 from deployments import compat
@@ -25,6 +23,9 @@ from peagle.vllm.engine import engine_kwargs
 
 class Replica:
     async def answer(self, target_dir: str, share: float) -> dict[str, Any]:
+        from ray.serve.llm import LLMConfig  # not in the program that starts Ray: they take long to import
+        from vllm import SamplingParams, TokensPrompt
+
         small = {"max_model_len": 64, "max_num_seqs": 1, "enforce_eager": True}
         config = LLMConfig(
             model_loading_config={"model_id": "m", "model_source": target_dir},

@@ -12,6 +12,18 @@ from tests.support.engine_harness import Job, Result, RunningEngine
 LINK_TIMEOUT_S = 120.0
 
 
+def check_text(results: Sequence[Result], reference: Sequence[Result]) -> None:
+    """Each answer has its length, and is how the target without drafts begins."""
+    for result, expected in zip(results, reference, strict=False):
+        assert result.tokens[0] == expected.tokens[0][: len(result.tokens[0])]
+        assert result.finish_reasons == ["length"]
+
+
+def num_verified(results: Sequence[Result]) -> int:
+    """Drafts that were verified."""
+    return sum(one.drafting.counts.num_draft_tokens for one in results if one.drafting is not None)
+
+
 class RemoteEngine(RunningEngine):
     """`RunningEngine` with what the service asks of the worker."""
 

@@ -1,4 +1,5 @@
-"""The engines of the tests are forked from one process that has imported what they need.
+"""The engines of the tests are forked from one process that has imported what they need. Imports no engine itself:
+`conftest` reads this module for every test.
 
 vLLM spawns an engine's process, and that one spawns its worker: each imports torch and vLLM anew, which on two cores
 takes most of an engine's start. Here both are forked from a server process (the forkserver of `multiprocessing`) that
@@ -6,12 +7,22 @@ has imported them and done nothing else.
 """
 
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+HEAVY_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 PRELOADED = [
     "vllm.v1.engine.core",
     "vllm.v1.executor.multiproc_executor",
@@ -47,9 +58,20 @@ class WarmContext(ForkServerContext):
 CONTEXT = WarmContext()
 
 
-def start_engines_warm(patch: pytest.MonkeyPatch) -> None:
-    """Engines come from the server while `patch` lasts."""
-    from vllm.v1.engine import utils
+def engine_environment() -> dict[str, str]:
+    """Environment for a CPU engine: Intel's OpenMP where it is installed (speculation is slow without it)."""
+    library = Path(sys.prefix) / "lib" / "libiomp5.so"
+    return {**HEAVY_ENVIRONMENT, **({"LD_PRELOAD": str(library)} if library.exists() else {})}
 
-    CONTEXT.set_forkserver_preload(PRELOADED)
-    patch.setattr(utils, "get_mp_context", lambda: CONTEXT)
+
+@contextmanager
+def engines_start_warm() -> Iterator[None]:
+    """Engines that start meanwhile come from the server, with `engine_environment`."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in engine_environment().items():
+            patch.setenv(name, value)
+        from vllm.v1.engine import utils
+
+        CONTEXT.set_forkserver_preload(PRELOADED)
+        patch.setattr(utils, "get_mp_context", lambda: CONTEXT)
+        yield
