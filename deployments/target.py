@@ -91,7 +91,7 @@ class TargetServer(LLMServer):
         compat.prepare_replica()
         if not settings.target.has_gpu:
             use_all_cores_of_a_small_machine()
-        usage_log = UsageLog(settings.ingress.usage_log) if settings.ingress.usage_log else None
+        self._usage_log = UsageLog(settings.ingress.usage_log) if settings.ingress.usage_log else None
         keys = await asyncio.to_thread(settings.read_key_files)
         target_dir, head_dir = await asyncio.to_thread(prepare, settings)
         env = ray.get_runtime_context().runtime_env.get("env_vars", {})
@@ -130,7 +130,7 @@ class TargetServer(LLMServer):
         self._grammars = GrammarChecker(client.vllm_config, grammar_limits(settings.limits))
         self._grammars.start()
         max_running = QUEUED_PER_RUNNING * settings.max_num_seqs
-        self.front_end = FrontEnd(settings, make_k_policy(settings), max_running, usage_log, self._replica)
+        self.front_end = FrontEnd(settings, make_k_policy(settings), max_running, self._usage_log, self._replica)
         self.front_end.set_keys(keys)
         if self._front_ends is None:
             self._generate = EngineAnswers.attach(self.engine, self._recorder, charge, self._grammars).generate
@@ -153,6 +153,12 @@ class TargetServer(LLMServer):
             self._links = DrafterLinks(drafter, self._client.collective_rpc, is_busy)
             self._links.start(functools.partial(setattr, self.front_end, "heads"))
         freeze_gc_heap()  # as vLLM's own server: a full collection of all that is loaded would hold up every stream
+
+    async def __del__(self) -> None:
+        """Serve retires this replica; its requests have ended."""
+        if (usage_log := getattr(self, "_usage_log", None)) is not None:  # the constructor may have failed before
+            usage_log.close()
+        await super().__del__()
 
     async def _start_engine(self) -> None:
         """Without Ray's own next step: its telemetry of models starts an actor that imports vLLM once more, and holds

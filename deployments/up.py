@@ -16,7 +16,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -304,14 +305,27 @@ def _describe(config: Mapping[str, Any], settings: ClusterSettings) -> str:
     return "\n".join(lines)
 
 
+def total_resources(config: Mapping[str, Any], services: Sequence[ClusterSettings]) -> dict[str, float]:
+    """Ray resources of all applications together, at the most."""
+    needed = _sum(map(resources, services))
+    if (gateway := gateway_application(config)) is not None:
+        front = GatewaySettings.read(gateway.get("args"))
+        needed["CPU"] += front.num_replicas * front.num_cpus
+    return needed
+
+
+def _sum(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    needed = defaultdict[str, float](float)
+    for part in parts:
+        for name, number in part.items():
+            needed[name] += number
+    return needed
+
+
 def num_logical_cpus(config: Mapping[str, Any], services: Sequence[ClusterSettings]) -> int:
     """CPUs that Ray is told to have. They are places for processes, not cores: replicas, router and engine workers
     each take some, and on a small machine nothing would ever be scheduled with the number of cores."""
-    needed = sum(resources(settings)["CPU"] for settings in services)
-    if (gateway := gateway_application(config)) is not None:
-        front = GatewaySettings.read(gateway.get("args"))
-        needed += front.num_replicas * front.num_cpus
-    return max(MIN_LOGICAL_CPUS, int(needed) + 3, os.cpu_count() or 1)
+    return max(MIN_LOGICAL_CPUS, int(total_resources(config, services)["CPU"]) + 3, os.cpu_count() or 1)
 
 
 # ---- a Ray cluster
@@ -454,10 +468,9 @@ def _update(
     wanted = live_form(config, *services)
     args = {one.get("name", "default"): one.get("args") for one in before["applications"]}
     changed = [args.get(one.get("name", "default")) != one["args"] for one in model_applications(wanted)]
-    restarts = any(changed)
-    for settings, is_changed in zip(services, changed, strict=True):
-        _check_room(settings, is_changed)
-    say("the service runs: " + ("its replicas start anew, one after the other" if restarts else "only options change"))
+    anew = [settings for settings, is_changed in zip(services, changed, strict=True) if is_changed]
+    _check_room(total_resources(config, services), anew)
+    say("the service runs: " + ("its replicas start anew, one after the other" if anew else "only options change"))
     try:
         deploy(serve, wanted)
         wait_until_ready(serve, config, time.monotonic() + timeout_s, say)
@@ -470,17 +483,18 @@ def _update(
     say(f"ready with the new config: {base_url(config)}/v1")
 
 
-def _check_room(settings: ClusterSettings, restarts: bool) -> None:
-    """Raises UpError where the cluster cannot hold the replicas, or not a new one beside those it replaces."""
+def _check_room(total: Mapping[str, float], anew: Sequence[ClusterSettings]) -> None:
+    """Raises UpError where the cluster cannot hold `total`, or not a new target of each application that starts `anew`
+    beside those it replaces."""
 
     def lacking(needed: Mapping[str, float], there: Mapping[str, float]) -> str:
         short = [name for name, number in needed.items() if number > there.get(name, 0.0) + 1e-6]
         return ", ".join(f"{needed[name]:g} {name} of {there.get(name, 0.0):g}" for name in short)
 
-    if found := lacking(resources(settings), ray.cluster_resources()):  # type: ignore[no-untyped-call]
+    if found := lacking(total, ray.cluster_resources()):  # type: ignore[no-untyped-call]
         raise UpError(f"the cluster is too small for this config: it needs {found}; the service goes on")
-    missing = lacking(replica_resources(settings), ray.available_resources())  # type: ignore[no-untyped-call]
-    if restarts and missing and settings.autoscaling is None:
+    beside = _sum(replica_resources(settings) for settings in anew if settings.autoscaling is None)
+    if missing := lacking(beside, ray.available_resources()):  # type: ignore[no-untyped-call]
         raise UpError(
             "this config starts the engines anew, and there is no room for a new replica beside the old one "
             f"({missing} free): stop the service first, or add a node; the service goes on"

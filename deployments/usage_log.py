@@ -37,7 +37,9 @@ class UsageLog:
         self._open: dict[int, dict[str, Any]] = {}
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write what is left, also of requests whose tokens have not come."""
+        for number in [number for number, found in self._open.items() if "status" in found]:
+            self._write(number)
         self._listener.stop()
 
     def begin(self, number: int) -> None:

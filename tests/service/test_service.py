@@ -263,12 +263,6 @@ def test_unknown_names_and_origins(service):
     assert httpx.post(f"{service.url}/v1/chat/completions", **plain).status_code == 415
 
 
-def test_a_missing_option_of_the_engine_is_named_by_its_key(service):
-    error = service.ask(thinking_token_budget=3).json()["error"]
-    assert "engine.reasoning_parser" in error["message"]
-    assert "--" not in error["message"]
-
-
 def test_requests_of_many_sequences_are_overtaken_by_one_of_one(service):
     """Both of one caller, whose order is that of their arrival, and of another."""
     wide = {"prompt": "The quick brown fox jumps over the lazy dog. " * 50, "n": 10, "echo": True, "logprobs": 1}

@@ -80,6 +80,8 @@ def test_answers_are_the_targets_and_refusals_those_of_one_process(service: Serv
     message, tokens = (httpx.post(f"{service.url}/{path}", json=sent, timeout=60).json() for path, sent in asked)
     assert message["content"][0]["text"] == service.ask().json()["choices"][0]["message"]["content"]
     assert tokens["count"] == message["usage"]["input_tokens"]
+    missing = service.ask(thinking_token_budget=3).json()["error"]["message"]
+    assert ("engine.reasoning_parser" in missing, "--" in missing) == (True, False), "an option by its key"
     chosen = service.ask(structured_outputs={"choice": ["north", "south"]})
     assert chosen.json()["choices"][0]["message"]["content"] in ("north", "south")
 

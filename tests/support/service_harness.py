@@ -1,6 +1,7 @@
 """The real application of a file in configs/ for the tests of the service, and how they talk to it."""
 
 import copy
+import itertools
 import os
 import shutil
 import time
@@ -30,13 +31,18 @@ from benchmarks.common import free_port
 from cluster.settings import load_settings
 from deployments import APP_NAME
 from deployments.app import catalog
-from deployments.up import live_form, ray_environment
+from deployments.up import live_form, model_applications, ray_environment
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 CONFIG = CONFIGS / "local.yaml"
 FIXED = {"policy": "fixed", "default": 5, "by_workload": {"code": 7, "chat": 5}}
 PATIENT = {"min_deadline_ms": 30_000.0, "max_deadline_ms": 60_000.0}
-TOOLS = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+PARSERS = {
+    "enable_auto_tool_choice": True,
+    "tool_call_parser": "hermes",
+    "reasoning_parser": "qwen3",
+    "default_chat_template_kwargs": {"enable_thinking": False},  # a request turns the parser of reasoning on
+}
 READY_TIMEOUT_S = 600.0
 WEB_KEY = "sk-web"
 QUESTION = [{"role": "user", "content": "Write a Python function that returns the sum of a list."}]
@@ -108,10 +114,10 @@ class Service:
         self.document = live_form(changed, load_settings(args, catalog(), os.environ))
         self.deploy()
 
-    def processes(self, deployment: str) -> set[int]:
+    def processes(self, deployment: str, application: str = APP_NAME) -> set[int]:
         """The replicas of a deployment."""
         details = ray.get(_get_global_client()._controller.get_serve_instance_details.remote())
-        replicas = details["applications"][APP_NAME]["deployments"][deployment]["replicas"]
+        replicas = details["applications"][application]["deployments"][deployment]["replicas"]
         return {int(replica["pid"]) for replica in replicas}
 
     def drafting(self) -> dict[str, Any]:
@@ -208,13 +214,12 @@ def assert_refused(service: Service, name: str, stream: bool) -> None:
 @contextmanager
 def running_service(config: Path = CONFIG, **sections: dict[str, Any]) -> Iterator[Service]:
     """The application of a config in a Ray of its own, on free ports, deployed and ready as by `peagle serve`; both are
-    stopped afterwards. `sections`: keys to add to sections of its settings."""
+    stopped afterwards. `sections`: keys to add to sections of the settings of each model."""
     written = yaml.safe_load(config.read_text())
-    args = written["applications"][0]["args"]
-    for name, keys in sections.items():
+    models = [application["args"] for application in model_applications(written)]
+    for args, (name, keys) in itertools.product(models, sections.items()):
         args[name] = {**args.get(name, {}), **keys}
-    settings = load_settings(args, catalog(), os.environ)
-    document = live_form(written, settings)
+    document = live_form(written, *(load_settings(args, catalog(), os.environ) for args in models))
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ray_environment(print).items():
             patch.setenv(name, value)
@@ -223,7 +228,7 @@ def running_service(config: Path = CONFIG, **sections: dict[str, Any]) -> Iterat
     try:
         port = free_port()
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        running = Service(f"http://127.0.0.1:{port}", args["model"]["id"], written, document)
+        running = Service(f"http://127.0.0.1:{port}", models[0]["model"]["id"], written, document)
         running.deploy()
         wait_until_ready(running)
         yield running
@@ -243,7 +248,7 @@ def wait_until_ready(running: Service) -> None:
         running.early += [response, running.ask()]
         running.statuses.append(status)
         time.sleep(2)
-    while serve.status().applications[APP_NAME].status != "RUNNING":
+    while any(application.status != "RUNNING" for application in serve.status().applications.values()):
         assert time.monotonic() < end, serve.status()
         time.sleep(0.2)
 
@@ -265,7 +270,7 @@ class SharedApplication:
             wrong = changed_head(folder / "always-wrong", lambda tensors: tensors["norm.weight"].zero_())
             self._stack.enter_context(pytest.MonkeyPatch.context()).setenv("TEST_WEB_KEY", WEB_KEY)
             drafter = {"heads_by_workload": {"wrong": wrong}, "links": PATIENT}
-            running = running_service(drafter=drafter, depth=FIXED, engine=TOOLS)
+            running = running_service(drafter=drafter, depth=FIXED, engine=PARSERS)
             self._running = self._stack.enter_context(running)
         return self._running
 

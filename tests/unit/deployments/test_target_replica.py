@@ -262,6 +262,23 @@ def test_a_client_that_leaves_aborts_all_sequences_of_its_request(call: Any, tmp
     asyncio.run(run())
 
 
+def test_a_replica_that_ends_writes_the_lines_that_wait_for_tokens(tmp_path: Path) -> None:
+    async def run() -> None:
+        replica = Replica(lambda _: events(chunk(), chunk("stop")))
+        replica._usage_log = UsageLog(str(tmp_path / "usage"))
+        replica.front_end = FrontEnd(cluster(), usage_log=replica._usage_log)
+        replica._client.abort = lambda _: asyncio.sleep(60)  # which says the tokens too late
+        replica.engine.shutdown = lambda: asyncio.sleep(0)  # type: ignore[attr-defined]
+        left = replica.ask("chat", {"messages": HELLO, "stream": True})
+        assert await anext(left)
+        await left.aclose()
+        await TargetServer.__del__(replica)
+
+    asyncio.run(run())
+    (line,) = (tmp_path / "usage").read_text().splitlines()
+    assert (json.loads(line)["status"], "output_tokens" in line) == (499, False)
+
+
 @pytest.mark.parametrize("call", ["chat", "completions"])
 def test_requests_of_one_name_do_not_end_each_other(call: Any) -> None:
     """Gateways give retries, and calls side by side, one X-Request-Id; vLLM aborts all requests of a name."""

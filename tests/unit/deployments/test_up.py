@@ -134,21 +134,18 @@ class Serve:
     def __init__(self) -> None:
         self.deployed: list[dict[str, Any]] = []
         self.fails: list[dict[str, Any]] = []
-        self.running: dict[str, Any] | None = None
+        self.running: list[dict[str, Any]] = []
 
     def deploy_applications(self, wanted: dict[str, Any]) -> None:
         self.deployed.append(wanted)
-        (self.running,) = wanted["applications"]
+        self.running = wanted["applications"]
 
     def get_serve_details(self) -> dict[str, Any]:
-        if self.running is None:
-            return {"applications": {}}
-        status = "DEPLOY_FAILED" if self.running in self.fails else "RUNNING"
-        return {
-            "applications": {
-                "default": {"status": status, "deployed_app_config": self.running, "message": "no such GPU"}
-            }
-        }
+        found = {}
+        for one in self.running:
+            status = "DEPLOY_FAILED" if one in self.fails else "RUNNING"
+            found[one.get("name", "default")] = {"status": status, "deployed_app_config": one, "message": "no such GPU"}
+        return {"applications": found}
 
 
 @pytest.fixture
@@ -217,7 +214,7 @@ def served(**sections: Any) -> dict[str, Any]:
 def running(machine: Any, tmp_path: Path) -> dict[str, Any]:
     """A service that was started with the plain config."""
     before = live_form(*read_config(Path(write(tmp_path / "before.yaml", served()))))
-    (machine.serve.running,) = before["applications"]
+    machine.serve.running = before["applications"]
     return before
 
 
@@ -275,6 +272,26 @@ def test_a_new_engine_without_room_beside_the_old_one_is_refused(tmp_path: Path,
     with pytest.raises(UpError, match=r"too small for this config: it needs \d+(\.\d+)? CPU of 2"):
         up.up(many, say=lambda _: None)
     assert (machine.serve.deployed, machine.stopped) == ([], [])
+
+
+def test_several_models_need_room_together(tmp_path: Path, machine: Any) -> None:
+    """Each of the two new engines, or each model, would fit alone."""
+    raw, *services = read_config(CONFIGS / "two-models.yaml")
+    machine.serve.running = live_form(raw, *services)["applications"]
+    for application in raw["applications"][1:]:
+        application["args"]["engine"]["max_num_seqs"] = 4
+    path = Path(write(tmp_path / "after.yaml", raw))
+    beside = sum(up.replica_resources(one)["CPU"] for one in services)
+    machine.free = {"CPU": beside - 0.1}
+    with pytest.raises(UpError, match=f"beside the old one \\({beside:g} CPU of "):
+        up.up(path, say=lambda _: None)
+    total = 0.1 + sum(resources(one)["CPU"] for one in services)
+    machine.total = {"CPU": total - 0.05}
+    with pytest.raises(UpError, match=f"too small for this config: it needs {total:g} CPU of "):
+        up.up(path, say=lambda _: None)
+    machine.total, machine.free = {"CPU": total}, {"CPU": beside}
+    up.up(path, say=lambda _: None)
+    assert len(machine.serve.deployed) == 1
 
 
 def test_a_config_that_fails_gives_way_to_the_one_before(tmp_path: Path, machine: Any) -> None:

@@ -1,0 +1,65 @@
+"""Reasoning through the real service: vLLM's parser tells it from the answer, with drafts and without, in each API.
+
+The target reasons because its turns before do, in plain text: it has no token for `<think>`."""
+
+from typing import Any
+
+import pytest
+
+from tests.service.test_service_protocols import claude
+from tests.support.service_harness import Service
+
+pytestmark = pytest.mark.service
+
+SEEN = [("grass", "green"), ("snow", "white")]
+TURNS: list[dict[str, str]] = []
+for thing, color in SEEN:
+    said = f"<think>The user asks for a color. {thing.title()} is {color}.</think>{thing.title()} is {color}."
+    TURNS += [{"role": "user", "content": f"What color is {thing}?"}, {"role": "assistant", "content": said}]
+TURNS.append({"role": "user", "content": "What color is the sky?"})
+ON = {"chat_template_kwargs": {"enable_thinking": True}}
+
+
+@pytest.fixture(scope="module")
+def parts(application: Service) -> tuple[str, str]:
+    """Reasoning and answer, by hand from what the target says without drafts and without the parser."""
+    message = application.ask(messages=TURNS, max_tokens=60, drafting={"k": 0}).json()["choices"][0]["message"]
+    assert message.get("reasoning") is None
+    begin, reasoning, answer = message["content"].replace("</think>", "<think>").split("<think>")
+    assert (begin, bool(reasoning), bool(answer)) == ("", True, True)
+    return reasoning, answer
+
+
+@pytest.mark.parametrize("k", [0, 5])
+def test_a_chat_has_its_reasoning_apart_whole_and_as_a_stream(
+    application: Service, parts: tuple[str, str], k: int
+) -> None:
+    asked: dict[str, Any] = {"model": application.model, "messages": TURNS, "max_tokens": 60, "temperature": 0}
+    asked["extra_body"] = {**ON, "drafting": {"k": k}}
+    chat = application.client().chat.completions
+    whole = chat.create(**asked)
+    message = whole.choices[0].message
+    assert (message.reasoning, message.content) == parts
+    assert (whole.drafting["num_accepted_tokens"] > 0) == (k > 0)
+    deltas = [chunk.choices[0].delta for chunk in chat.create(**asked, stream=True) if chunk.choices]
+    pieces = [(getattr(delta, "reasoning", None) or "", delta.content or "") for delta in deltas]
+    assert tuple(map("".join, zip(*pieces, strict=True))) == parts
+
+
+def test_a_response_and_a_message_have_it_in_parts_of_their_own(application: Service, parts: tuple[str, str]) -> None:
+    asked: dict[str, Any] = {"model": application.model, "extra_body": {**ON, "temperature": 0}}
+    responses: Any = application.client().responses
+    with responses.stream(**asked, input=TURNS, max_output_tokens=60) as stream:
+        events = list(stream)
+        streamed = stream.get_final_response()
+    for answer in (responses.create(**asked, input=TURNS, max_output_tokens=60), streamed):
+        reasoning, message = answer.output
+        assert (reasoning.type, reasoning.content[0].text, message.content[0].text) == ("reasoning", *parts)
+    assert "".join(event.delta for event in events if event.type == "response.reasoning_text.delta") == parts[0]
+
+    messages: Any = claude(application).messages
+    with messages.stream(**asked, messages=TURNS, max_tokens=60) as stream:
+        streamed = stream.get_final_message()
+    for answer in (messages.create(**asked, messages=TURNS, max_tokens=60), streamed):
+        thinking, text = answer.content
+        assert (thinking.type, thinking.thinking, text.text) == ("thinking", *parts)
