@@ -15,7 +15,7 @@ from tests.support.service_harness import QUESTION, Service
 
 pytestmark = pytest.mark.service
 
-SYSTEM = "You answer in one short sentence."
+SYSTEM = "You answer in one sentence."  # its own: it becomes a workload
 LIMIT = 12
 
 
