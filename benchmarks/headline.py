@@ -513,7 +513,6 @@ def table(rows: list[dict[str, Any]]) -> str:
 def run(options: argparse.Namespace, arms: list[Arm], cells: list[Cell]) -> dict[str, Any]:
     """Measures every cell of every arm; the report is in `options.out` after each."""
     report: dict[str, Any] = {"ready_s": {}, "rows": [], "options": {k: str(v) for k, v in vars(options).items()}}
-    report["num_gpus"] = {str(arm): 2 if arm.kind == "remote" else 1 for arm in arms} if options.gpus else {}
     report["conditions"] = conditions()
     answers: dict[tuple[int, Cell], dict[str, list[str]]] = {}
     by_server: dict[Arm, list[Arm]] = {}

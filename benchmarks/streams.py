@@ -87,6 +87,9 @@ class Tokens:
 
     async def reset_mm_cache_async(self) -> None: ...
 
+    async def collective_rpc_async(self, *_: Any, **__: Any) -> list[Any]:
+        return []  # there are no workers
+
     async def add_request_async(self, request: Any) -> None:
         await self._to_engine.send_multipart(self._encoder.encode(request))
 
