@@ -149,8 +149,8 @@ class TargetServer(LLMServer):
         self._learning = asyncio.get_running_loop().create_task(self._learn_forever())
         self._links: DrafterLinks | None = None
         if drafter is not None:
-            is_busy = lambda: self.front_end.admission.num_running > 0  # noqa: E731
-            self._links = DrafterLinks(drafter, self._client.collective_rpc, is_busy)
+            admission = self.front_end.admission
+            self._links = DrafterLinks(drafter, self._client.collective_rpc, lambda: admission.num_running > 0)
             self._links.start(functools.partial(setattr, self.front_end, "heads"))
         freeze_gc_heap()  # as vLLM's own server: a full collection of all that is loaded would hold up every stream
 
