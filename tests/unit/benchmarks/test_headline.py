@@ -46,13 +46,16 @@ def test_every_arm_becomes_one_of_vllms_settings_or_a_service(tmp_path: Path, ta
     assert json.loads(line[line.index("--speculative-config") + 1]) == {**settings["stock-7"], "model": str(head)}
     line = command(given, found["eagle3-3x4"], 8000)
     assert line[line.index("--api-server-count") + 1] == "4"
-    for text in ("ours-7", "ours-0", "remote-7", "ours-7gx4"):
+    line = command(given, parse_arm("eagle3-3r4", given), 8000)
+    assert line[line.index("--data-parallel-size") + 1] == "4"
+    for text in ("ours-7", "ours-0", "remote-7r3", "ours-7gx4"):
         arm = parse_arm(text, given)
         assert str(arm) == text
         _, checked = read_config(Path(command(given, arm, 8000)[-1]))
         assert checked.target.front_ends == (4 if text.endswith("x4") else 1)
         assert (checked.drafter is None) == (text == "ours-0")
-        assert checked.drafter is None or checked.drafter.is_remote == (text == "remote-7")
+        assert checked.drafter is None or checked.drafter.is_remote == (text == "remote-7r3")
+        assert checked.target.num_replicas == (3 if text == "remote-7r3" else 1)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +64,7 @@ def test_every_arm_becomes_one_of_vllms_settings_or_a_service(tmp_path: Path, ta
         ("eagle3", {}, "is none, ours-0, or KIND-K"),
         ("peagle-7", {}, "is none, ours-0, or KIND-K"),
         ("ours-7", {"peagle_head": None}, "ours-7 needs --peagle-head"),
-        ("remote-7", {"gpus": ["0"]}, "two of --gpus"),
+        ("remote-7r3", {"gpus": ["0", "1", "2"]}, "needs 4 of --gpus"),
         ("ours-7k8", {}, "asks for 8 drafts a step of at most 7"),
         ("eagle3-7k3", {}, "is none, ours-0, or KIND-K"),
         ("remote-7fp8", {"gpus": ["0", "1"]}, "is none, ours-0, or KIND-K"),
