@@ -276,6 +276,8 @@ def _as_rows(table: Array) -> tuple[tuple[float, ...], ...]:
 def _measured(points: Sequence[TimedStep]) -> StepLatency:
     """The table of steps that an engine timed, each size of batch at several numbers of drafts.
 
+    Other programs, such as an engine that starts beside, only add time, and a smaller step takes no longer than a
+    larger one: so no step counts for more than one with more requests or more drafts.
     Beyond the most drafts a further one takes what the last one did; beyond the largest batch the time grows with the
     requests. The drafter's pass without drafts is on the line of the steps with the fewest drafts. A prompt's row takes
     what a row does in the largest batch.
@@ -291,9 +293,8 @@ def _measured(points: Sequence[TimedStep]) -> StepLatency:
         drafts = np.array(sorted(k for k in seconds if k > 0))
         if not len(drafts):
             continue
-        times = np.maximum.accumulate([seconds[k] for k in drafts])
+        without_s, *times = _no_longer_than_later([seconds.get(0.0, math.inf), *(seconds[k] for k in drafts)])
         slopes = np.diff(times) / np.diff(drafts) if len(drafts) > 1 else np.zeros(1)
-        without_s = seconds.get(0.0, float(times[0]))
         pass_s = max(min(float(times[0] - slopes[0] * drafts[0]), float(times[0])), without_s)
         beyond = np.maximum(np.array(DRAFTS) - drafts[-1], 0.0) * slopes[-1]
         with_drafts = np.interp(DRAFTS, [0.0, *drafts], [pass_s, *times]) + beyond
@@ -301,12 +302,19 @@ def _measured(points: Sequence[TimedStep]) -> StepLatency:
         rows.append([without_s, *np.maximum(with_drafts, without_s)])
     if not rows:
         raise ValueError("step times: no point has drafts")
-    table = np.stack([np.interp(REQUESTS, sizes, column) for column in np.array(rows).T], axis=1)
+    columns = _no_longer_than_later(rows).T
+    table = np.stack([np.interp(REQUESTS, sizes, column) for column in columns], axis=1)
     table *= np.maximum(np.array(REQUESTS) / sizes[-1], 1.0)[:, None]
     most, least = rows[-1][len(_COLUMNS) - 4], rows[-1][1]
     return StepLatency(
         _as_rows(table), max((most - least) / (sizes[-1] * DRAFTS[-4]), LEAST_PROMPT_ROW_S), is_measured=True
     )
+
+
+def _no_longer_than_later(times: Any) -> Array:
+    """Each replaced by the least of itself and those behind it, along the first axis."""
+    found: Array = np.minimum.accumulate(np.asarray(times)[::-1])[::-1]
+    return found
 
 
 def guessed_latency(on_gpu: bool) -> StepLatency:
