@@ -10,6 +10,7 @@ import copy
 import json
 import logging
 import os
+import re
 import secrets
 import signal
 import socket
@@ -115,6 +116,7 @@ def up(path: Path, *, detach: bool = False, timeout_s: float = 900.0, say: Say =
             if before is not None:
                 _update(serve, config, before, services, timeout_s, say)
                 return
+            _check_start(services)
             stack.callback(_stop_service, say)
             if any(settings.callers is None for settings in services):
                 say("no callers in the settings: no API key is asked for, and every workload tag is trusted")
@@ -273,15 +275,20 @@ def replica_resources(settings: ClusterSettings) -> dict[str, float]:
 
 def resources(settings: ClusterSettings) -> dict[str, float]:
     """Ray resources of all replicas together, at the most."""
-    needed = {name: settings.max_num_targets * number for name, number in replica_resources(settings).items()}
-    needed["CPU"] += settings.ingress.num_cpus
-    if settings.drafter is not None and (drafters := settings.drafter.replicas) is not None:
-        needed["CPU"] += settings.max_num_drafters * drafters.num_cpus
-        needed["GPU"] = needed.get("GPU", 0.0) + settings.max_num_drafters * (drafters.num_gpus or 0.0)
-    if (learning := settings.learning) is not None:
-        needed["CPU"] += learning.num_cpus
-        needed["GPU"] = needed.get("GPU", 0.0) + (learning.num_gpus or 0.0)
-    return needed
+    asked = _asked(settings, settings.max_num_targets, settings.max_num_drafters)
+    return _sum({name: number} for _, name, number in asked)
+
+
+def _asked(settings: ClusterSettings, num_targets: int, num_drafters: int) -> Iterator[tuple[str, str, float]]:
+    """What so many replicas ask for: setting, Ray resource, number."""
+    for name, number in replica_resources(settings).items():
+        yield "target.bundle", name, num_targets * number
+    yield "ingress.num_cpus", "CPU", settings.ingress.num_cpus
+    drafters = None if settings.drafter is None else settings.drafter.replicas
+    for section, number, asking in ("drafter.replicas", num_drafters, drafters), ("learning", 1, settings.learning):
+        if asking is not None:
+            yield f"{section}.num_cpus", "CPU", number * asking.num_cpus
+            yield f"{section}.num_gpus", "GPU", number * (asking.num_gpus or 0.0)
 
 
 def describe(config: Mapping[str, Any], *services: ClusterSettings) -> str:
@@ -501,6 +508,26 @@ def _check_room(total: Mapping[str, float], anew: Sequence[ClusterSettings]) -> 
         )
 
 
+def _check_start(services: Sequence[ClusterSettings]) -> None:
+    """Raises UpError where the cluster can never hold the replicas that are to start: Serve would wait for ever."""
+    asked = defaultdict[str, dict[str, float]](dict)
+    for settings in services:
+        numbers = settings.max_num_targets, settings.max_num_drafters
+        few = numbers if settings.autoscaling is None else (1, min(1, numbers[1]))
+        for setting, name, number in _asked(settings, *few):
+            asked[name][setting] = asked[name].get(setting, 0.0) + number
+    there = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    for name, numbers_of in asked.items():
+        if sum(numbers_of.values()) > (found := there.get(name, 0.0)) + 1e-6:
+            asking = {setting: number for setting, number in numbers_of.items() if number}
+            who = " and ".join(f"{setting} asks for {number:g} {name}" for setting, number in asking.items())
+            values = (f"{setting}: {'{CPU: 1}' if setting == 'target.bundle' else 0}" for setting in asking)
+            remedy = "ask for less, or add a node"
+            if name == "GPU" and not found:
+                remedy = f"without a GPU set {', '.join(values)}"
+            raise UpError(f"{who}, and the Ray cluster has {found:g}: {remedy}")
+
+
 def deploy(serve: Any, config: Mapping[str, Any]) -> None:
     """Hand the config to Serve. Raises UpError with Serve's own words when it is refused."""
     try:
@@ -619,8 +646,12 @@ def progress(name: str, state: Mapping[str, Any]) -> str:
 
 
 def _reasons(state: Mapping[str, Any]) -> str:
+    """What Serve says, each once. Of a traceback its last error: the log has the whole."""
     messages = [state.get("message", ""), *(d.get("message", "") for d in state.get("deployments", {}).values())]
-    return "\n".join(message.strip() for message in messages if message and message.strip())
+    short = (
+        re.sub(r"^(ray::|Traceback).*\n(?=[\w.]+(Error|Exception)\b)", "", one, flags=re.M | re.S) for one in messages
+    )
+    return "\n".join(dict.fromkeys(one.strip() for one in short if one.strip()))
 
 
 def _tool(name: str) -> str:

@@ -144,7 +144,8 @@ class Serve:
         found = {}
         for one in self.running:
             status = "DEPLOY_FAILED" if one in self.fails else "RUNNING"
-            found[one.get("name", "default")] = {"status": status, "deployed_app_config": one, "message": "no such GPU"}
+            message = 'It failed 3 times. Error:\nray::x()\n  File "x.py", line 1\nRuntimeError: no such GPU'
+            found[one.get("name", "default")] = {"status": status, "deployed_app_config": one, "message": message}
         return {"applications": found}
 
 
@@ -152,7 +153,7 @@ class Serve:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A Ray cluster that is there, with Serve on it; signals as they were afterwards."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    found = SimpleNamespace(serve=Serve(), stopped=[], total={"CPU": 8.0}, free={"CPU": 4.0})
+    found = SimpleNamespace(serve=Serve(), stopped=[], total={"CPU": 8.0, "GPU": 1.0}, free={"CPU": 4.0})
 
     @contextlib.contextmanager
     def ray_cluster(*_: Any) -> Iterator[str]:
@@ -190,7 +191,7 @@ def test_a_service_that_cannot_start_is_stopped_and_says_why(
     path = Path(write(tmp_path / "right.yaml", config()))
     machine.serve.fails.append(live_form(*read_config(path))["applications"][0])
     assert main(["serve", str(path)]) == 1
-    assert "DEPLOY_FAILED" in capsys.readouterr().err
+    assert "DEPLOY_FAILED\nIt failed 3 times. Error:\nRuntimeError: no such GPU\n" in capsys.readouterr().err
     assert machine.stopped == [True]
 
 
@@ -259,6 +260,26 @@ def test_options_that_the_file_itself_gives_to_deployments_stay(tmp_path: Path) 
     assert options["drafter"] == {"name": "drafter", "num_replicas": 1, "user_config": {"head": "other"}}
     assert (options["target"]["num_replicas"], options["target"]["max_ongoing_requests"]) == (2, 7)
     assert options["target"]["user_config"]["limits"]["max_num_sequences"] == 16
+
+
+@pytest.mark.parametrize(
+    ("gpus", "message"),
+    [
+        (
+            0.0,
+            "target.bundle asks for 2 GPU .* without a GPU set target.bundle: {CPU: 1}, drafter.replicas.num_gpus: 0",
+        ),
+        (2.0, "drafter.replicas.num_gpus asks for 1 GPU, and the Ray cluster has 2: ask for less"),
+    ],
+)
+def test_replicas_that_no_node_can_hold_are_refused_at_once(
+    tmp_path: Path, machine: Any, gpus: float, message: str
+) -> None:
+    machine.total["GPU"] = gpus
+    raw = served(target={"num_replicas": 2}, drafter={**REMOTE, "replicas": None})
+    with pytest.raises(UpError, match=message):
+        up.up(Path(write(tmp_path / "large.yaml", raw)), say=lambda _: None)
+    assert (machine.serve.deployed, machine.stopped) == ([], [])
 
 
 def test_a_new_engine_without_room_beside_the_old_one_is_refused(tmp_path: Path, machine: Any) -> None:
