@@ -646,10 +646,11 @@ def progress(name: str, state: Mapping[str, Any]) -> str:
 
 
 def _reasons(state: Mapping[str, Any]) -> str:
-    """What Serve says, each once. Of a traceback its last error: the log has the whole."""
+    """What Serve says, each once. Of a traceback, which Ray colours, the last error: the log has the whole."""
     messages = [state.get("message", ""), *(d.get("message", "") for d in state.get("deployments", {}).values())]
     short = (
-        re.sub(r"^(ray::|Traceback).*\n(?=[\w.]+(Error|Exception)\b)", "", one, flags=re.M | re.S) for one in messages
+        re.sub(r"^\S*(ray::|Traceback).*\n(?=[\w.]+(Error|Exception)\b)", "", one, flags=re.M | re.S)
+        for one in messages
     )
     return "\n".join(dict.fromkeys(one.strip() for one in short if one.strip()))
 

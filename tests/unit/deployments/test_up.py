@@ -144,7 +144,7 @@ class Serve:
         found = {}
         for one in self.running:
             status = "DEPLOY_FAILED" if one in self.fails else "RUNNING"
-            message = 'It failed 3 times. Error:\nray::x()\n  File "x.py", line 1\nRuntimeError: no such GPU'
+            message = 'It failed 3 times. Error:\n\x1b[36mray::x()\n  File "x.py", line 1\nRuntimeError: no such GPU'
             found[one.get("name", "default")] = {"status": status, "deployed_app_config": one, "message": message}
         return {"applications": found}
 
