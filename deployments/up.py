@@ -281,8 +281,9 @@ def resources(settings: ClusterSettings) -> dict[str, float]:
 
 def _asked(settings: ClusterSettings, num_targets: int, num_drafters: int) -> Iterator[tuple[str, str, float]]:
     """What so many replicas ask for: setting, Ray resource, number."""
-    for name, number in replica_resources(settings).items():
-        yield "target.bundle", name, num_targets * number
+    yield "target.num_cpus", "CPU", num_targets * settings.target.num_cpus
+    for name, number in settings.target.bundle.items():
+        yield "target.bundle", name, num_targets * settings.num_workers * number
     yield "ingress.num_cpus", "CPU", settings.ingress.num_cpus
     drafters = None if settings.drafter is None else settings.drafter.replicas
     for section, number, asking in ("drafter.replicas", num_drafters, drafters), ("learning", 1, settings.learning):
@@ -522,7 +523,7 @@ def _check_start(services: Sequence[ClusterSettings]) -> None:
             asking = {setting: number for setting, number in numbers_of.items() if number}
             who = " and ".join(f"{setting} asks for {number:g} {name}" for setting, number in asking.items())
             values = (f"{setting}: {'{CPU: 1}' if setting == 'target.bundle' else 0}" for setting in asking)
-            remedy = "ask for less, or add a node"
+            remedy = f"ask for less, or {'start Ray with more --num-cpus' if name == 'CPU' else 'add a node'}"
             if name == "GPU" and not found:
                 remedy = f"without a GPU set {', '.join(values)}"
             raise UpError(f"{who}, and the Ray cluster has {found:g}: {remedy}")
