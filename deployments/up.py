@@ -638,8 +638,9 @@ def progress(name: str, state: Mapping[str, Any]) -> str:
         num_running, num = replicas.count("RUNNING"), max(len(replicas), 1)
         parts.append(f"{deployment} {num_running}/{num}")
         if num_running < num:
-            pending = replicas.count("STARTING") < num - num_running
-            waits.append("free resources" if pending and replicas else WAITS_FOR.get(deployment, deployment))
+            is_pending = replicas and replicas.count("STARTING") < num - num_running
+            is_pending = is_pending or "to be scheduled" in detail.get("message", "")  # as Serve says after 30 s
+            waits.append("free resources" if is_pending else WAITS_FOR.get(deployment, deployment))
     if not parts:
         return f"{name} {state['status'].lower()}: waits for the settings to be checked and the application to be built"
     waiting = f", waits for {', '.join(dict.fromkeys(waits))}" if waits else ""

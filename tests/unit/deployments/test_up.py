@@ -195,6 +195,14 @@ def test_a_service_that_cannot_start_is_stopped_and_says_why(
     assert machine.stopped == [True]
 
 
+def test_a_replica_that_serve_cannot_place_waits_for_resources() -> None:
+    slow = "Deployment 'target' has 1 replicas that have taken more than 30s to be scheduled."
+    target = {"replicas": [{"state": "STARTING"}], "message": ""}
+    assert "the engine to load" in up.progress("peagle", {"status": "DEPLOYING", "deployments": {"target": target}})
+    target["message"] = slow
+    assert "free resources" in up.progress("peagle", {"status": "DEPLOYING", "deployments": {"target": target}})
+
+
 # ---- a new config for a service that runs
 
 REMOTE = {
