@@ -36,6 +36,7 @@ from cluster.settings import (
     live_config,
     load_settings,
     pod_directories,
+    swapped,
 )
 from deployments import DRAFTER_NAME, ROUTER_NAME, TARGET_NAME, compat
 from deployments.app import catalog, check_heads
@@ -181,7 +182,7 @@ def read_config(path: Path, *, is_here: bool = True) -> tuple[Any, ...]:
         raise UpError(f"{path} is not a Ray Serve config file: {error}") from error
     if not config["applications"]:
         raise UpError(f"{path}: applications is empty, there is nothing to serve")
-    services = [_read_args(application.setdefault("args", {}), is_here) for application in model_applications(config)]
+    services = [_read_application(application, is_here) for application in model_applications(config)]
     if (gateway := gateway_application(config)) is not None:
         prefixes = {application.get("route_prefix") for application in model_applications(config)}
         for name, prefix in GatewaySettings.read(gateway.get("args")).models.items():
@@ -204,14 +205,19 @@ def model_applications(config: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [application for application in config["applications"] if application["import_path"] != GATEWAY_PATH]
 
 
-def _read_args(args: dict[str, Any], is_here: bool) -> ClusterSettings:
+def _read_application(application: dict[str, Any], is_here: bool) -> ClusterSettings:
     """The settings of one application, whose `args` get the drafter of SM_VLLM_SPECULATIVE_CONFIG."""
+    args = application.setdefault("args", {})
     env, known = dict(os.environ), catalog()
     if not is_here:
         env |= {name: name for name in key_variables(args)}
         known = replace(known, elsewhere=pod_directories(args))
     settings = load_settings(args, known, env)
     check_heads(settings)
+    for given in application.get("deployments") or ():
+        if settings.drafter is not None and given["name"] == DRAFTER_NAME and given.get("user_config"):
+            drafter = swapped(settings.drafter, given["user_config"], known)
+            check_heads(settings.model_copy(update={"drafter": drafter}))
     if settings.drafter is not None and not {"drafter", "speculative_config"} & args.keys():
         args["speculative_config"] = env[SPECULATIVE_CONFIG_ENV]
     return settings
@@ -352,6 +358,7 @@ def ray_cluster(
     address = os.environ.get("RAY_ADDRESS") or compat.local_cluster() or "local"
     context: Any = None
     if address != "local":
+        compat.use_token()
         try:
             context = ray.init(address=address, **quiet)
             say(f"using the Ray cluster at {context.address_info['gcs_address']}")

@@ -260,12 +260,12 @@ def test_what_replicas_are_made_from_stays_in_args(tmp_path: Path) -> None:
 def test_options_that_the_file_itself_gives_to_deployments_stay(tmp_path: Path) -> None:
     raw = served(target={"bundle": {"CPU": 1.0}, "num_replicas": 2})
     raw["applications"][0]["deployments"] = [
-        {"name": "drafter", "user_config": {"head": "other"}},
+        {"name": "drafter", "user_config": {"head": "org/other"}},
         {"name": "target", "max_ongoing_requests": 7},
     ]
     made = live_form(*read_config(Path(write(tmp_path / "own.yaml", raw))))
     options = {one["name"]: one for one in made["applications"][0]["deployments"]}
-    assert options["drafter"] == {"name": "drafter", "num_replicas": 1, "user_config": {"head": "other"}}
+    assert options["drafter"] == {"name": "drafter", "num_replicas": 1, "user_config": {"head": "org/other"}}
     assert (options["target"]["num_replicas"], options["target"]["max_ongoing_requests"]) == (2, 7)
     assert options["target"]["user_config"]["limits"]["max_num_sequences"] == 16
 
