@@ -455,8 +455,12 @@ def _connect(dashboard: str) -> Any:
 
 
 def running_config(serve: Any, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The config of the service that runs under the same name, None where none does."""
+    """The config of the service that runs under the same name, None where none does. Raises UpError where only others
+    run, which Serve would end."""
     found = _states(serve, config)
+    if not found and (others := ", ".join(serve.get_serve_details().get("applications", {}))):
+        remedy = "write that name to change it, or set RAY_ADDRESS=local for a Ray of its own"
+        raise UpError(f"this config would end the application {others}, which this Ray cluster serves: {remedy}")
     if not found or any(state["status"] not in {"RUNNING", "UNHEALTHY"} for state in found.values()):
         return None
     applications = [state["deployed_app_config"] for state in found.values()]
@@ -518,20 +522,17 @@ def _check_room(total: Mapping[str, float], anew: Sequence[ClusterSettings]) -> 
 
 def _check_start(services: Sequence[ClusterSettings]) -> None:
     """Raises UpError where the cluster can never hold the replicas that are to start: Serve would wait for ever."""
-    asked = defaultdict[str, dict[str, float]](dict)
+    asked, there = list[tuple[str, str, float]](), ray.cluster_resources()  # type: ignore[no-untyped-call]
     for settings in services:
-        numbers = settings.max_num_targets, settings.max_num_drafters
-        few = numbers if settings.autoscaling is None else (1, min(1, numbers[1]))
-        for setting, name, number in _asked(settings, *few):
-            asked[name][setting] = asked[name].get(setting, 0.0) + number
-    there = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    for name, numbers_of in asked.items():
-        if sum(numbers_of.values()) > (found := there.get(name, 0.0)) + 1e-6:
-            asking = {setting: number for setting, number in numbers_of.items() if number}
-            who = " and ".join(f"{setting} asks for {number:g} {name}" for setting, number in asking.items())
-            values = (f"{setting}: {'{CPU: 1}' if setting == 'target.bundle' else 0}" for setting in asking)
+        all_of_them = settings.max_num_targets, settings.max_num_drafters
+        asked += _asked(settings, *(all_of_them if settings.autoscaling is None else (1, 1)))
+    for name in dict.fromkeys(name for _, name, _ in asked):
+        asking = [(setting, number) for setting, resource, number in asked if resource == name and number]
+        if sum(number for _, number in asking) > (found := there.get(name, 0.0)) + 1e-6:
+            who = " and ".join(f"{setting} asks for {number:g} {name}" for setting, number in asking)
             remedy = f"ask for less, or {'start Ray with more --num-cpus' if name == 'CPU' else 'add a node'}"
             if name == "GPU" and not found:
+                values = (f"{setting}: {'{CPU: 1}' if setting == 'target.bundle' else 0}" for setting, _ in asking)
                 remedy = f"without a GPU set {', '.join(values)}"
             raise UpError(f"{who}, and the Ray cluster has {found:g}: {remedy}")
 
@@ -657,10 +658,7 @@ def progress(name: str, state: Mapping[str, Any]) -> str:
 def _reasons(state: Mapping[str, Any]) -> str:
     """What Serve says, each once. Of a traceback, which Ray colours, the last error: the log has the whole."""
     messages = [state.get("message", ""), *(d.get("message", "") for d in state.get("deployments", {}).values())]
-    short = (
-        re.sub(r"^\S*(ray::|Traceback).*\n(?=[\w.]+(Error|Exception)\b)", "", one, flags=re.M | re.S)
-        for one in messages
-    )
+    short = (re.sub(r"(?ms)^\S*(ray::|Traceback).*\n(?=[\w.]+(Error|Exception)\b)", "", one) for one in messages)
     return "\n".join(dict.fromkeys(one.strip() for one in short if one.strip()))
 
 

@@ -266,6 +266,9 @@ def test_options_that_the_file_itself_gives_to_deployments_stay(tmp_path: Path) 
     made = live_form(*read_config(Path(write(tmp_path / "own.yaml", raw))))
     options = {one["name"]: one for one in made["applications"][0]["deployments"]}
     assert options["drafter"] == {"name": "drafter", "num_replicas": 1, "user_config": {"head": "org/other"}}
+    raw["applications"][0]["deployments"][0]["user_config"]["head"] = "other"
+    with pytest.raises(ValueError, match=r"user_config.head: 'other' is not one of ours"):
+        read_config(Path(write(tmp_path / "wrong.yaml", raw)))
     assert (options["target"]["num_replicas"], options["target"]["max_ongoing_requests"]) == (2, 7)
     assert options["target"]["user_config"]["limits"]["max_num_sequences"] == 16
 
@@ -287,6 +290,15 @@ def test_replicas_that_no_node_can_hold_are_refused_at_once(
     raw = served(target={"num_replicas": 2}, drafter={**REMOTE, "replicas": None})
     with pytest.raises(UpError, match=message):
         up.up(Path(write(tmp_path / "large.yaml", raw)), say=lambda _: None)
+    assert (machine.serve.deployed, machine.stopped) == ([], [])
+
+
+def test_a_service_of_another_name_is_not_ended(tmp_path: Path, machine: Any) -> None:
+    running(machine, tmp_path)
+    raw = served()
+    raw["applications"][0]["name"] = "other"
+    with pytest.raises(UpError, match="would end the application default, which"):
+        up.up(Path(write(tmp_path / "other.yaml", raw)), say=lambda _: None)
     assert (machine.serve.deployed, machine.stopped) == ([], [])
 
 
