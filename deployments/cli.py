@@ -344,7 +344,7 @@ def train(
 def evaluate(
     head: Annotated[Path, typer.Argument(help="directory of the head")],
     answers: Annotated[list[Path], typer.Argument(help="folders of answers, each of one temperature")],
-    target: Annotated[str, typer.Option(help="directory of the target's checkpoint")],
+    target: Annotated[str, typer.Option(help="embedded target's name, directory or Hugging Face id")],
     against: Annotated[Path | None, typer.Option(metavar="HEAD2", help="for the ratio of AL: HEAD / HEAD2")] = None,
     num_draft_tokens: Annotated[int | None, typer.Option(help="default: what the heads were trained for")] = None,
     max_tokens: Annotated[
@@ -354,10 +354,11 @@ def evaluate(
 ) -> None:
     """Measure the acceptance of a head on answers of its target, for every K."""
     from peagle.evaluate import evaluate_heads
+    from peagle.train.recipe import target_checkpoint
 
     for part in evaluate_heads(
-        head, answers, target, against=against, num_draft_tokens=num_draft_tokens, max_tokens=max_tokens,
-        out=out,
+        head, answers, str(target_checkpoint(target)), against=against, num_draft_tokens=num_draft_tokens,
+        max_tokens=max_tokens, out=out,
     ):  # fmt: skip
         typer.echo(part)
 

@@ -10,6 +10,7 @@ import copy
 import json
 import logging
 import os
+import re
 import secrets
 import signal
 import socket
@@ -35,6 +36,7 @@ from cluster.settings import (
     live_config,
     load_settings,
     pod_directories,
+    swapped,
 )
 from deployments import DRAFTER_NAME, ROUTER_NAME, TARGET_NAME, compat
 from deployments.app import catalog, check_heads
@@ -115,6 +117,7 @@ def up(path: Path, *, detach: bool = False, timeout_s: float = 900.0, say: Say =
             if before is not None:
                 _update(serve, config, before, services, timeout_s, say)
                 return
+            _check_start(services)
             stack.callback(_stop_service, say)
             if any(settings.callers is None for settings in services):
                 say("no callers in the settings: no API key is asked for, and every workload tag is trusted")
@@ -179,7 +182,7 @@ def read_config(path: Path, *, is_here: bool = True) -> tuple[Any, ...]:
         raise UpError(f"{path} is not a Ray Serve config file: {error}") from error
     if not config["applications"]:
         raise UpError(f"{path}: applications is empty, there is nothing to serve")
-    services = [_read_args(application.setdefault("args", {}), is_here) for application in model_applications(config)]
+    services = [_read_application(application, is_here) for application in model_applications(config)]
     if (gateway := gateway_application(config)) is not None:
         prefixes = {application.get("route_prefix") for application in model_applications(config)}
         for name, prefix in GatewaySettings.read(gateway.get("args")).models.items():
@@ -202,14 +205,19 @@ def model_applications(config: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [application for application in config["applications"] if application["import_path"] != GATEWAY_PATH]
 
 
-def _read_args(args: dict[str, Any], is_here: bool) -> ClusterSettings:
+def _read_application(application: dict[str, Any], is_here: bool) -> ClusterSettings:
     """The settings of one application, whose `args` get the drafter of SM_VLLM_SPECULATIVE_CONFIG."""
+    args = application.setdefault("args", {})
     env, known = dict(os.environ), catalog()
     if not is_here:
         env |= {name: name for name in key_variables(args)}
         known = replace(known, elsewhere=pod_directories(args))
     settings = load_settings(args, known, env)
     check_heads(settings)
+    for given in application.get("deployments") or ():
+        if settings.drafter is not None and given["name"] == DRAFTER_NAME and given.get("user_config"):
+            drafter = swapped(settings.drafter, given["user_config"], known)
+            check_heads(settings.model_copy(update={"drafter": drafter}))
     if settings.drafter is not None and not {"drafter", "speculative_config"} & args.keys():
         args["speculative_config"] = env[SPECULATIVE_CONFIG_ENV]
     return settings
@@ -273,15 +281,21 @@ def replica_resources(settings: ClusterSettings) -> dict[str, float]:
 
 def resources(settings: ClusterSettings) -> dict[str, float]:
     """Ray resources of all replicas together, at the most."""
-    needed = {name: settings.max_num_targets * number for name, number in replica_resources(settings).items()}
-    needed["CPU"] += settings.ingress.num_cpus
-    if settings.drafter is not None and (drafters := settings.drafter.replicas) is not None:
-        needed["CPU"] += settings.max_num_drafters * drafters.num_cpus
-        needed["GPU"] = needed.get("GPU", 0.0) + settings.max_num_drafters * (drafters.num_gpus or 0.0)
-    if (learning := settings.learning) is not None:
-        needed["CPU"] += learning.num_cpus
-        needed["GPU"] = needed.get("GPU", 0.0) + (learning.num_gpus or 0.0)
-    return needed
+    asked = _asked(settings, settings.max_num_targets, settings.max_num_drafters)
+    return _sum({name: number} for _, name, number in asked)
+
+
+def _asked(settings: ClusterSettings, num_targets: int, num_drafters: int) -> Iterator[tuple[str, str, float]]:
+    """What so many replicas ask for: setting, Ray resource, number."""
+    yield "target.num_cpus", "CPU", num_targets * settings.target.num_cpus
+    for name, number in settings.target.bundle.items():
+        yield "target.bundle", name, num_targets * settings.num_workers * number
+    yield "ingress.num_cpus", "CPU", settings.ingress.num_cpus
+    drafters = None if settings.drafter is None else settings.drafter.replicas
+    for section, number, asking in ("drafter.replicas", num_drafters, drafters), ("learning", 1, settings.learning):
+        if asking is not None:
+            yield f"{section}.num_cpus", "CPU", number * asking.num_cpus
+            yield f"{section}.num_gpus", "GPU", number * (asking.num_gpus or 0.0)
 
 
 def describe(config: Mapping[str, Any], *services: ClusterSettings) -> str:
@@ -344,6 +358,7 @@ def ray_cluster(
     address = os.environ.get("RAY_ADDRESS") or compat.local_cluster() or "local"
     context: Any = None
     if address != "local":
+        compat.use_token()
         try:
             context = ray.init(address=address, **quiet)
             say(f"using the Ray cluster at {context.address_info['gcs_address']}")
@@ -440,8 +455,12 @@ def _connect(dashboard: str) -> Any:
 
 
 def running_config(serve: Any, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The config of the service that runs under the same name, None where none does."""
+    """The config of the service that runs under the same name, None where none does. Raises UpError where only others
+    run, which Serve would end."""
     found = _states(serve, config)
+    if not found and (others := ", ".join(serve.get_serve_details().get("applications", {}))):
+        remedy = "write that name to change it, or set RAY_ADDRESS=local for a Ray of its own"
+        raise UpError(f"this config would end the application {others}, which this Ray cluster serves: {remedy}")
     if not found or any(state["status"] not in {"RUNNING", "UNHEALTHY"} for state in found.values()):
         return None
     applications = [state["deployed_app_config"] for state in found.values()]
@@ -499,6 +518,23 @@ def _check_room(total: Mapping[str, float], anew: Sequence[ClusterSettings]) -> 
             "this config starts the engines anew, and there is no room for a new replica beside the old one "
             f"({missing} free): stop the service first, or add a node; the service goes on"
         )
+
+
+def _check_start(services: Sequence[ClusterSettings]) -> None:
+    """Raises UpError where the cluster can never hold the replicas that are to start: Serve would wait for ever."""
+    asked, there = list[tuple[str, str, float]](), ray.cluster_resources()  # type: ignore[no-untyped-call]
+    for settings in services:
+        all_of_them = settings.max_num_targets, settings.max_num_drafters
+        asked += _asked(settings, *(all_of_them if settings.autoscaling is None else (1, 1)))
+    for name in dict.fromkeys(name for _, name, _ in asked):
+        asking = [(setting, number) for setting, resource, number in asked if resource == name and number]
+        if sum(number for _, number in asking) > (found := there.get(name, 0.0)) + 1e-6:
+            who = " and ".join(f"{setting} asks for {number:g} {name}" for setting, number in asking)
+            remedy = f"ask for less, or {'start Ray with more --num-cpus' if name == 'CPU' else 'add a node'}"
+            if name == "GPU" and not found:
+                values = (f"{setting}: {'{CPU: 1}' if setting == 'target.bundle' else 0}" for setting, _ in asking)
+                remedy = f"without a GPU set {', '.join(values)}"
+            raise UpError(f"{who}, and the Ray cluster has {found:g}: {remedy}")
 
 
 def deploy(serve: Any, config: Mapping[str, Any]) -> None:
@@ -610,8 +646,9 @@ def progress(name: str, state: Mapping[str, Any]) -> str:
         num_running, num = replicas.count("RUNNING"), max(len(replicas), 1)
         parts.append(f"{deployment} {num_running}/{num}")
         if num_running < num:
-            pending = replicas.count("STARTING") < num - num_running
-            waits.append("free resources" if pending and replicas else WAITS_FOR.get(deployment, deployment))
+            is_pending = replicas and replicas.count("STARTING") < num - num_running
+            is_pending = is_pending or "to be scheduled" in detail.get("message", "")  # as Serve says after 30 s
+            waits.append("free resources" if is_pending else WAITS_FOR.get(deployment, deployment))
     if not parts:
         return f"{name} {state['status'].lower()}: waits for the settings to be checked and the application to be built"
     waiting = f", waits for {', '.join(dict.fromkeys(waits))}" if waits else ""
@@ -619,8 +656,10 @@ def progress(name: str, state: Mapping[str, Any]) -> str:
 
 
 def _reasons(state: Mapping[str, Any]) -> str:
+    """What Serve says, each once. Of a traceback, which Ray colours, the last error: the log has the whole."""
     messages = [state.get("message", ""), *(d.get("message", "") for d in state.get("deployments", {}).values())]
-    return "\n".join(message.strip() for message in messages if message and message.strip())
+    short = (re.sub(r"(?ms)^\S*(ray::|Traceback).*\n(?=[\w.]+(Error|Exception)\b)", "", one) for one in messages)
+    return "\n".join(dict.fromkeys(one.strip() for one in short if one.strip()))
 
 
 def _tool(name: str) -> str:

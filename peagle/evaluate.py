@@ -1,6 +1,6 @@
 """Acceptance of a head on answers of its target: AL and survival for every K from one pass (no decoding).
 
-    peagle evaluate HEAD DIR [DIR2 ...] --target DIR [--against HEAD2] [--out DIR]
+    peagle evaluate HEAD DIR [DIR2 ...] --target TARGET [--against HEAD2] [--out DIR]
 
 `replay` makes drafts at all positions of an answer at once, on the true prefix. For each anchor it counts the leading
 drafts that are the answer's own tokens (`accepted_N`, at most K_max). Decoding at any K visits only some of these

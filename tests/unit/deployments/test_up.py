@@ -144,7 +144,8 @@ class Serve:
         found = {}
         for one in self.running:
             status = "DEPLOY_FAILED" if one in self.fails else "RUNNING"
-            found[one.get("name", "default")] = {"status": status, "deployed_app_config": one, "message": "no such GPU"}
+            message = 'It failed 3 times. Error:\n\x1b[36mray::x()\n  File "x.py", line 1\nRuntimeError: no such GPU'
+            found[one.get("name", "default")] = {"status": status, "deployed_app_config": one, "message": message}
         return {"applications": found}
 
 
@@ -152,7 +153,7 @@ class Serve:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A Ray cluster that is there, with Serve on it; signals as they were afterwards."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    found = SimpleNamespace(serve=Serve(), stopped=[], total={"CPU": 8.0}, free={"CPU": 4.0})
+    found = SimpleNamespace(serve=Serve(), stopped=[], total={"CPU": 8.0, "GPU": 1.0}, free={"CPU": 4.0})
 
     @contextlib.contextmanager
     def ray_cluster(*_: Any) -> Iterator[str]:
@@ -190,8 +191,16 @@ def test_a_service_that_cannot_start_is_stopped_and_says_why(
     path = Path(write(tmp_path / "right.yaml", config()))
     machine.serve.fails.append(live_form(*read_config(path))["applications"][0])
     assert main(["serve", str(path)]) == 1
-    assert "DEPLOY_FAILED" in capsys.readouterr().err
+    assert "DEPLOY_FAILED\nIt failed 3 times. Error:\nRuntimeError: no such GPU\n" in capsys.readouterr().err
     assert machine.stopped == [True]
+
+
+def test_a_replica_that_serve_cannot_place_waits_for_resources() -> None:
+    slow = "Deployment 'target' has 1 replicas that have taken more than 30s to be scheduled."
+    target = {"replicas": [{"state": "STARTING"}], "message": ""}
+    assert "the engine to load" in up.progress("peagle", {"status": "DEPLOYING", "deployments": {"target": target}})
+    target["message"] = slow
+    assert "free resources" in up.progress("peagle", {"status": "DEPLOYING", "deployments": {"target": target}})
 
 
 # ---- a new config for a service that runs
@@ -251,14 +260,46 @@ def test_what_replicas_are_made_from_stays_in_args(tmp_path: Path) -> None:
 def test_options_that_the_file_itself_gives_to_deployments_stay(tmp_path: Path) -> None:
     raw = served(target={"bundle": {"CPU": 1.0}, "num_replicas": 2})
     raw["applications"][0]["deployments"] = [
-        {"name": "drafter", "user_config": {"head": "other"}},
+        {"name": "drafter", "user_config": {"head": "org/other"}},
         {"name": "target", "max_ongoing_requests": 7},
     ]
     made = live_form(*read_config(Path(write(tmp_path / "own.yaml", raw))))
     options = {one["name"]: one for one in made["applications"][0]["deployments"]}
-    assert options["drafter"] == {"name": "drafter", "num_replicas": 1, "user_config": {"head": "other"}}
+    assert options["drafter"] == {"name": "drafter", "num_replicas": 1, "user_config": {"head": "org/other"}}
+    raw["applications"][0]["deployments"][0]["user_config"]["head"] = "other"
+    with pytest.raises(ValueError, match=r"user_config.head: 'other' is not one of ours"):
+        read_config(Path(write(tmp_path / "wrong.yaml", raw)))
     assert (options["target"]["num_replicas"], options["target"]["max_ongoing_requests"]) == (2, 7)
     assert options["target"]["user_config"]["limits"]["max_num_sequences"] == 16
+
+
+@pytest.mark.parametrize(
+    ("gpus", "message"),
+    [
+        (
+            0.0,
+            "target.bundle asks for 2 GPU .* without a GPU set target.bundle: {CPU: 1}, drafter.replicas.num_gpus: 0",
+        ),
+        (2.0, "drafter.replicas.num_gpus asks for 1 GPU, and the Ray cluster has 2: ask for less"),
+    ],
+)
+def test_replicas_that_no_node_can_hold_are_refused_at_once(
+    tmp_path: Path, machine: Any, gpus: float, message: str
+) -> None:
+    machine.total["GPU"] = gpus
+    raw = served(target={"num_replicas": 2}, drafter={**REMOTE, "replicas": None})
+    with pytest.raises(UpError, match=message):
+        up.up(Path(write(tmp_path / "large.yaml", raw)), say=lambda _: None)
+    assert (machine.serve.deployed, machine.stopped) == ([], [])
+
+
+def test_a_service_of_another_name_is_not_ended(tmp_path: Path, machine: Any) -> None:
+    running(machine, tmp_path)
+    raw = served()
+    raw["applications"][0]["name"] = "other"
+    with pytest.raises(UpError, match="would end the application default, which"):
+        up.up(Path(write(tmp_path / "other.yaml", raw)), say=lambda _: None)
+    assert (machine.serve.deployed, machine.stopped) == ([], [])
 
 
 def test_a_new_engine_without_room_beside_the_old_one_is_refused(tmp_path: Path, machine: Any) -> None:
