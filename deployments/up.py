@@ -117,7 +117,6 @@ def up(path: Path, *, detach: bool = False, timeout_s: float = 900.0, say: Say =
             if before is not None:
                 _update(serve, config, before, services, timeout_s, say)
                 return
-            _check_start(services)
             stack.callback(_stop_service, say)
             if any(settings.callers is None for settings in services):
                 say("no callers in the settings: no API key is asked for, and every workload tag is trusted")
@@ -376,6 +375,7 @@ def ray_cluster(
             env = {**ray_environment(say), **local, **os.environ}
             address = stack.enter_context(_own_ray(num_cpus, env, detach))
             context = ray.init(address=address, **quiet)
+            check_start(services)  # another cluster may add nodes by itself
         stack.callback(ray.shutdown)
         yield f"http://{context.dashboard_url}"
 
@@ -520,7 +520,7 @@ def _check_room(total: Mapping[str, float], anew: Sequence[ClusterSettings]) -> 
         )
 
 
-def _check_start(services: Sequence[ClusterSettings]) -> None:
+def check_start(services: Sequence[ClusterSettings]) -> None:
     """Raises UpError where the cluster can never hold the replicas that are to start: Serve would wait for ever."""
     asked, there = list[tuple[str, str, float]](), ray.cluster_resources()  # type: ignore[no-untyped-call]
     for settings in services:
