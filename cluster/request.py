@@ -5,6 +5,7 @@ operator's settings. Leaves: a `Caller`, the name of a workload, and a `Drafting
 its range. Never knows: HTTP beyond these headers, Ray, the engine.
 """
 
+import functools
 import hashlib
 import ipaddress
 import re
@@ -46,6 +47,7 @@ class Caller:
         return f"{self.name}/{self.address}" if self.address else self.name
 
 
+@functools.lru_cache
 def client_network(address: str) -> str:
     """The address of one client: IPv4 as it is, of IPv6 the first 64 bits, of which a client has all addresses; "" for
     what is no address."""

@@ -55,6 +55,7 @@ PATCH_POINTS = (
     "ray.serve._private.proxy_router:ProxyRouter.match_route",
     "ray.serve._private.replica:_load_deployment_def_from_import_path",
     "ray.serve._private.replica:add_port_to_grpc_server",
+    "ray.serve._private.replica:parse_disconnect_disabled_header",
     "ray.serve._private.constants:RAY_SERVE_USE_GRPC_BY_DEFAULT",
     "ray.serve._private.constants:RAY_SERVE_PROXY_USE_GRPC",
 )
@@ -300,8 +301,13 @@ def prepare_replica() -> None:
 
     Closes the port for calls between replicas to other machines where none come that way: it reads pickles, asks for no
     token, and is open on every interface.
+
+    Leaves it to the service to notice that a client has gone (`deployments.http_streams`): Serve would watch each
+    request too, with two more tasks.
     """
     from ray.serve._private import constants, replica
+
+    replica.parse_disconnect_disabled_header = lambda headers: True
 
     for handler in logging.getLogger("ray.serve").handlers:
         if isinstance(handler, logging.handlers.MemoryHandler):

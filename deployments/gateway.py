@@ -28,7 +28,7 @@ from cluster.request import ANYONE, client_network
 from deployments import GATEWAY_NAME, compat
 from deployments.app import TARGET_REQUESTS, bind
 from deployments.errors import ApiError, busy_error, not_ready, server_lost
-from deployments.http_streams import EventStream, read_body, unless_disconnected
+from deployments.http_streams import EventStream, read_body, until_disconnected
 from deployments.telemetry import METRICS_CONTENT_TYPE, labelled, prometheus_text
 from peagle.schema import Problems, Section, SettingsError, problem_lines
 
@@ -113,7 +113,7 @@ class Forwarder:
         for model, prefix in self._models.items():
             if f"{request.scope['path']}/".startswith(f"{prefix}/"):
                 raise not_ready(model)  # HAProxy knows no application of this prefix
-        with contextlib.ExitStack() as until_sent:
+        async with contextlib.AsyncExitStack() as until_sent:
             try:
                 caller = replace(ANYONE, address=client_network(self._client_address(request)))
                 held = until_sent.enter_context(self._bodies.hold_body(caller))
@@ -123,7 +123,8 @@ class Forwarder:
             if len(body) > self._max_body_bytes:
                 raise ApiError(413, f"the body has more than {self._max_body_bytes} bytes (max_body_bytes)")
             model = self.find_model(body)
-            answer = await unless_disconnected(request, self._ask(request, request.method, self._models[model], body))
+            await until_sent.enter_async_context(until_disconnected(request))
+            answer = await self._ask(request, request.method, self._models[model], body)
             if answer.status == 503 and request.method == "POST":
                 answer.close()
                 raise not_ready(model)

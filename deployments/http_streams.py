@@ -2,8 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
@@ -12,24 +12,24 @@ from starlette.types import Receive, Scope, Send
 
 from deployments.errors import ApiError
 
-T = TypeVar("T")
-
 BODY_TIMEOUT_S = 120.0
 
 
 class EventStream(StreamingResponse):
-    """Ends its source with the response, and closes `until_sent`. A source that is left to the garbage collector goes
-    on for a while, and with it the request in the engine."""
+    """Ends its source with the response, and closes `until_sent`, which has entered `until_disconnected`. A source that
+    is left to the garbage collector goes on for a while, and with it the request in the engine."""
 
-    def __init__(self, source: AsyncIterator[str] | AsyncIterator[bytes], until_sent: contextlib.ExitStack) -> None:
+    def __init__(
+        self, source: AsyncIterator[str] | AsyncIterator[bytes], until_sent: contextlib.AsyncExitStack
+    ) -> None:
         super().__init__(source, media_type="text/event-stream")
         self._until_sent = until_sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         source: Any = self.body_iterator
-        with self._until_sent:
-            async with contextlib.aclosing(source):
-                await super().__call__(scope, receive, send)
+        with contextlib.suppress(ApiError):  # the client has gone
+            async with self._until_sent, contextlib.aclosing(source):
+                await self.stream_response(send)
 
 
 async def read_body(request: Request, hold: Callable[[int], None], max_bytes: int) -> bytes:
@@ -51,22 +51,23 @@ async def read_body(request: Request, hold: Callable[[int], None], max_bytes: in
     return b"".join(parts)
 
 
-async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away first: the engine then drops the request."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request))
+@contextlib.asynccontextmanager
+async def until_disconnected(request: Request) -> AsyncIterator[None]:
+    """Cancels what runs inside when the client goes away: the engine then drops the request. Raises ApiError (499)."""
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        limit.reschedule(0.0)
+
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ApiError(499, "the client has gone")
-        return task.result()
-    finally:
-        for unfinished in (task, gone):
-            unfinished.cancel()
-            # vLLM answers a cancelled request with an error, which nobody waits for any more.
-            unfinished.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+        async with asyncio.timeout(None) as limit:
+            task = asyncio.create_task(watch())
+            try:
+                yield
+            finally:
+                task.cancel()
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise ApiError(499, "the client has gone") from error

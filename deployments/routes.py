@@ -34,7 +34,7 @@ from deployments.body import UNUSED_FIELDS, Call, detect_call, engine_keys, name
 from deployments.compat import GATEWAY_HEADER, address_header, gateway_token, listening_host
 from deployments.errors import ApiError, busy_error, internal_error
 from deployments.front_end import Admitted, Answer, FrontEnd, logger
-from deployments.http_streams import EventStream, read_body, unless_disconnected
+from deployments.http_streams import EventStream, read_body, until_disconnected
 from deployments.protocols import CONVERSIONS, TOKENIZER_PATHS, Ask, answer_by_tokenizer
 from deployments.telemetry import METRICS_CONTENT_TYPE
 from peagle import __version__ as peagle_version
@@ -132,6 +132,7 @@ def _host_name(host: str) -> str:
     return name.partition("]")[0].removeprefix("[") if name.startswith("[") else name.partition(":")[0].rstrip(".")
 
 
+@functools.lru_cache
 def _is_loopback(host: str) -> bool:
     if host == "localhost" or host.endswith(".localhost"):
         return True
@@ -139,6 +140,13 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+class PlainRoute(APIRoute):
+    """Its function gets the request as it is, without FastAPI's search for parameters."""
+
+    def get_route_handler(self) -> Any:
+        return self.endpoint
 
 
 def make_app(backend: Backend, entrance: Entrance) -> FastAPI:
@@ -150,7 +158,7 @@ def make_app(backend: Backend, entrance: Entrance) -> FastAPI:
         return await _answer(backend, request)
 
     for path in RECORDS:
-        app.post(path)(ask)
+        app.router.add_api_route(path, ask, methods=["POST"], route_class_override=PlainRoute)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -270,16 +278,16 @@ async def _answer(backend: Backend, request: Request) -> Response:
     front_end, caller = backend.front_end, getattr(request.state, "caller", ANYONE)
     path = _path(request.scope)
 
-    with contextlib.ExitStack() as until_sent:
+    async with contextlib.AsyncExitStack() as until_sent:
         try:
             front_end.admission.count_request(caller)
             _check_media_type(request.headers.get("content-type", ""))
             hold = until_sent.enter_context(front_end.bodies.hold_body(caller))
             document = read_json(await read_body(request, hold, front_end.limits.max_body_bytes), front_end.limits)
+            await until_sent.enter_async_context(until_disconnected(request))
             if path in TOKENIZER_PATHS:
                 async with front_end.admission.hold_places(caller):
-                    work = answer_by_tokenizer(path, front_end, backend.vllm, document)
-                    text = await unless_disconnected(request, work)
+                    text = await answer_by_tokenizer(path, front_end, backend.vllm, document)
                 front_end.metrics.count_answer("", 200)
                 return Response(text, media_type=JSON_MEDIA_TYPE)
             call = CALLS.get(path) or detect_call(document)
@@ -290,7 +298,7 @@ async def _answer(backend: Backend, request: Request) -> Response:
         sent: dict[str, Any] = {"generate": backend.generate, "caller": caller, "headers": request.headers}
         ask: Ask = functools.partial(front_end.answer, call, **sent)
         pieces = (CONVERSIONS[path](front_end, backend.vllm, ask).answer if path in CONVERSIONS else ask)(document)
-        first = await unless_disconnected(request, anext(pieces, ""))
+        first = await anext(pieces, "")
         if first.startswith(("data: ", "event: ")):
             return EventStream(_events(first, pieces, path), until_sent.pop_all())
         return Response("".join([first, *[piece async for piece in pieces]]), media_type=JSON_MEDIA_TYPE)
