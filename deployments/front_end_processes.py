@@ -55,10 +55,6 @@ PROGRAM = ("deployments.front_end_processes",)
 WINDOW = 64
 """Events of an answer that may be under way to a client that reads slowly."""
 
-GC_THRESHOLD = 10_000
-"""New objects between two garbage collections. Requests leave few cycles behind, and with Python's 700 each collection
-walks what the running ones hold, which costs a tenth of the CPU of a request."""
-
 REPORT_TIMEOUT_S = 1.0
 MAX_SILENCE_S = 60.0
 """A process that owes a report for longer hangs, and is ended."""
@@ -535,7 +531,6 @@ async def serve(setup: Mapping[str, Any], end: socket.socket) -> None:
     answers = EngineAnswers.attach(engine, recorder, lambda *charged: wire.send(Charged(*charged)), checker)
     worker = Worker(wire, answers, recorder)
     freeze_gc_heap()
-    gc.set_threshold(GC_THRESHOLD)
     wire.send(Ready())
     async for message in wire.messages():
         if isinstance(message, Outcome):

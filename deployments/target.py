@@ -47,7 +47,7 @@ from deployments.body import Call, grammar_limits
 from deployments.drafter import MAX_SMALL_MACHINE_CORES, head_directory, local_directory, target_source
 from deployments.errors import ApiError, not_ready
 from deployments.front_end import QUEUED_PER_RUNNING, Admitted, Answer, FrontEnd
-from deployments.front_end_processes import GC_THRESHOLD, FrontEndProcesses
+from deployments.front_end_processes import FrontEndProcesses
 from deployments.replicas import (
     POLL_INTERVAL_S,
     POLL_TIMEOUT_S,
@@ -153,7 +153,6 @@ class TargetServer(LLMServer):
             self._links = DrafterLinks(drafter, self._client.collective_rpc, lambda: admission.num_running > 0)
             self._links.start(functools.partial(setattr, self.front_end, "heads"))
         freeze_gc_heap()  # as vLLM's own server: a full collection of all that is loaded would hold up every stream
-        gc.set_threshold(GC_THRESHOLD)
 
     async def __del__(self) -> None:
         """Serve retires this replica; its requests have ended."""
