@@ -53,10 +53,10 @@ def test_launches_may_overtake_their_answers() -> None:
     steps = [Step(0, position, 1, 1 + position % MAX_DEPTH) for position in range(12)]
     pinned = [requests.batch([step], num_rejected=0) for step in steps]
     pending = [parallel_pass.launch(batch) for batch in pinned]
+    expected = [requests.expected(step)[: step.depth] for step in steps]  # in the order of the passes
     # An answer is as wide as its graph, and padded.
-    later_first = zip(steps[::-1], pending[::-1], strict=True)
-    found = [token_ids(drafts())[0].tolist()[: step.depth] for step, drafts in later_first]
-    assert found == [requests.expected(step)[: step.depth] for step in steps[::-1]]
+    found = [token_ids(drafts())[0].tolist() for drafts in reversed(pending)][::-1]
+    assert [drafts[: step.depth] for step, drafts in zip(steps, found, strict=True)] == expected
 
 
 @pytest.mark.gpu
