@@ -1,6 +1,6 @@
 """Checks P-EAGLE on vLLM's V2 runner, on a GPU: equal output, and drafts equal to `peagle.draft`.
 
-    python -m benchmarks.check_drafts --out FILE [--eager] [--backend TRITON_ATTN] [--dtype float32] [--qwen]
+    python -m benchmarks.check_drafts --out FILE [--backend TRITON_ATTN] [--dtype float32] [--qwen]
     python -m benchmarks.check_drafts --out FILE --max-model-len 6000 --phase plain (then none)
     python -m benchmarks.check_drafts --out FILE --sampled --phase plain (then none, drafts)
 
@@ -14,6 +14,9 @@ had no room are counted and not compared: nobody expects them to be accepted.
 
 With `--sampled` requests have a seed and the parameters of `SAMPLING`. Their output must be the first engine's as well,
 token for token: K and the drafts do not change it.
+
+The phase ties needs no GPU: greedy outputs by Transformers, and at each place in the output the request whose first two
+tokens are nearest. Where outputs part at such a place, rounding decides.
 """
 
 import argparse
@@ -21,6 +24,7 @@ import json
 import random
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -207,14 +211,12 @@ def engine(folder: Path, args: argparse.Namespace) -> Any:
         "max_num_seqs": MAX_NUM_SEQS,
         "max_num_batched_tokens": CHUNK,
         "enable_prefix_caching": False,
-        "enforce_eager": args.eager,
         "attention_backend": args.backend,
         "num_gpu_blocks_override": PRESSED_BLOCKS * args.max_model_len // USUAL_LEN,
         "gpu_memory_utilization": 0.15,
         "kv_cache_memory_bytes": 1 << 30,
         "async_scheduling": True,
         "cudagraph_capture_sizes": capture_sizes(CHUNK),
-        "additional_config": {compat.PROMPT_GRAPHS_KEY: not args.piecewise},
     }
     if args.phase != "plain":
         kwargs |= {
@@ -228,17 +230,26 @@ def engine(folder: Path, args: argparse.Namespace) -> Any:
     return LLM(**kwargs)
 
 
+def rounds(max_model_len: int) -> Iterator[list[tuple[list[int], int | None]]]:
+    """Prompt and K of each request, round by round."""
+    draw = random.Random(3)
+    lengths = [1, 2, 7, *(usual * max_model_len // USUAL_LEN for usual in (60, 150, 300))]
+    for depths in ROUNDS:
+        requests = []
+        for index in range(NUM_REQUESTS):
+            length = max_model_len - NUM_OUTPUT // 2 if index % 6 == 5 else draw.choice(lengths)
+            prompt = [draw.randrange(2, 2000) for _ in range(length)]
+            requests.append((prompt, draw.choice(depths)))
+        yield requests
+
+
 def generate(llm: Any, max_model_len: int, with_depths: bool, is_sampled: bool = False) -> list[list[int]]:
     from vllm import SamplingParams, TokensPrompt
 
-    draw, tokens = random.Random(3), []
-    lengths = [1, 2, 7, *(usual * max_model_len // USUAL_LEN for usual in (60, 150, 300))]
-    for depths in ROUNDS:
-        prompts, params = [], []
-        for index in range(NUM_REQUESTS):
-            length = max_model_len - NUM_OUTPUT // 2 if index % 6 == 5 else draw.choice(lengths)
-            prompts.append(TokensPrompt(prompt_token_ids=[draw.randrange(2, 2000) for _ in range(length)]))
-            depth = draw.choice(depths)
+    tokens = []
+    for requests in rounds(max_model_len):
+        prompts, params = [TokensPrompt(prompt_token_ids=prompt) for prompt, _ in requests], []
+        for index, (_, depth) in enumerate(requests):
             extra = {"peagle_k": depth} if with_depths and depth is not None else None
             sampling = {"seed": index, **SAMPLING[index % len(SAMPLING)]} if is_sampled else {"temperature": 0.0}
             params.append(
@@ -247,6 +258,28 @@ def generate(llm: Any, max_model_len: int, with_depths: bool, is_sampled: bool =
         outputs = llm.generate(prompts, params, use_tqdm=False)
         tokens += [list(output.outputs[0].token_ids) for output in outputs]
     return tokens
+
+
+@torch.inference_mode()
+def find_ties(target_dir: Path, max_model_len: int) -> list[dict[str, Any]]:
+    """By place in the output: round and request with the smallest gap between the two largest logits, in standard
+    deviations of the logits, and how many places of all have smaller ones."""
+    from transformers import LlamaForCausalLM
+
+    model, gaps = LlamaForCausalLM.from_pretrained(target_dir, dtype=torch.float32).eval(), []
+    for number, requests in enumerate(rounds(max_model_len)):
+        for index, (prompt, _) in enumerate(requests):
+            rows, cache = torch.tensor([prompt]), None
+            for place in range(min(NUM_OUTPUT, max_model_len - len(prompt))):
+                found = model(rows, past_key_values=cache, use_cache=True)
+                logits, cache = found.logits[0, -1], found.past_key_values
+                best = logits.topk(2)
+                gaps.append((float(best.values.diff().abs() / logits.std()), number, index, place))
+                rows = best.indices[:1][None]
+    smallest: dict[int, dict[str, Any]] = {}
+    for rank, (gap, number, index, place) in enumerate(sorted(gaps)):
+        smallest.setdefault(place, {"place": place, "gap": gap, "round": number, "request": index, "num_smaller": rank})
+    return [smallest[place] for place in sorted(smallest)]
 
 
 def compare(steps: list[dict[str, Any]], head_dir: Path, target_dir: Path, max_model_len: int) -> dict[str, Any]:
@@ -299,8 +332,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/check"))
-    parser.add_argument("--eager", action="store_true")
-    parser.add_argument("--piecewise", action="store_true", help="steps with prompts, to compare with")
     parser.add_argument("--backend", default="TRITON_ATTN")
     parser.add_argument(
         "--choice", action="store_true", help="any number of drafts, chosen by the drafter's probabilities"
@@ -309,7 +340,7 @@ def main() -> int:
     parser.add_argument("--qwen", action="store_true", help="a head of Qwen 3's layers with its own embedding table")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--max-model-len", type=int, default=USUAL_LEN, help="prompts and cache grow with it")
-    parser.add_argument("--phase", choices=("plain", "none", "drafts"), required=True, help="one engine a process")
+    parser.add_argument("--phase", choices=("plain", "none", "drafts", "ties"), required=True)
     args = parser.parse_args()
     args.head = args.folder / ("head-qwen" if args.qwen else "head")
     # vLLM forks its engine, which hangs in the first operation that torch would spread over this process's threads.
@@ -320,11 +351,14 @@ def main() -> int:
         write_target(args.folder / "target", getattr(torch, args.dtype))
         plain.write_text(json.dumps(generate(engine(args.folder, args), args.max_model_len, False, args.sampled)))
         return 0
+    if args.phase == "ties":
+        ties = find_ties(write_target(args.folder / "target", torch.float32), args.max_model_len)
+        args.out.write_text(json.dumps({"ties": ties, "conditions": conditions()}, indent=1))
+        return 0
     expected = json.loads(plain.read_text())
     write_head(args.head, getattr(torch, args.dtype), args.qwen)
     llm = engine(args.folder, args)
-    if not args.eager:
-        llm.collective_rpc("count_replays")
+    llm.collective_rpc("count_replays")
     if args.phase == "drafts":
         llm.collective_rpc("start_recording", args=({str(index): one for index, one in enumerate(expected)},))
     outputs = generate(llm, args.max_model_len, args.phase == "drafts" and not args.choice, args.sampled)
@@ -337,7 +371,7 @@ def main() -> int:
         "num_equal_outputs": sum(one == other for one, other in zip(outputs, expected, strict=True)),
         "num_outputs": len(outputs),
         "first_wrong_token": [place for place in first_wrong if place is not None],
-        "graphs": None if args.eager else llm.collective_rpc("graph_kinds")[0],
+        "graphs": llm.collective_rpc("graph_kinds")[0],
     }
     if args.phase == "drafts":
         path = str(args.folder / f"recorded-{args.out.stem}.pt")

@@ -6,7 +6,7 @@
 One engine a process. A cell keeps so many requests in flight, each replaced by another when it ends: prompts of 128
 random tokens, answers of 128 to 384, so steps with prompts are among those counted, as in service. Nothing is streamed.
 Steps, tokens and accepted drafts are vLLM's own counters over a window of time. All arms have the same CUDA graph
-sizes, the same sampling and the same acceptance, and the worker in a process of its own (`--executor`); else stock arms
+sizes, the same sampling and the same acceptance, and the worker in a process of its own, as in service; else stock arms
 are vLLM as it comes. Acceptance is by position (`SURVIVAL`) or, with `--traces`, each request's that of an answer which
 a real head drafted (`benchmarks.replayed`), two workloads mixed. Several arms start together, their engines all on the
 GPU, and are measured in turn, round by round: ratios are then of one host and of the same minutes. `peagle-Kt` verifies
@@ -162,17 +162,8 @@ class Segments:
         return found
 
 
-def engine_settings(
-    arm: Arm,
-    folder: Path,
-    shape: dict[str, Any],
-    kv_gib: int,
-    prompt_graphs: bool = True,
-    executor: str = "mp",
-    replays: bool = False,
-) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `AsyncEngineArgs`. prompt_graphs: `compat.PROMPT_GRAPHS_KEY`, of our arms. executor:
-    vLLM's distributed_executor_backend, of all arms. replays: acceptance is not vLLM's synthetic one."""
+def engine_settings(arm: Arm, folder: Path, shape: dict[str, Any], kv_gib: int, replays: bool) -> dict[str, Any]:
+    """Keyword arguments of vLLM's `AsyncEngineArgs`. replays: acceptance is not vLLM's synthetic one."""
     from benchmarks.models import write_embedding, write_head, write_target
     from peagle.vllm import compat
     from peagle.vllm.draft_budget import CHOICE_KEY
@@ -189,7 +180,7 @@ def engine_settings(
         "kv_cache_memory_bytes": kv_gib << 30,
         "gpu_memory_utilization": 0.1,  # no more has to be free at the start: other arms are there too
         "enable_prefix_caching": False,
-        "distributed_executor_backend": executor,
+        "distributed_executor_backend": "mp",
         "cudagraph_capture_sizes": capture_sizes(MAX_NUM_SEQS * (1 + max(arm.k, 7))),
         "worker_extension_cls": "benchmarks.replayed.Replayed" if replays else "benchmarks.engines.Segments",
     }
@@ -201,7 +192,7 @@ def engine_settings(
         write_head(head_dir, arm.k, shape, num_layers=4 if parallel else 1, parallel=parallel)
     if arm.kind in ("peagle", "remote"):
         compat.allow_v2()
-        common["additional_config"] = {compat.PROMPT_GRAPHS_KEY: prompt_graphs, CHOICE_KEY: arm.rule != "t"}
+        common["additional_config"] = {CHOICE_KEY: arm.rule != "t"}
         remote = None
         if arm.kind == "remote":
             write_embedding(target_dir, shape)  # the drafter's process reads it there
@@ -441,10 +432,8 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     models.spawn_engines()
     name = args.arm[0]
     arm, shape = Arm.parse(name), dict(getattr(models, args.shape))
-    if args.num_layers:
-        shape = models.shortened(shape, args.num_layers)
     replays = args.traces is not None
-    settings = engine_settings(arm, args.folder, shape, args.kv_gib, not args.piecewise, args.executor, replays)
+    settings = engine_settings(arm, args.folder, shape, args.kv_gib, replays)
     with contextlib.ExitStack() as stack:
         if arm.kind == "remote":
             log = args.out.with_suffix(".drafter")
@@ -518,7 +507,7 @@ async def measure_cells(
     for mix in args.depths or ["all"]:
         depths = None if mix in ("all", "learned") else tuple(map(int, mix.split("/")))
         load = Load(engine, depths, learned if mix == "learned" else None, replays)
-        for num_requests in args.requests if depths is None else args.mixed_requests:
+        for num_requests in args.requests:
             row = {"depths": mix, **await load.measure(num_requests, args.seconds, 0.0)}
             if mix == "learned" and learned is not None:
                 row["believed"] = learned.believed()
@@ -541,17 +530,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/bench-engines"))
     parser.add_argument("--shape", default="QWEN3_CODER_30B", help="a name of benchmarks.models")
-    parser.add_argument("--num-layers", type=int, help="fewer layers of the target, to try things out")
-    parser.add_argument("--piecewise", action="store_true", help="ours: steps with prompts, to compare with")
-    parser.add_argument(
-        "--executor",
-        choices=("mp", "uni"),
-        default="mp",
-        help="a process for the worker, as in a service of ours, or not",
-    )
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--seconds", type=float, default=4.0)
-    parser.add_argument("--mixed-requests", type=int, nargs="+", default=[8, 128], help="with other --depths than all")
     parser.add_argument(
         "--depths",
         nargs="+",

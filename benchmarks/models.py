@@ -116,12 +116,6 @@ def spawn_engines() -> None:
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
 
-def shortened(shape: dict[str, Any], num_layers: int) -> dict[str, Any]:
-    """The target with its first layers only."""
-    layer_types = {"layer_types": shape["layer_types"][:num_layers]} if "layer_types" in shape else {}
-    return {**shape, "num_hidden_layers": num_layers, **layer_types}
-
-
 def write_target(directory: Path, config: dict[str, Any] | None = None) -> Path:
     """A directory that vLLM takes for a target, with `load_format="dummy"` and `skip_tokenizer_init`."""
     directory.mkdir(parents=True, exist_ok=True)

@@ -176,6 +176,8 @@ MAX_SURPRISE = 0.5
 """Relative deviation from what is expected beyond which a step counts as a pause, and moves nothing further."""
 STEP_ERROR = 0.1
 """Standard deviation of one running step's time, as a share."""
+MAX_EXCESS = 1.1
+"""Of a measured step relative to a larger one: what graphs of other sizes and noise make of equal steps."""
 PRIOR_ERRORS = {"table": 0.1, "constant": 1.0, "requests": 1.0 / 64, "prompts": 0.2, "cpu": 0.5}
 """Standard deviations of coefficients before any step. Those of the constant and of a request are shares of a step of
 one request. The others are shares of the coefficient itself."""
@@ -277,7 +279,7 @@ def _measured(points: Sequence[TimedStep]) -> StepLatency:
     """The table of steps that an engine timed, each size of batch at several numbers of drafts.
 
     Other programs, such as an engine that starts beside, only add time, and a smaller step takes no longer than a
-    larger one: so no step counts for more than one with more requests or more drafts.
+    larger one: so no step counts for much more than one with more requests or more drafts.
     Beyond the most drafts a further one takes what the last one did; beyond the largest batch the time grows with the
     requests. The drafter's pass without drafts is on the line of the steps with the fewest drafts. A prompt's row takes
     what a row does in the largest batch.
@@ -293,7 +295,8 @@ def _measured(points: Sequence[TimedStep]) -> StepLatency:
         drafts = np.array(sorted(k for k in seconds if k > 0))
         if not len(drafts):
             continue
-        without_s, *times = _no_longer_than_later([seconds.get(0.0, math.inf), *(seconds[k] for k in drafts)])
+        without_s, *drafted = _limited([seconds.get(0.0, math.inf), *(seconds[k] for k in drafts)])
+        times = np.maximum.accumulate(drafted)
         slopes = np.diff(times) / np.diff(drafts) if len(drafts) > 1 else np.zeros(1)
         pass_s = max(min(float(times[0] - slopes[0] * drafts[0]), float(times[0])), without_s)
         beyond = np.maximum(np.array(DRAFTS) - drafts[-1], 0.0) * slopes[-1]
@@ -302,7 +305,7 @@ def _measured(points: Sequence[TimedStep]) -> StepLatency:
         rows.append([without_s, *np.maximum(with_drafts, without_s)])
     if not rows:
         raise ValueError("step times: no point has drafts")
-    columns = _no_longer_than_later(rows).T
+    columns = _limited(rows).T
     table = np.stack([np.interp(REQUESTS, sizes, column) for column in columns], axis=1)
     table *= np.maximum(np.array(REQUESTS) / sizes[-1], 1.0)[:, None]
     most, least = rows[-1][len(_COLUMNS) - 4], rows[-1][1]
@@ -311,10 +314,10 @@ def _measured(points: Sequence[TimedStep]) -> StepLatency:
     )
 
 
-def _no_longer_than_later(times: Any) -> Array:
-    """Each replaced by the least of itself and those behind it, along the first axis."""
-    found: Array = np.minimum.accumulate(np.asarray(times)[::-1])[::-1]
-    return found
+def _limited(times: Any) -> Array:
+    """Times along the first axis, each at most `MAX_EXCESS` of the least that comes later."""
+    found: Array = np.asarray(times)
+    return np.minimum(found, MAX_EXCESS * np.minimum.accumulate(found[::-1])[::-1])
 
 
 def guessed_latency(on_gpu: bool) -> StepLatency:

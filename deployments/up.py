@@ -285,7 +285,7 @@ def resources(settings: ClusterSettings) -> dict[str, float]:
 
 
 def _asked(settings: ClusterSettings, num_targets: int, num_drafters: int) -> Iterator[tuple[str, str, float]]:
-    """What so many replicas ask for: setting, Ray resource, number."""
+    """Setting, Ray resource and number that these replicas ask for."""
     yield "target.num_cpus", "CPU", num_targets * settings.target.num_cpus
     for name, number in settings.target.bundle.items():
         yield "target.bundle", name, num_targets * settings.num_workers * number
@@ -656,7 +656,7 @@ def progress(name: str, state: Mapping[str, Any]) -> str:
 
 
 def _reasons(state: Mapping[str, Any]) -> str:
-    """What Serve says, each once. Of a traceback, which Ray colours, the last error: the log has the whole."""
+    """What Serve says, each message once; the last error in place of a traceback, which the log has."""
     messages = [state.get("message", ""), *(d.get("message", "") for d in state.get("deployments", {}).values())]
     short = (re.sub(r"(?ms)^\S*(ray::|Traceback).*\n(?=[\w.]+(Error|Exception)\b)", "", one) for one in messages)
     return "\n".join(dict.fromkeys(one.strip() for one in short if one.strip()))
