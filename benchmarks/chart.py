@@ -1,11 +1,11 @@
-"""The README's chart, `docs/speed.svg`: output tokens/s against requests, of two files in `benchmarks/results`.
+"""The charts of `docs/`: a value against the number of requests, of files in `benchmarks/results`.
 
 Plain SVG, readable on a light and on a dark page. `benchmarks.pages` writes it.
 """
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
@@ -18,7 +18,7 @@ Points = Mapping[int, float]
 
 
 class Panel(NamedTuple):
-    """`arms`: name of a line -> arms of the file, of which the fastest stands at each number of requests."""
+    """`arms`: name of a line -> arms of the file, of which the best stands at each number of requests."""
 
     title: str
     note: str
@@ -27,22 +27,60 @@ class Panel(NamedTuple):
     arms: Mapping[str, Sequence[str]]
 
 
-PANELS = (
-    Panel(
-        "Qwen2.5-Coder-1.5B, trained heads",
-        "HumanEval, greedy; one H200; vLLM 0.29",
-        "2026-11-27-headline-coder-gated-h200x4.json",
-        "humaneval",
-        {"this service": ["ours-7"], "EAGLE-3, best of K = 5, 7": ["eagle3-5", "eagle3-7"], "none": ["none"]},
+class Chart(NamedTuple):
+    """`column`: of a row of the file; `best`: which of several arms' means a line shows."""
+
+    label: str
+    unit: str
+    column: str
+    best: Callable[[Iterable[float]], float]
+    panels: tuple[Panel, Panel]
+
+
+CODER_SHAPE, LLAMA_SHAPE = "Qwen2.5-Coder-1.5B's shape, random weights", "Llama-3.1-8B's shape, random weights"
+SHAPE_NOTE = "acceptance set; one H200; vLLM 0.32, EAGLE-3 0.33"
+CODER_FILE, LLAMA_FILE = "2026-11-28-headline-coder-shape-h200x2.json", "2026-11-28-headline-8b-shape-h200x2.json"
+LLAMA_ARMS = {"this service": ["ours-7x4"], "EAGLE-3, K = 3": ["eagle3-3"]}
+
+CHARTS = {
+    "speed.svg": Chart(
+        "Output tokens per second against concurrent requests",
+        "tokens/s",
+        "output_throughput",
+        max,
+        (
+            Panel(
+                "Qwen2.5-Coder-1.5B, trained heads",
+                "HumanEval, greedy; one H200; vLLM 0.29",
+                "2026-11-27-headline-coder-gated-h200x4.json",
+                "humaneval",
+                {"this service": ["ours-7"], "EAGLE-3, best of K = 5, 7": ["eagle3-5", "eagle3-7"], "none": ["none"]},
+            ),
+            Panel(LLAMA_SHAPE, SHAPE_NOTE, LLAMA_FILE, "random", LLAMA_ARMS),
+        ),
     ),
-    Panel(
-        "Llama-3.1-8B's shape, random weights",
-        "acceptance set; one H200; vLLM 0.32, EAGLE-3 0.33",
-        "2026-11-28-headline-8b-shape-h200x2.json",
-        "random",
-        {"this service": ["ours-7x4"], "EAGLE-3, K = 3": ["eagle3-3"]},
+    "ttft.svg": Chart(
+        "Median time to first token against concurrent requests",
+        "ms",
+        "p50_ttft_ms",
+        min,
+        (
+            Panel(
+                CODER_SHAPE,
+                SHAPE_NOTE,
+                CODER_FILE,
+                "random",
+                {
+                    "this service": ["ours-7x4"],
+                    "EAGLE-3, best of K = 3, 5": ["eagle3-3x4", "eagle3-5x4"],
+                    "one process": ["ours-7"],
+                },
+            ),
+            Panel(LLAMA_SHAPE, SHAPE_NOTE, LLAMA_FILE, "random", LLAMA_ARMS),
+        ),
     ),
-)
+}
+"""By file name."""
 STYLE = """
 text { font: 12px sans-serif; fill: #24292f } .title { font-size: 14px; font-weight: bold } .small { fill: #57606a }
 .grid { stroke: #d0d7de; stroke-width: 1 } .line { fill: none; stroke-width: 2.5 }
@@ -56,33 +94,32 @@ circle { stroke: none } circle.a { fill: #0969da } circle.b { fill: #bc4c00 } ci
 """
 
 
-def points_of(panel: Panel, arms: Sequence[str]) -> Points:
-    """Mean output tokens/s over the repeats by number of requests; of several arms the best at each."""
+def points_of(chart: Chart, panel: Panel, arms: Sequence[str]) -> Points:
+    """Mean of the chart's column over the repeats, by number of requests; of several arms the best at each."""
     rows = json.loads((RESULTS / panel.file).read_text(encoding="utf-8"))["rows"]
     rows = [row for row in rows if row["prompts"] == panel.prompts and row["temperature"] == 0 and row["arm"] in arms]
     found = {}
     for count in sorted({row["num_requests"] for row in rows}):
         here = [row for row in rows if row["num_requests"] == count]
-        found[count] = max(
-            mean(row["output_throughput"] for row in here if row["arm"] == arm) for arm in {row["arm"] for row in here}
+        found[count] = chart.best(
+            mean(row[chart.column] for row in here if row["arm"] == arm) for arm in {row["arm"] for row in here}
         )
     return found
 
 
-def svg() -> str:
+def svg(chart: Chart) -> str:
     parts, step = [], WIDTH + 100
-    for index, panel in enumerate(PANELS):
-        parts.append(f'<g transform="translate({LEFT + index * step} {TOP})">\n{_panel(panel)}</g>\n')
+    for index, panel in enumerate(chart.panels):
+        parts.append(f'<g transform="translate({LEFT + index * step} {TOP})">\n{_panel(chart, panel)}</g>\n')
     size = f'viewBox="0 0 {2 * step + 10} {TOP + HEIGHT + 76}"'
-    label = "Output tokens per second against concurrent requests"
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{label}">\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{chart.label}">\n'
         f"<style>{STYLE}</style>\n{''.join(parts)}</svg>\n"
     )
 
 
-def _panel(panel: Panel) -> str:
-    lines = {name: points_of(panel, arms) for name, arms in panel.arms.items()}
+def _panel(chart: Chart, panel: Panel) -> str:
+    lines = {name: points_of(chart, panel, arms) for name, arms in panel.arms.items()}
     counts = sorted({count for line in lines.values() for count in line})
     values = [value for line in lines.values() for value in line.values()]
     low, high = math.floor(math.log10(min(values))), math.log10(max(values) * 1.15)
@@ -100,7 +137,7 @@ def _panel(panel: Panel) -> str:
     for count in counts:
         x = at(count, 10**low)[0]
         made.append(f'<text class="small" x="{x:.1f}" y="{HEIGHT + 18}" text-anchor="middle">{count}</text>')
-    made.append('<text class="small" x="0" y="-6">tokens/s</text>')
+    made.append(f'<text class="small" x="0" y="-6">{chart.unit}</text>')
     made.append(f'<text class="small" x="{WIDTH / 2}" y="{HEIGHT + 36}" text-anchor="middle">requests at a time</text>')
     for place, ((name, line), kind) in enumerate(zip(lines.items(), "abc", strict=False)):
         where = [at(count, value) for count, value in line.items()]

@@ -1,4 +1,4 @@
-"""What is made from code: in `docs/` the tables of settings, training recipe, metrics and alerts, and the chart; and
+"""What is made from code: in `docs/` the tables of settings, training recipe, metrics and alerts, and the charts; and
 `configs/schema.json`, by which editors check and complete a config.
 
     python -m benchmarks.pages [--check]
@@ -23,7 +23,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from benchmarks.chart import svg
+from benchmarks.chart import CHARTS, svg
 from cluster.settings import ClusterSettings
 from deployments.gateway import GATEWAY_PATH, GatewaySettings
 from deployments.metrics import FAMILIES, LEARNED, PREFIX, REMOTE, SCALED, SEVERAL
@@ -32,7 +32,6 @@ from peagle.train.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-CHART = DOCS / "speed.svg"
 SCHEMA = ROOT / "configs" / "schema.json"
 BEGIN, END = "<!-- made: {} -->\n", "<!-- end -->"
 
@@ -252,9 +251,10 @@ def renewed(text: str, parts: dict[str, Callable[[], str]]) -> str:
 
 
 def old_pages() -> dict[Path, str]:
-    """Pages whose made parts are old, the chart and the schema, with the text that they should have."""
+    """Pages whose made parts are old, the charts and the schema, with the text that they should have."""
     wanted = {DOCS / name: renewed((DOCS / name).read_text(encoding="utf-8"), parts) for name, parts in MADE.items()}
-    wanted[CHART], wanted[SCHEMA] = svg(), config_schema()
+    wanted |= {DOCS / name: svg(chart) for name, chart in CHARTS.items()}
+    wanted[SCHEMA] = config_schema()
     return {
         path: text for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text
     }
