@@ -44,7 +44,7 @@ from peagle.provenance import conditions
 from peagle.schema import type_problems
 from peagle.train.cod import next_tokens, row_inputs
 from peagle.train.data import Batch, Conversations, PackedBatches, distinct_share, pack
-from peagle.train.passes import ChainAttention, check_window
+from peagle.train.passes import ChainAttention
 from peagle.train.target import Target
 
 PACK_TOKENS = 2048
@@ -177,13 +177,15 @@ def replay(
     """Drafts at every anchor of every answer.
 
     num_depths: K_max, by default the head's own. max_tokens: prompt and answer together; longer ones are skipped.
-    Raises ValueError for a K_max that a P-EAGLE head was not trained for.
+    Raises ValueError for a K_max that a P-EAGLE head was not trained for, or above its sliding window.
     """
     trained = drafter.config.max_depths
     num_depths = num_depths or drafter.config.num_depths
     if drafter.config.ptd_token_id is not None and num_depths > trained:
         raise ValueError(f"K_max = {num_depths}: the head was trained to draft {trained} tokens in a pass")
-    check_window(drafter.config.sliding_window, num_depths)
+    window = drafter.config.sliding_window
+    if window is not None and window < num_depths:  # the last drafts of a chain would see no row of its prefix
+        raise ValueError(f"sliding_window = {window} must be at least K_max = {num_depths}")
     skipped = {}
     for index, (length, prompt) in enumerate(zip(data.lengths.tolist(), data.prompt_lengths.tolist(), strict=True)):
         if length - prompt < 2:

@@ -28,20 +28,10 @@ from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
 from peagle.checkpoint import save_drafter
-from peagle.config import read_target_config
 from peagle.evaluate import evaluate, load_answers, table
 from peagle.provenance import conditions
 from peagle.train.data import Batch, Conversations, PackedBatches, check_data_fits, read_manifest, write_manifest
-from peagle.train.passes import (
-    Eagle3Pass,
-    PassReport,
-    PEaglePass,
-    States,
-    drafter_config,
-    new_drafter,
-    seen_by_drafter,
-)
-from peagle.train.plan import TrainingPlan
+from peagle.train.passes import Eagle3Pass, PassReport, PEaglePass, States, new_drafter, seen_by_drafter
 from peagle.train.qk_clip import EVERY_STEPS, attention_scores, clip_attention
 from peagle.train.recipe import OptimizerRecipe, Recipe, ScheduleRecipe
 from peagle.train.target import KeptStates, Target
@@ -213,21 +203,13 @@ class Trainer:
         dtype = torch.bfloat16 if on_gpu else torch.float32
         self.output = Path(recipe.output)
         target_dir = recipe.target_dir()
-        target_config = read_target_config(target_dir)
-        plan = TrainingPlan.make(
-            recipe, target_dir, target_config, drafter_config(recipe, target_config), self.device, self.workers.size
-        )
-        plan.check()
         data, num_held_out = self._split_data()
         packing = recipe.batch.model_dump(include={"num_sequences", "max_tokens", "long"})
         self.batches = PackedBatches(data, seed=recipe.seed, **packing)
         check_data_fits(recipe.data, target_dir, self.batches)
         self.data_digest = data.digest()
-        if self.workers.leads:
-            if self.answers:  # found at the start, not after the training
-                check_data_fits(self.answers, target_dir)
-            for line in plan.lines(recipe, self.batches.counts, num_held_out, self.workers.size):
-                logger.info(line)
+        if self.workers.leads and self.answers:  # found at the start, not after the training
+            check_data_fits(self.answers, target_dir)
         self.target = Target(target_dir, device=str(self.device), dtype=dtype, compiled=self.compiled)
         self.random = torch.Generator(self.device).manual_seed(recipe.seed)
         self.drafter = new_drafter(recipe, self.target, self.batches, self.random)
@@ -235,6 +217,7 @@ class Trainer:
         self.workers.share(owned.values())
         if not self.workers.leads:  # workers start from one drafter and then drop different rows
             self.random.manual_seed(hash((recipe.seed, self.workers.rank)) % 2**63)
+        self._log_plan(num_held_out)
         self.optimizer = Optimizer(owned, recipe.optimizer, fused=on_gpu)
         self.average = MovingAverage(owned, recipe.optimizer.ema_decay)
         self._pass: PEaglePass | Eagle3Pass
@@ -271,6 +254,25 @@ class Trainer:
             write_manifest(folder, kept | {"categories": [names[index] for index in held_out]})
         return data.select(trained), len(held_out)
 
+    def _log_plan(self, num_held_out: int) -> None:
+        """Says how much is trained, on what and for how long."""
+        counts, batch, schedule = self.batches.counts, self.recipe.batch, self.recipe.schedule
+        step = batch.num_sequences * batch.max_tokens * batch.num_accumulated * self.workers.size
+        limit = "" if schedule.max_minutes is None else f" or {schedule.max_minutes:g} minutes"
+        if self.workers.leads:
+            logger.info(
+                "data      %s conversations, %s tokens, %s of answers; held out: %s conversations",
+                *(f"{counts[key]:,}" for key in ("num_conversations", "num_tokens", "num_answer_tokens")),
+                f"{num_held_out:,}",
+            )
+            num_trainable = sum(parameter.numel() for parameter in self.drafter.trainable().values())
+            logger.info("drafter   %.1f M trainable parameters", num_trainable / 1e6)
+            passes = schedule.max_steps * step / counts["num_tokens"]
+            logger.info(
+                "schedule  %s steps%s, %s tokens a step, at most %s passes over the data",
+                f"{schedule.max_steps:,}", limit, f"{step:,}", f"{passes:,.1f}",
+            )  # fmt: skip
+
     def _next(self, batches: Iterator[Batch]) -> tuple[Batch, Tensor | None]:
         """The next batch, on the host, and the target's states of it as far as they are kept."""
         batch = next(batches)
@@ -289,7 +291,7 @@ class Trainer:
             )
         states = States(aux_BNX, last_BNS, self.target.lm_head_VS)
         batch, states = seen_by_drafter(batch, states, self.recipe.batch.joined_share, self.step)
-        max_score = None if self.drafter.config.qk_norm else self.recipe.optimizer.max_attention_score
+        max_score = self.recipe.optimizer.max_attention_score
         if max_score is not None and is_first and self.step % EVERY_STEPS == 0:
             scores_WLA = torch.stack(self.workers.gather(attention_scores(self.drafter, batch, states.aux_BNX)))
             clip_attention(self.drafter, scores_WLA.amax(0), max_score)
