@@ -123,15 +123,13 @@ def prepare_head(
     head: str | Path,
     target_dir: Path,
     cache_dir: Path | None = None,
-    *,
-    verify: bool = False,
     report: Report = logger.info,
 ) -> Path:
     """Directory of a plain head that fits the target in `target_dir`.
 
     `head` is a shipped head's name or a directory. A directory that already holds a plain head is checked and returned
     as it is; one in another form is joined with the target's tables where it lacks them, and written as a plain head,
-    at the first call and reused afterwards. `verify` hashes every file that is reused.
+    at the first call and reused afterwards.
 
     Raises HeadError for an unknown, damaged or unfitting head, ValueError for a target without the tables that the head
     needs, CacheError when the cache directory is full or not writable.
@@ -151,7 +149,7 @@ def prepare_head(
         save_head(directory, config, with_tables(config, load_head(head_dir)[1], tables))
 
     root = cache_root(cache_dir) / "heads"
-    return prepare_directory(root, f"{head_dir.name}-{key}", num_bytes, build, verify=verify, report=report)
+    return prepare_directory(root, f"{head_dir.name}-{key}", num_bytes, build, report)
 
 
 def _head_directory(head: str | Path) -> Path:

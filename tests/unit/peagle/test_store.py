@@ -16,7 +16,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from peagle.store import MANIFEST, CacheError, cache_root, is_intact, prepare_directory, write_bytes
+from peagle.store import MANIFEST, CacheError, is_intact, prepare_directory, write_bytes
 from tests.support.disk import full_disk
 
 
@@ -26,8 +26,8 @@ def build(directory: Path) -> None:
     write_bytes(directory / "sub" / "config", b"{}")
 
 
-def prepare(root: Path, num_bytes: int = 2000, **options: bool) -> Path:
-    return prepare_directory(root, "thing", num_bytes, build, **options)
+def prepare(root: Path, num_bytes: int = 2000) -> Path:
+    return prepare_directory(root, "thing", num_bytes, build)
 
 
 def leftovers(root: Path) -> list[str]:
@@ -39,38 +39,22 @@ def test_directory_is_built_once_and_reused(tmp_path: Path) -> None:
     path = prepare(tmp_path / "a" / "b")
     inode = path.stat().st_ino
     assert (path / "sub" / "config").read_bytes() == b"{}"
-    assert prepare_directory(path.parent, "thing", 0, build, verify=True, report=reports.append) == path
+    assert prepare_directory(path.parent, "thing", 0, build, reports.append) == path
     assert (path.stat().st_ino, reports) == (inode, [])
     assert leftovers(path.parent) == []
 
 
-@pytest.mark.parametrize("damage", ["short", "gone", "touched", "broken manifest"])
-def test_damage_is_found_and_mended(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize(("file", "content"), [("weights", b"w" * 999), ("sub/config", None), (MANIFEST, b'{"files"')])
+def test_damage_is_found_and_mended(tmp_path: Path, file: str, content: bytes | None) -> None:
     path = prepare(tmp_path)
-    if damage == "short":
-        (path / "weights").write_bytes(b"w" * 999)
-    elif damage == "gone":
-        (path / "sub" / "config").unlink()
-    elif damage == "touched":  # same size, other bytes, other mtime
-        (path / "weights").write_bytes(b"x" * 1000)
-    else:
-        (path / MANIFEST).write_text('{"files"')
+    (path / file).unlink()
+    if content is not None:
+        (path / file).write_bytes(content)
     assert not is_intact(path)
     assert prepare(tmp_path) == path
-    assert is_intact(path, full=True)
+    assert is_intact(path)
     assert (path / "weights").read_bytes() == b"w" * 1000
     assert leftovers(tmp_path) == []
-
-
-def test_silent_damage_is_found_by_a_full_check_only(tmp_path: Path) -> None:
-    path = prepare(tmp_path)
-    stat = (path / "weights").stat()
-    (path / "weights").write_bytes(b"x" * 1000)
-    os.utime(path / "weights", ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert is_intact(path)
-    assert not is_intact(path, full=True)
-    prepare(tmp_path, verify=True)
-    assert (path / "weights").read_bytes() == b"w" * 1000
 
 
 def test_no_room_is_told_before_anything_is_written(tmp_path: Path) -> None:
@@ -192,11 +176,3 @@ def test_killed_builder_leaves_nothing_that_is_used(tmp_path: Path) -> None:
     assert leftovers(tmp_path) != []
     assert (prepare(tmp_path) / "weights").read_bytes() == b"w" * 1000
     assert leftovers(tmp_path) == []
-
-
-def test_cache_root_is_named_by_argument_then_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PEAGLE_CACHE", str(tmp_path / "env"))
-    assert cache_root() == tmp_path / "env"
-    assert cache_root(tmp_path / "argument") == tmp_path / "argument"
-    monkeypatch.setenv("PEAGLE_CACHE", "")
-    assert cache_root() == Path.home() / ".cache" / "peagle"
