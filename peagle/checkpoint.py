@@ -436,27 +436,18 @@ def check_tables(config: DrafterConfig, tensors: dict[str, Tensor], source: str 
 
     if not {"d2t", "t2d"} & tensors.keys():
         return  # and no tensor's header vouches for the vocabulary's size
-    problems = []
-    ids = torch.arange(config.draft_vocab_size)
-    if "d2t" in tensors:
-        ids = target_ids(tensors["d2t"].cpu())
-        num_different = len(set(ids.tolist()))
-        outside = ((ids < 0) | (ids >= config.vocab_size)).nonzero()[:, 0]
-        if len(outside):
-            first = int(outside[0])
-            problems.append(
-                f"d2t[{first}] = {int(tensors['d2t'][first])} leads to target token {int(ids[first])}, outside "
-                f"0..{config.vocab_size - 1} ({len(outside)} such entries; d2t holds offsets: target = i + d2t[i])"
-            )
-        elif num_different < len(ids):
-            problems.append(f"d2t leads {len(ids)} draft tokens to only {num_different} different target tokens")
-    if "t2d" in tensors and not problems:
-        marked = tensors["t2d"].cpu().bool()
-        if int(marked.sum()) != config.draft_vocab_size:
-            problems.append(
-                f"t2d marks {int(marked.sum())} target tokens, draft_vocab_size is {config.draft_vocab_size}"
-            )
-        elif not bool(marked[ids].all()):
-            problems.append(f"t2d does not mark {int((~marked[ids]).sum())} of the target tokens that d2t leads to")
-    if problems:
-        raise HeadError(f"head {source}: " + "; ".join(problems))
+    ids = target_ids(tensors["d2t"].cpu()) if "d2t" in tensors else torch.arange(config.draft_vocab_size)
+    outside = ((ids < 0) | (ids >= config.vocab_size)).nonzero()[:, 0]
+    problem = ""
+    if len(outside):
+        first = int(outside[0])
+        problem = (
+            f"d2t[{first}] = {int(tensors['d2t'][first])} leads to target token {int(ids[first])}, outside "
+            f"0..{config.vocab_size - 1} ({len(outside)} such entries; d2t holds offsets: target = i + d2t[i])"
+        )
+    elif (num_different := len(ids.unique())) < len(ids):
+        problem = f"d2t leads {len(ids)} draft tokens to only {num_different} different target tokens"
+    elif "t2d" in tensors and not torch.equal(tensors["t2d"].cpu().bool(), marks(ids, config.vocab_size)):
+        problem = f"t2d does not mark the {len(ids)} target tokens that d2t leads to, and no others"
+    if problem:
+        raise HeadError(f"head {source}: {problem}")

@@ -63,9 +63,9 @@ def test_vocabulary_tables_must_agree(tmp_path: Path) -> None:
         load_with(d2t=offsets.index_fill(0, torch.tensor([6]), 94))
     with pytest.raises(HeadError, match="d2t leads 10 draft tokens to only 9 different target tokens"):
         load_with(d2t=offsets.index_put((torch.tensor([1]),), offsets[0] - 1))
-    with pytest.raises(HeadError, match=r"t2d does not mark \d+ of the target tokens that d2t leads to"):
+    with pytest.raises(HeadError, match="t2d does not mark the 10 target tokens that d2t leads to"):
         load_with(d2t=ids)  # token ids where offsets belong, all in range here
-    with pytest.raises(HeadError, match="t2d marks 11 target tokens, draft_vocab_size is 10"):
+    with pytest.raises(HeadError, match="t2d does not mark the 10 target tokens that d2t leads to, and no others"):
         load_with(t2d=head_tensors(REDUCED)["t2d"].index_fill(0, torch.tensor([0]), True))
 
 
