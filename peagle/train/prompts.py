@@ -41,8 +41,8 @@ class Prompt:
     """Messages up to where an answer begins, the class of traffic they stand for, and the answer if one is given.
 
     messages: as the chat template takes them, and so `tools`; answer_message: the answer where it is more than its text
-    (`reasoning_content`, `tool_calls`); is_whole: the answer ended by itself; num_unused: messages behind the answer;
-    where: file and line, for messages about it.
+    (`reasoning_content`, `tool_calls`); is_whole: the answer ended by itself; where: file and line, for messages about
+    it.
     """
 
     messages: tuple[dict[str, Any], ...]
@@ -52,7 +52,6 @@ class Prompt:
     tools: tuple[dict[str, Any], ...] = ()
     answer_message: dict[str, Any] | None = None
     is_whole: bool = True
-    num_unused: int = 0
 
     def with_answer(self, message: Message, *, is_whole: bool = True) -> Prompt:
         whole = message.as_dict()
@@ -154,7 +153,6 @@ class Row(_Record):
     messages: list[Message]
     tools: list[dict[str, Any]] = Field(default_factory=list)
     category: str = "default"
-    num_unused: int = 0
 
     _parse = field_validator("tools", mode="before")(_from_json)
 
@@ -167,19 +165,19 @@ class Row(_Record):
         form = next((form for form in _FORMS if form in row), None)
         if form is None:
             raise ValueError(f"needs one of {', '.join(_FORMS)}; has {', '.join(map(str, row)) or 'no column'}")
-        given, num_unused = row[form], 0
+        given = row[form]
         if form == "conversations" and isinstance(given, list):
             given = [_from_sharegpt(turn) for turn in given]
         elif form not in ("messages", "conversations"):
             if form == "turns" and isinstance(given, list) and given:
-                given, num_unused = given[0], len(given) - 1
+                given = given[0]
             if form == "instruction" and row.get("input"):
                 given = f"{given}\n\n{row['input']}"
             answer = row.get("output" if form == "instruction" else "answer")
             given = [{"role": "user", "content": given}]
             given += [] if answer is None else [{"role": "assistant", "content": answer}]
         kept = {key: row[key] for key, kind in _BESIDE.items() if row.get(key) and isinstance(row[key], kind)}
-        return {"messages": given, "num_unused": num_unused, **kept}
+        return {"messages": given, **kept}
 
     def as_prompt(self, where: str, *, need_answer: bool) -> Prompt:
         """Its last answer of a weight other than 0 is the answer, where it ends with one or an answer is needed."""
@@ -192,11 +190,10 @@ class Row(_Record):
             at = (trained or answers)[-1]
         if at == 0 or self.messages[at - 1].role not in ("user", "tool"):
             raise ValueError("needs a user's message (or a tool's) last, or before the answer")
-        context, behind = tuple(message.as_dict() for message in self.messages[:at]), self.messages[at:]
+        context = tuple(message.as_dict() for message in self.messages[:at])
         prompt = Prompt(context, self.category, where=where, tools=tuple(self.tools))
-        if behind and behind[0].weight != 0:
-            prompt = prompt.with_answer(behind.pop(0))
-        return dataclasses.replace(prompt, num_unused=len(behind) + self.num_unused)
+        is_answered = at < len(self.messages) and self.messages[at].weight != 0
+        return prompt.with_answer(self.messages[at]) if is_answered else prompt
 
 
 def _parse_line(line: bytes) -> Any:
@@ -275,7 +272,7 @@ def keep_good(items: Iterable[Item], make: Callable[[Item], Made], source: str |
 
 
 def read_prompts(source: str | Path, *, need_answers: bool = False) -> list[Prompt]:
-    """The conversations of a source that `read_rows` knows. Messages and columns that are not read are logged.
+    """The conversations of a source that `read_rows` knows. Columns that are not read are logged.
 
     need_answers: every row must give one. Raises ValueError as `keep_good`, and as `read_rows`.
     """
@@ -295,18 +292,14 @@ def read_prompts(source: str | Path, *, need_answers: bool = False) -> list[Prom
     prompts = keep_good(read_rows(source), make, source)
     if unread:
         logger.warning("%s: columns that are not read: %s", source, ", ".join(sorted(unread)))
-    if num_unused := sum(prompt.num_unused for prompt in prompts):
-        logger.warning("%s: %d messages behind the prompt and its answer are not used", source, num_unused)
     return prompts
 
 
 class Rendered(NamedTuple):
-    """Token ids of a prompt, and of its answer with the token that ends it. num_reasoning_left_out: earlier turns whose
-    `reasoning_content` the template leaves out."""
+    """Token ids of a prompt, and of its answer with the token that ends it."""
 
     prompt: list[int]
     answer: list[int]
-    num_reasoning_left_out: int
 
 
 class ChatTemplate:
@@ -369,22 +362,25 @@ class ChatTemplate:
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def _check_keys(self, prompt: Prompt) -> list[str]:
-        """Keys that change nothing of what the template writes, such as `messages.2.reasoning_content` of an earlier
-        turn. Raises ValueError naming the line where the target would miss something of them, or where there is no
-        template and more than a user's message.
+    def _check_is_written(self, prompt: Prompt) -> None:
+        """Raises ValueError naming the line of whose tools or messages' keys the template writes nothing, but for
+        reasoning of earlier turns and ids of calls, which templates may leave out; or where there is no template and
+        more than a user's message.
         """
         if not self.is_chat:
             if len(prompt.messages) > 1 or prompt.tools or prompt.answer_message:
                 raise ValueError(
                     f"{prompt.where}: the target has no chat template: a prompt is one message and its answer, texts"
                 )
-            return []
+            return
         named = {f"messages.{index}": message for index, message in enumerate(prompt.messages)}
-        named |= {"answer": prompt.answer_message} if prompt.answer_message else {}
-        extra = [(name, key) for name, message in named.items() for key in message.keys() - {"role", "content"}]
-        if not extra and not prompt.tools:
-            return []
+        may_be_idle = {"role", "content", "tool_call_id", "reasoning_content"}
+        must_change = [(name, key) for name, message in named.items() for key in sorted(message.keys() - may_be_idle)]
+        if prompt.answer_message:
+            named["answer"] = prompt.answer_message
+            must_change += [("answer", key) for key in sorted(prompt.answer_message.keys() - {"role", "content"})]
+        if not must_change and not prompt.tools:
+            return
         whole = self._text(prompt, named.values())
 
         def is_idle(prompt: Prompt, messages: dict[str, dict[str, Any]]) -> bool:
@@ -393,17 +389,15 @@ class ChatTemplate:
             except ValueError:  # the template needs it
                 return False
 
-        found = ["tools"] if prompt.tools and is_idle(dataclasses.replace(prompt, tools=()), named) else []
-        for name, key in sorted(extra):
+        lost = ["tools"] if prompt.tools and is_idle(dataclasses.replace(prompt, tools=()), named) else []
+        for name, key in must_change:
             without = {other: value for other, value in named[name].items() if other != key}
-            found += [f"{name}.{key}"] if is_idle(prompt, {**named, name: without}) else []
-        may_be_idle = re.compile(r"messages\.\d+\.(tool_call_id|reasoning_content)").fullmatch
-        if lost := [key for key in found if not may_be_idle(key)]:
+            lost += [f"{name}.{key}"] if is_idle(prompt, {**named, name: without}) else []
+        if lost:
             raise ValueError(
                 f"{prompt.where}: the target's chat template writes nothing of {', '.join(lost)}: leave out the line, "
                 "or take a chat template that does"
             )
-        return found
 
     def render(self, prompt: Prompt) -> Rendered:
         """Token ids of the whole prompt, up to where the target's answer begins, and of its answer.
@@ -411,12 +405,12 @@ class ChatTemplate:
         Raises ValueError naming the line whose messages the template refuses (an order of roles, a system message), of
         whose keys it would write nothing, or whose answer it does not write behind the prompt.
         """
-        num_idle = sum(key.endswith(".reasoning_content") for key in self._check_keys(prompt))
+        self._check_is_written(prompt)
         if self.is_chat:
             begin, before = self._text(prompt, prompt.messages, add_generation_prompt=True), []
         else:
             begin, before = str(prompt.messages[0]["content"]), self.before
-        return Rendered(before + self.encode(begin), self._render_answer(prompt, begin), num_idle)
+        return Rendered(before + self.encode(begin), self._render_answer(prompt, begin))
 
     def _render_answer(self, prompt: Prompt, begin: str) -> list[int]:
         """With the token that ends it, as the target would write it behind `begin`."""
@@ -473,9 +467,8 @@ def tokenize_prompts(
 ) -> dict[str, int]:
     """Makes a data folder of prompts with their answers; returns its totals.
 
-    Reasoning of earlier turns that the template leaves out is counted. manifest: more entries of `manifest.json`.
-    Raises ValueError for a tokenizer that is not the target's, and where the chat template refuses the messages of many
-    rows, or writes nothing of some of their keys.
+    manifest: more entries of `manifest.json`. Raises ValueError for a tokenizer that is not the target's, and where the
+    chat template refuses the messages of many rows, or writes nothing of some of their keys.
     """
     template = ChatTemplate(load_tokenizer(target_dir))
 
@@ -483,14 +476,10 @@ def tokenize_prompts(
     kept, rendered = zip(*good, strict=True)
     made = Conversations.from_lists([one.prompt for one in rendered], [one.answer for one in rendered])
     made.save_part(out, "000")
-    roles = [message["role"] for prompt in kept for message in prompt.messages]
     totals = {
         "num_conversations": len(kept),
         "num_tokens": int(made.lengths.sum()),
         "num_answer_tokens": made.num_answer_tokens,
-        "num_earlier_answers": roles.count("assistant"),
-        "num_unused_messages": sum(prompt.num_unused for prompt in kept),
-        "num_reasoning_left_out": sum(one.num_reasoning_left_out for one in rendered),
     }
     entries = {"totals": totals, "source": str(source), "categories": [prompt.category for prompt in kept]}
     write_manifest(out, entries | manifest, target_dir)
