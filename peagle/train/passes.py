@@ -130,7 +130,7 @@ class PEaglePass:
         self._compiled = compiled
         self._partition: Partition | None = None
         if recipe.batch.num_segments > 1:
-            self._partition = Partition(recipe.batch.num_segments, block_mask=compiled, compiled=compiled)
+            self._partition = Partition(recipe.batch.num_segments, compiled=compiled)
         self._draft_rows = torch.compile(draft_rows, dynamic=False, fullgraph=True) if compiled else draft_rows
 
     def __call__(self, drafter: Drafter, batch: Batch, states: States) -> PassReport:
@@ -319,6 +319,6 @@ def new_drafter(recipe: Recipe, target: Target, batches: PackedBatches, random: 
     drafter = Drafter(drafter_config(recipe, target.config)).to(target.device)
     drafter.share_target(target.embed_VS, target.lm_head_VS, vocabulary)
     sample = next(batches()).to(target.device)
-    aux_BNX, _ = target.states(sample.tokens_BN, sample.document_BN, sample.position_BN, drafter.config.aux_layer_ids)
+    aux_BNX, _ = target.states(sample.tokens_BN, sample.position_BN, drafter.config.aux_layer_ids)
     initialize(drafter, aux_BNX[sample.document_BN >= 0], random)
     return drafter

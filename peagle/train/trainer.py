@@ -286,9 +286,8 @@ class Trainer:
         if self._kept is not None:
             aux_BNX, last_BNS = self._kept.make(batch) if kept_BNX is None else self._kept.to_device(kept_BNX)
         else:
-            aux_BNX, last_BNS = self.target.states(
-                batch.tokens_BN, batch.document_BN, batch.position_BN, self.drafter.config.aux_layer_ids
-            )
+            layers = self.drafter.config.aux_layer_ids
+            aux_BNX, last_BNS = self.target.states(batch.tokens_BN, batch.position_BN, layers)
         states = States(aux_BNX, last_BNS, self.target.lm_head_VS)
         batch, states = seen_by_drafter(batch, states, self.recipe.batch.joined_share, self.step)
         max_score = self.recipe.optimizer.max_attention_score

@@ -83,7 +83,7 @@ def test_a_trainer_keeps_scores_near_the_limit(tmp_path: Path, kind: tuple[str, 
         trainer.run()
         batch = next(trainer.batches())
         layers = trainer.drafter.config.aux_layer_ids
-        aux_BNX, _ = trainer.target.states(batch.tokens_BN, batch.document_BN, batch.position_BN, layers)
+        aux_BNX, _ = trainer.target.states(batch.tokens_BN, batch.position_BN, layers)
         return float(attention_scores(trainer.drafter, batch, aux_BNX).max())
 
     freely = greatest()
