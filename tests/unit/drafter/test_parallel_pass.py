@@ -49,19 +49,6 @@ def test_drafts_come_with_the_chances_that_the_session_gives_them() -> None:
     torch.testing.assert_close(unpack(torch.from_numpy(found))[1][0].double(), expected_K, rtol=0.0, atol=3e-4)
 
 
-def test_the_prompt_reaches_the_drafts() -> None:
-    """Without this, a pass that ignored its cache would pass the test above."""
-    drafter = random_drafter(CONFIG)
-    drafts = []
-    for seed in (0, 1):
-        requests = Requests(drafter, 1, seed=0)
-        requests.aux[0, :4] *= 1 + seed
-        parallel_pass = requests.new_pass()
-        run(parallel_pass, requests.batch([Step(0, 0, 8, 0)]))
-        drafts.append(run(parallel_pass, requests.batch([Step(0, 8, 2, 5)])).tolist())
-    assert drafts[0] != drafts[1]
-
-
 def test_a_request_without_rows_gets_no_drafts() -> None:
     requests = Requests(random_drafter(CONFIG), 2)
     steps = [Step(0, 0, 0, 5), Step(1, 0, 6, 2)]

@@ -7,17 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from peagle.checkpoint import build_drafter, is_plain, load_head, save_drafter, save_head, target_ids, without_tables
+from peagle.checkpoint import build_drafter, is_plain, load_head, save_drafter, without_tables
 from peagle.draft import Drafts, DraftSession
-from peagle.heads import prepare_head
 from peagle.model import Drafter
 from peagle.train.data import Conversations, answer_token_counts, frequent_tokens
 from peagle.train.recipe import Recipe
 from peagle.train.target import Target
 from peagle.train.trainer import Trainer
-from tests.support.head_factory import REDUCED, TARGET, head_tensors
+from tests.support.head_factory import TARGET
 from tests.support.small_run import write_small_run
 
 
@@ -41,24 +40,6 @@ def make_target(folder: Path, *, tied: bool) -> Path:
         tables["lm_head.weight"] = torch.randn(100, 32, generator=random)
     save_file(tables, folder / "model.safetensors")
     return folder
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_shipped_head_takes_its_output_rows_from_the_target(tmp_path: Path, tied: bool) -> None:
-    target = make_target(tmp_path / "target", tied=tied)
-    tables = load_file(target / "model.safetensors")
-    output_VH = tables["model.embed_tokens.weight" if tied else "lm_head.weight"]
-    tensors = head_tensors(REDUCED, shipped=True)
-    head = save_head(tmp_path / "head", REDUCED, tensors)
-    config, joined = load_head(prepare_head(head, target, tmp_path / "cache"))
-    ids = target_ids(tensors["d2t"])
-    assert torch.equal(joined["lm_head.weight"], output_VH[ids])
-    # The same drafter, whether the rows come from the prepared head or from the target.
-    prepared = build_drafter(config, joined)
-    direct = build_drafter(*load_head(head), embed_VH=tables["model.embed_tokens.weight"], lm_head_VH=output_VH)
-    hidden = torch.randn(3, 32)
-    assert torch.equal(prepared.logits(hidden), direct.logits(hidden))
-    assert torch.equal(prepared.target_ids, ids)
 
 
 @pytest.fixture(scope="module")
@@ -93,5 +74,5 @@ def drafts(drafter: Drafter, target: Target, data: Conversations) -> Drafts:
     """What a drafter proposes after the first conversation."""
     tokens_1N = torch.from_numpy(next(iter(data.documents()))[0].astype("int64"))[None]
     position_1N = torch.arange(tokens_1N.shape[1])[None]
-    aux_1NX, _ = target.states(tokens_1N, torch.zeros_like(tokens_1N), position_1N, drafter.config.aux_layer_ids)
+    aux_1NX, _ = target.states(tokens_1N, position_1N, drafter.config.aux_layer_ids)
     return DraftSession(drafter).propose(tokens_1N[0, 1:], aux_1NX[0, :-1], 4)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from peagle.evaluate import AnswerCounts, figures, ratios, walk
+from peagle.evaluate import AnswerCounts, figures, walk
 
 
 def random_answers(rng: np.random.Generator, num_answers: int, chance: np.ndarray) -> list[np.ndarray]:
@@ -44,18 +44,3 @@ def test_intervals_hold_the_true_value_as_often_as_they_say() -> None:
         hits["survival"] += low <= truth["survival"][2] <= high
     # 95% of 120 is 114, less what a percentile interval of 40 answers loses; four standard deviations are 10.
     assert all(102 <= count <= 120 for count in hits.values()), hits
-
-
-def test_a_paired_ratio_is_sharper_than_two_intervals() -> None:
-    rng = np.random.default_rng(1)
-    better = random_answers(rng, 60, rng.uniform(0.2, 0.9, 60))
-    worse = [np.where(rng.random(len(one)) < 0.1, 0, one) for one in better]
-    ours, theirs = AnswerCounts.from_accepted(better, 4), AnswerCounts.from_accepted(worse, 4)
-    found = ratios(ours, theirs, [1, 4])
-    assert set(found["ratio"]) == {"1", "4"}
-    low, high = found["ratio_95"]["4"]
-    assert 1 < low < found["ratio"]["4"] < high
-    bounds = [figures(one)["acceptance_length_95"]["4"] for one in (ours, theirs)]
-    assert high - low < (bounds[0][1] - bounds[0][0]) / bounds[1][1], "pairing gained nothing"
-    same = ratios(ours, ours, [4])
-    assert (same["ratio"]["4"], same["ratio_95"]["4"]) == (1, [1, 1])

@@ -84,8 +84,3 @@ def test_a_run_that_is_over_takes_no_further_step(small) -> None:
     again.run()
     assert again.step == 4
     assert (head / "model.safetensors").read_bytes() == written
-
-
-def test_layers_that_the_target_lacks_are_refused(small) -> None:
-    with pytest.raises(ValueError, match=r"aux_layer_ids"):
-        Trainer(load(small, "taps", "drafter.aux_layer_ids=[2, 3, 7]"))
