@@ -554,22 +554,16 @@ class _Proposals(_File):
     proposal_methods: list[_Proposal] | None = None
 
 
-class SpeculatorsFile(_File):
-    """Fields of a `config.json` of the speculators package that `DrafterConfig.from_dict` does not read."""
+class _LayersFile(HeadFile):
+    model_type: Literal["llama", "qwen3"]
 
-    transformer_layer_config: HeadFile
+
+class SpeculatorsFile(HeadFile):
+    """A `config.json` of the speculators package: some of a head's keys, and these."""
+
+    speculators_model_type: Literal["peagle", "eagle3"]
+    transformer_layer_config: _LayersFile
     speculators_config: _Proposals | None = None
-
-
-#: Layers' settings that transformers folds into others of them as it reads.
-_FOLDED = (
-    "model_type",
-    "rope_theta",
-    "rope_scaling",
-    "partial_rotary_factor",
-    "use_sliding_window",
-    "max_window_layers",
-)
 
 
 def plain_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
@@ -581,32 +575,20 @@ def plain_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
     """
     from transformers import AutoConfig
 
-    method, layer = raw.get("speculators_model_type"), raw.get("transformer_layer_config")
-    if method not in ("peagle", "eagle3"):
-        raise HeadError(f"{source}: speculators_model_type = {method!r}, only peagle and eagle3 can be read")
-    unknown = sorted(raw.keys() - SPECULATORS_KEYS - SPECULATORS_IDLE_KEYS)
-    if unknown:
+    if unknown := sorted(raw.keys() - SPECULATORS_KEYS - SPECULATORS_IDLE_KEYS):
         raise HeadError(f"{source}: settings that are not known: {', '.join(unknown)}")
-    names = {"llama": ARCHITECTURE, "qwen3": QWEN_ARCHITECTURE}
-    kind = layer.get("model_type") if isinstance(layer, dict) else layer
-    if not isinstance(layer, dict) or not isinstance(kind, str) or kind not in names:
-        raise HeadError(
-            f"{source}: transformer_layer_config.model_type = {kind!r:.80}, only llama and qwen3 can be read"
-        )
-    if method == "peagle" and not isinstance(raw.get("mask_token_id"), int):
-        raise HeadError(f"{source}: mask_token_id = {raw.get('mask_token_id')!r}, a peagle checkpoint needs a token")
     try:
-        SpeculatorsFile.model_validate(raw)
+        file = SpeculatorsFile.model_validate(raw)
     except ValidationError as error:
         raise HeadError(f"{source}: " + "; ".join(problem_lines(error, SpeculatorsFile))) from error
-    plain: dict[str, Any] = {"architectures": [names[kind]]}
-    # transformers leaves out the layers' settings that have its defaults when it saves.
-    try:
-        settings = AutoConfig.for_model(
-            **{key: layer[key] for key in (*LAYER_KEYS, *_FOLDED) if key in layer}
-        ).to_dict()
+    method, is_llama = file.speculators_model_type, file.transformer_layer_config.model_type == "llama"
+    if method == "peagle" and file.mask_token_id is None:
+        raise HeadError(f"{source}: mask_token_id = None, a peagle checkpoint needs a token")
+    try:  # transformers leaves out the layers' settings that have its defaults when it saves
+        settings = AutoConfig.for_model(**raw["transformer_layer_config"]).to_dict()
     except Exception as error:  # of transformers' own checks
         raise HeadError(f"{source}: transformer_layer_config: {error}") from error
+    plain: dict[str, Any] = {"architectures": [ARCHITECTURE if is_llama else QWEN_ARCHITECTURE]}
     plain |= {key: value for key, value in settings.items() if key in LAYER_KEYS}
     plain |= {key: raw.get(key) for key in ("draft_vocab_size", "target_hidden_size")}
     # Where the setting is missing, vLLM's translation has it for EAGLE-3 and not for P-EAGLE.

@@ -146,7 +146,7 @@ def prepare_head(
 
     def build(directory: Path) -> None:
         report(f"writing the head {head_dir.name} in vLLM's form, tables of the target in it: {len(tables)}")
-        save_head(directory, config, with_tables(config, load_head(head_dir)[1], tables))
+        convert(head_dir, directory, target_dir)
 
     root = cache_root(cache_dir) / "heads"
     return prepare_directory(root, f"{head_dir.name}-{key}", num_bytes, build, report)

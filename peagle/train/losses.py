@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,15 +119,6 @@ def _spans(num_rows: int, chunk: int) -> list[tuple[int, int]]:
 
 
 # ---- losses
-
-
-class Scored(NamedTuple):
-    """total: weighted sum of the losses; its gradient goes to the hidden states only. correct_R: the draft is the
-    target's most likely token of its whole vocabulary.
-    """
-
-    total: Tensor
-    correct_R: Tensor
 
 
 class ChainWeights:
@@ -260,10 +251,13 @@ class ChunkedLoss:
 
     def __call__(
         self, hidden_RH: Tensor, lm_head_VH: Tensor, labels: TargetLogits, label_R: Tensor, weigh: Weigh
-    ) -> Scored:
-        """hidden_RH: the drafter's normed rows. lm_head_VH: its output matrix [V_draft, H], which gets no gradient.
+    ) -> tuple[Tensor, Tensor]:
+        """(weighted sum of the losses, whose gradient goes to the hidden states only; correct_R: the draft is the
+        target's most likely token of its whole vocabulary).
 
+        hidden_RH: the drafter's normed rows. lm_head_VH: its output matrix [V_draft, H], which gets no gradient.
         label_R: int64, the token of `labels` whose distribution each row should meet.
         """
         assert lm_head_VH.shape[0] == labels.vocabulary_size, (lm_head_VH.shape, labels.vocabulary_size)
-        return Scored(*_ChunkedLoss.apply(hidden_RH, lm_head_VH, labels, label_R, weigh, self.chunk, self._kernel))
+        total, correct_R = _ChunkedLoss.apply(hidden_RH, lm_head_VH, labels, label_R, weigh, self.chunk, self._kernel)
+        return total, correct_R

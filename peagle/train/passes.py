@@ -111,9 +111,9 @@ class PassLosses:
         chosen = useful_R.nonzero().squeeze(1)
         label_R, offset_R = label_R[chosen], offset_R[chosen]
         weigh = self._weights.weigh(label_R, offset_R)
-        scored = self._score(normed_RH[chosen], self._lm_head_VH, self._labels, label_R, weigh)
-        self._seen.append((scored.total.detach(), scored.correct_R, offset_R))
-        return scored.total
+        total, correct_R = self._score(normed_RH[chosen], self._lm_head_VH, self._labels, label_R, weigh)
+        self._seen.append((total.detach(), correct_R, offset_R))
+        return total
 
     def report(self) -> PassReport:
         totals, correct, offsets = zip(*self._seen, strict=True)

@@ -12,7 +12,6 @@ import torch
 import zmq
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save
 from torch import Tensor
 
 from peagle.drafter.client import step_frames
@@ -198,20 +197,3 @@ def test_the_input_projection_travels_and_equals_the_drafters(name: str, dtype: 
     assert (projection.fc_HX.dtype, projection.fc_HX.shape) == (dtype, (32, 96))
     assert projection.eps == drafter.config.rms_norm_eps
     assert len(data) < projection.fc_HX.nbytes + 4096, "more than fc and its norms travels"
-
-
-FC, EPS = torch.randn(4, 12), torch.tensor([1e-5], dtype=torch.float64)
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"", "0 bytes are no input projection"),
-        (save({"fc_HX": FC, "eps": EPS})[:-8], "bytes are no input projection"),
-        (save({"fc_HX": FC}), "no input projection: 'eps'"),
-        (save({"fc_HX": FC, "lm_head": FC.clone(), "eps": EPS}), "no input projection: .*lm_head"),
-    ],
-)
-def test_a_damaged_input_projection_is_named(data: bytes, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        InputProjection.from_bytes(data)

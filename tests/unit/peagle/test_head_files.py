@@ -86,7 +86,7 @@ def test_every_wrong_tensor_is_named_in_one_message(head: Path) -> None:
 
 def test_a_mask_token_that_nobody_names(head: Path) -> None:
     reconfigure(head, ptd_token_id=...)
-    with pytest.raises(HeadError, match=r"spare mask_hidden: config.json names no mask token \(mask_token_id, pard_"):
+    with pytest.raises(HeadError, match=r"(?s)spare mask_hidden.*names no mask token \(mask_token_id, pard_"):
         load_head(head)
 
 
@@ -115,12 +115,6 @@ def test_k_max_is_limited_where_the_head_says_what_it_was_trained_for(head: Path
     assert (k_max(), k_max(max_draft_tokens=18)) == (DEFAULT_NUM_DEPTHS, 18)
     speculative = engine_kwargs(None, head, max_draft_tokens=18, on_cpu=True)
     assert speculative["speculative_config"]["num_speculative_tokens"] == 18
-
-
-def test_mask_embedding_beside_an_own_table_is_spare(head: Path) -> None:
-    rewrite(head, mask_embedding=torch.zeros(32))
-    with pytest.raises(HeadError, match=r"spare mask_embedding: .* row ptd_token_id = 99"):
-        load_head(head)
 
 
 @pytest.mark.parametrize("keep", [0, 8, 200, -1, 1])
