@@ -174,19 +174,12 @@ YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 8.0, "original_max_positi
         ),
         ({"num_aux_hidden_states": 2}, "num_aux_hidden_states = 2, but 3 layers are tapped"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, r"= \[1, 2\] and eagle_config.* = \[2, 4, 5\] contradict"),
-        (
-            {"eagle_aux_hidden_state_layer_ids": [1, "2"]},
-            r"wrong type at eagle_aux.*_ids.1: expected an integer, got .*'2'",
-        ),
         ({"eagle_aux_hidden_state_layer_ids": [4, 2, 5], "eagle_config": {}}, "must be .* different and ascending"),
         ({"vocab_size": 2**62}, "vocab_size must be at most 16777216"),
-        ({"hidden_size": 10**400}, "hidden_size"),
         ({"eagle_aux_hidden_state_layer_ids": [0] * 2000}, "eagle_aux_hidden_state_layer_ids: List should have"),
         ({"head_dim": 7}, "head_dim = 7 must be even and at least 2"),
         ({"rms_norm_eps": float("nan")}, "is not valid JSON"),
-        ({"rms_norm_eps": "1e-5"}, "wrong type at rms_norm_eps: expected a number, got the string '1e-5'"),
         ({"fc_norm": 1}, "wrong type at fc_norm: expected true or false, got the integer 1"),
-        ({"eagle_config": {"norm_before_fc": "no"}}, "wrong type at eagle_config.norm_before_fc: expected true"),
         ({"layer_types": ["sliding_attention"], "sliding_window": 8}, "has 1 entries, but num_hidden_layers = 2"),
         ({"rope_parameters": {"rope_theta": "1e4"}}, "rope_theta = '1e4' must be a number above 1"),
         ({"rope_parameters": {"use_fope": True}}, "not known with rope_type default: use_fope; .* leave them out"),
@@ -239,12 +232,10 @@ def test_any_value_of_any_key_is_read_or_refused(changes: dict[str, Any], is_spe
         (b"{", "is not valid JSON"),
         (b"[]", "must hold a JSON object, found a list"),
         (b'{"a": ' * 100_000, "is not valid JSON: recursion limit exceeded"),
-        (b"\xff\xfe{}", "is not valid JSON"),
-        (b"", "is not valid JSON"),
         (b" " * (MAX_JSON_BYTES + 1), f"holds {MAX_JSON_BYTES + 1} bytes: expected a JSON file of at most"),
         (None, "is no file: expected a JSON file"),
     ],
-    ids=["cut", "a list", "deep", "not UTF-8", "empty", "large", "a directory"],
+    ids=["cut", "a list", "deep", "large", "a directory"],
 )
 def test_a_config_that_is_no_object(head: Path, content: bytes | None, message: str) -> None:
     path = head / "config.json"
@@ -276,9 +267,6 @@ def test_head_for_another_target_is_refused(head: Path, change: dict[str, Any], 
         check_head_fits(CONFIG, TARGET | change)
     with pytest.raises(HeadError, match=message):
         check_head(head, TARGET | change)
-    with pytest.raises(HeadError) as caught:
-        check_head_fits(CONFIG, {"hidden_size": 64, "vocab_size": 90, "num_hidden_layers": 3})
-    assert len(str(caught.value).splitlines()) == 4, "all in one message"
 
 
 def test_tapped_layers_out_of_order_are_refused() -> None:

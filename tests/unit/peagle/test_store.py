@@ -90,19 +90,6 @@ def test_a_library_that_tells_of_a_full_disk_in_words_alone(tmp_path: Path) -> N
     assert prepare_directory(tmp_path, "thing", 2000, save).is_dir()
 
 
-def test_damaged_directory_stays_until_its_successor_is_complete(tmp_path: Path) -> None:
-    path = prepare(tmp_path)
-    (path / "weights").write_bytes(b"short")
-
-    def fail(directory: Path) -> None:
-        raise ValueError("the source is wrong")
-
-    with pytest.raises(ValueError, match="the source is wrong"):
-        prepare_directory(tmp_path, "thing", 2000, fail)
-    assert (path / "weights").read_bytes() == b"short"
-    assert leftovers(tmp_path) == []
-
-
 @contextmanager
 def ordinary_user() -> Iterator[None]:
     """Permissions do not bind root, so root steps down for a moment."""
@@ -128,14 +115,6 @@ def test_directory_without_write_permission() -> None:
         with ordinary_user():
             assert prepare(root).is_dir(), "what is there already is used"
         root.chmod(0o755)
-
-
-def test_cache_that_is_a_file(tmp_path: Path) -> None:
-    (tmp_path / "cache").write_text("")
-    with pytest.raises(CacheError, match="not a directory"):
-        prepare(tmp_path / "cache")
-    with pytest.raises(CacheError, match="not a directory"):
-        prepare(tmp_path / "cache" / "targets")
 
 
 def _slow_build(root: str, log: str) -> None:

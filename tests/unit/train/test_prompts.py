@@ -119,16 +119,12 @@ def test_line_ends_that_json_allows_inside_a_string(tmp_path) -> None:
     ("line", "message"),
     [
         (b"  ", "Invalid JSON"),
-        (b'{"prompt": "a"} {"prompt": "b"}', "Invalid JSON"),
         (b'{"prompt": "\xff"}', "invalid unicode"),
         (b'["a"]', "wrong type: expected a mapping, got a list"),
         (b"{}", "needs one of messages, conversations, instruction, prompt, turns; has no column"),
-        (b'{"text": "a", "id": 3}', "instruction, prompt, turns; has text, id"),
         (b'{"prompt": " "}', "messages.0.content: String should match"),
-        (b'{"turns": []}', "wrong type at messages.0.content: expected a string, got a list"),
         (b'{"conversations": [{"from": "someone", "value": "a"}]}', "messages.0.role must be 'system', 'user'"),
         (b'{"messages": [{"role": "user", "content": null}]}', "messages.0 needs content"),
-        (b'{"conversations": [{"from": ["x"], "value": "a"}]}', "role"),
         (
             b'{"messages": [{"role": "user", "content": "a", "weight": 0}]}',
             "messages.0.weight is of the role assistant",
@@ -150,16 +146,6 @@ def test_a_wrong_line_is_named(tmp_path, line: bytes, message: str) -> None:
         read_prompts(file)
     assert f"{file}:2: " in str(caught.value)
     assert message in str(caught.value)
-
-
-def test_all_wrong_lines_are_reported_at_once(tmp_path) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "good"}\n' + "{\n" * 12)
-    with pytest.raises(ValueError, match="12 of 13 rows are wrong") as caught:
-        read_prompts(file)
-    named = str(caught.value).split("\n")[1:]
-    assert [line.split(":")[1] for line in named[:10]] == [str(number) for number in range(2, 12)]
-    assert named[10:] == ["  and 2 more"]
 
 
 def test_missing_answers_and_empty_files(tmp_path) -> None:
@@ -268,7 +254,6 @@ def test_an_answer_of_weight_0_is_not_trained_on(target_dir: Path, tmp_path: Pat
     [
         ({"tools": TOOLS}, "tools"),
         ({"messages": [user("a"), {**assistant("b"), "reasoning_content": "c"}]}, "answer.reasoning_content"),
-        ({"messages": [user("a"), {"role": "assistant", "tool_calls": [CALL]}]}, "answer.tool_calls"),
         (
             {"messages": [user("a"), {**assistant("b"), "tool_calls": [CALL]}, user("c"), assistant("d")]},
             "messages.1.tool_calls",

@@ -8,9 +8,6 @@ import torch
 
 from peagle.checkpoint import build_drafter, load_head
 from peagle.evaluate import evaluate, load_answers
-from peagle.train.cod import chain_lengths, label_rows
-from peagle.train.losses import ChunkedLoss
-from peagle.train.passes import PassLosses, States, all_rows
 from peagle.train.recipe import Recipe
 from peagle.train.target import Target
 from peagle.train.trainer import Trainer
@@ -86,31 +83,6 @@ def test_joined_passes_read_the_conversations_before(small, method: str, monkeyp
             trainer.random.manual_seed(0)
             losses.append(float(trainer.run_pass(batch).loss))
         assert (losses[0] != losses[1]) == depends
-
-
-def test_a_chain_ends_at_a_draft_that_is_not_the_token(small) -> None:
-    """Drafts here are all the target's most likely tokens; the conversation has another one in one place."""
-    overrides = [f"output={small / 'chains'}", "loss.reach=0", "drafter.num_depths=3"]
-    trainer = Trainer(Recipe.load(small / "recipe.yaml", overrides))
-    batch, drafter = next(trainer.batches()), trainer.drafter
-    states = States(
-        *trainer.target.states(batch.tokens_BN, batch.position_BN, drafter.config.aux_layer_ids),
-        trainer.target.lm_head_VS,
-    )
-    chain_BN = chain_lengths(batch.document_BN, batch.answer_BN, 3)
-    rows = all_rows(chain_BN, 3)
-    useful_T, label_T, offset_T = label_rows(rows, chain_BN)
-    other = int((chain_BN[0] == 3).nonzero()[3]) + 3  # two labels behind it are of its document
-    tokens_BN = (states.last_BNS @ states.lm_head_VS.T).argmax(-1).roll(1, dims=1)
-    tokens_BN[0, other] = (tokens_BN[0, other] + 1) % 64
-    normed_RH = (2 * states.last_BNS.flatten(0, 1)[label_T.clamp_max(batch.tokens_BN.numel() - 1)]).requires_grad_()
-    score = ChunkedLoss(64)
-    PassLosses(trainer.recipe, score, drafter, rows, chain_BN, tokens_BN, states)(normed_RH).backward()
-    moved_T = normed_RH.grad.abs().sum(-1) > 0
-    anchor_T = label_T - offset_T - 1
-    behind_T = (anchor_T + 2 <= other) & (label_T >= other) & (label_T < chain_BN.shape[1])
-    assert 0 < int((useful_T & behind_T).sum()) <= 3
-    assert torch.equal(moved_T, useful_T & ~behind_T)
 
 
 def test_head_loads_and_beats_chance(small) -> None:
