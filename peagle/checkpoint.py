@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 from peagle.config import (
     MASK_TOKEN_KEYS,
-    MAX_JSON_BYTES,
     SHIPPED_PREFIX,
     DrafterConfig,
     HeadError,
@@ -84,38 +83,24 @@ def weight_files(head_dir: str | Path) -> list[Path]:
     return files
 
 
-def read_stored_specs(head_dir: str | Path) -> list[tuple[Path, str, TensorSpec]]:
-    """File, name, and type and shape of every tensor as it is stored in a head directory, from the files' headers.
+def read_tensor_specs(head_dir: str | Path) -> dict[str, TensorSpec]:
+    """Type and shape of every tensor in a head directory, by canonical name, from the files' headers.
 
-    Raises HeadError for no safetensors file, or one that is cut short or damaged.
+    Raises HeadError for no safetensors file, one that is cut short or damaged, and a tensor stored twice.
     """
     from safetensors import SafetensorError, safe_open
 
-    specs = []
+    specs: dict[str, TensorSpec] = {}
     for path in weight_files(head_dir):
-        with path.open("rb") as start:
-            num_header_bytes = int.from_bytes(start.read(8), "little")
-        if MAX_JSON_BYTES < num_header_bytes <= path.stat().st_size:
-            raise HeadError(f"{path}: its header has {num_header_bytes} bytes, expected at most {MAX_JSON_BYTES}")
         try:
             with safe_open(path, framework="np") as file:
                 slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         except SafetensorError as error:
             raise HeadError(f"{path} ({path.stat().st_size} bytes) is cut short or damaged: {error}") from error
-        specs += [(path, name, TensorSpec(one.get_dtype(), tuple(one.get_shape()))) for name, one in slices.items()]
-    return specs
-
-
-def read_tensor_specs(head_dir: str | Path) -> dict[str, TensorSpec]:
-    """Type and shape of every tensor in a head directory, by canonical name.
-
-    Raises HeadError as `read_stored_specs`, and for a tensor stored twice.
-    """
-    specs: dict[str, TensorSpec] = {}
-    for path, stored, spec in read_stored_specs(head_dir):
-        if (name := canonical_name(stored)) in specs:
-            raise HeadError(f"{path}: {name} is stored twice in {head_dir}")
-        specs[name] = spec
+        for stored, one in slices.items():
+            if (name := canonical_name(stored)) in specs:
+                raise HeadError(f"{path}: {name} is stored twice in {head_dir}")
+            specs[name] = TensorSpec(one.get_dtype(), tuple(one.get_shape()))
     return specs
 
 
@@ -181,13 +166,11 @@ def expected_tensors(config: DrafterConfig) -> dict[str, Expected]:
 def is_plain(head_dir: str | Path, config: DrafterConfig) -> bool:
     """Whether stock vLLM loads the head in `head_dir` as it is.
 
-    vLLM shares the target's output matrix with a head that has none, which fits the whole vocabulary only, puts
-    `model.` before the names of most tensors itself, and refuses a table of token ids beside the whole vocabulary.
+    vLLM shares the target's output matrix with a head that has none, which fits the whole vocabulary only, and refuses
+    a table of token ids beside the whole vocabulary.
     """
-    names = {name for _, name, _ in read_stored_specs(head_dir)}
-    has_whole_vocabulary = config.draft_vocab_size == config.vocab_size
-    has_others = names & {*TARGET_TENSORS} or any(name.startswith("model.") for name in names)
-    has_others = has_others or (has_whole_vocabulary and "d2t" in names)
+    names = read_tensor_specs(head_dir).keys()
+    has_others = names & {*TARGET_TENSORS, *(["d2t"] if config.draft_vocab_size == config.vocab_size else [])}
     return (
         not tables_left_out(config, names)
         and not has_others

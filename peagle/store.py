@@ -65,14 +65,11 @@ def is_intact(directory: Path) -> bool:
         return False
 
 
-def prepare_directory(
-    root: Path, name: str, num_bytes: int, build: Callable[[Path], None], report: Report = logger.info
-) -> Path:
+def prepare_directory(root: Path, name: str, build: Callable[[Path], None], report: Report = logger.info) -> Path:
     """The intact directory ``root/name``; `build` makes it when it is missing or damaged.
 
     `build` gets an empty directory beside the final one; only when every file and the manifest are on the disk is it
     renamed into place, so a reader sees all or nothing. Starters that come at the same time wait for one builder.
-    `num_bytes` is what the finished directory takes.
 
     Raises CacheError when the directory cannot be written or has no room; nothing half-written is left behind.
     """
@@ -83,22 +80,18 @@ def prepare_directory(
         root.mkdir(parents=True, exist_ok=True)
         with FileLock(root / f".{name}.lock"):
             if not is_intact(final):
-                _build(final, num_bytes, build, report)
+                _build(final, build, report)
     except OSError as error:
-        if isinstance(error, CacheError):
-            raise
-        raise _explained(error, final, num_bytes) from error
+        raise _explained(error, final) from error
     return final
 
 
-def _build(final: Path, num_bytes: int, build: Callable[[Path], None], report: Report) -> None:
+def _build(final: Path, build: Callable[[Path], None], report: Report) -> None:
     """Build `final` in a directory beside it and rename; the caller holds the lock."""
     for debris in final.parent.glob(f".{final.name}.*.partial"):  # of a builder that was killed
         shutil.rmtree(debris, ignore_errors=True)
     if final.exists():
         report(f"{final} is damaged or incomplete; preparing it again")
-    if shutil.disk_usage(final.parent).free < num_bytes:
-        raise _explained(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), final, num_bytes)
     partial = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=".partial", dir=final.parent))
     try:
         partial.chmod(0o755)
@@ -120,12 +113,11 @@ def _build(final: Path, num_bytes: int, build: Callable[[Path], None], report: R
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _explained(error: OSError, final: Path, num_bytes: int) -> OSError:
+def _explained(error: OSError, final: Path) -> OSError:
     """`error` as a CacheError that names the directory, the cause and the way out; any other error as it is."""
     directory = final.parent
     if error.errno in NO_SPACE:
-        free = shutil.disk_usage(directory).free
-        what = f"no room: {num_bytes:,} bytes are needed, {free:,} are free ({error.strerror})"
+        what = f"no room: {shutil.disk_usage(directory).free:,} bytes are free ({error.strerror})"
     elif error.errno in {errno.EACCES, errno.EPERM, errno.EROFS}:
         what = f"not writable ({error.strerror})"
     elif error.errno in {errno.ENOTDIR, errno.EEXIST}:

@@ -111,16 +111,7 @@ class Message(_Record):
     weight: Literal[0, 1] | None = None
 
     @model_validator(mode="after")
-    def _check_keys(self) -> Self:
-        only = {
-            "reasoning_content": "assistant",
-            "tool_calls": "assistant",
-            "weight": "assistant",
-            "tool_call_id": "tool",
-        }
-        wrong = [key for key, role in only.items() if getattr(self, key) is not None and self.role != role]
-        if wrong:
-            raise ValueError(f".{wrong[0]} is of the role {only[wrong[0]]}, not {self.role}")
+    def _check_content(self) -> Self:
         if self.content is None and self.tool_calls is None and self.reasoning_content is None:
             raise ValueError(" needs content" + (", or tool_calls" if self.role == "assistant" else ""))
         return self

@@ -40,8 +40,6 @@ logger = logging.getLogger(__name__)
 
 #: Steps that compile, and so are not training time.
 WARMUP_STEPS = 3
-#: Steps after which the time of a step is told.
-TIMED_STEPS = 5
 ADAMW_BETAS = (0.9, 0.95)
 
 
@@ -329,7 +327,6 @@ class Trainer:
         tally = LossTally(self.drafter.config.num_depths, self.device)
         bar = tqdm(total=schedule.max_steps, initial=self.step, unit="step", mininterval=5, disable=not workers.leads)
         compiled_from, read_at = self.step + WARMUP_STEPS, (self.timed_tokens, self.elapsed_s)
-        begun_s = self.elapsed_s
         batches = self.batches(self.step * num_passes * workers.size, workers.rank, workers.size)
         with bar, ThreadPoolExecutor(1) as ahead:
             # A run that ended may have been cut short before its head was written: no step comes on top.
@@ -352,13 +349,6 @@ class Trainer:
                     self.elapsed_s += now - last
                     self.timed_tokens += num_tokens
                 last = now
-                if self.step == compiled_from + TIMED_STEPS and workers.leads:
-                    seconds = (self.elapsed_s - begun_s) / TIMED_STEPS
-                    left_s = (schedule.max_steps - self.step) * seconds
-                    if schedule.max_minutes is not None:
-                        left_s = min(left_s, 60 * schedule.max_minutes - self.elapsed_s)
-                    speed_text = f"{seconds:.2f} s a step, {num_tokens / seconds:,.0f} tokens/s"
-                    logger.info("pace      %s: done in about %.1f minutes", speed_text, left_s / 60)
                 if self.step % self.recipe.log_every_steps == 0 or over:
                     figures = tally.read()
                     num_tokens, seconds = self.timed_tokens - read_at[0], self.elapsed_s - read_at[1]

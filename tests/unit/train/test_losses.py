@@ -20,7 +20,7 @@ class Problem:
     target_NH: Tensor
     label_R: Tensor
     weight_R: Tensor
-    target_ids_V: Tensor | None
+    target_ids_V: Tensor
 
     @classmethod
     def draw(cls, reduced: bool = False, num_rows: int = 37, num_tokens: int = 11, size: int = 8) -> Problem:
@@ -32,12 +32,12 @@ class Problem:
             torch.randn(num_tokens, size, **draw),
             torch.randint(num_tokens - 2, (num_rows,), generator=generator) + 1,  # tokens without a row, too
             torch.rand(num_rows, generator=generator),
-            torch.randperm(50, generator=generator)[:20] if reduced else None,
+            torch.randperm(50, generator=generator)[:20] if reduced else torch.arange(50),
         )
 
     @property
     def draft_VH(self) -> Tensor:
-        return self.lm_head_VH if self.target_ids_V is None else self.lm_head_VH[self.target_ids_V]
+        return self.lm_head_VH[self.target_ids_V]
 
     def score(self, loss: ChunkedLoss, hidden_RH: Tensor, weight_R=None) -> tuple[Tensor, Tensor]:
         labels = loss.labels(self.target_NH, self.lm_head_VH, self.target_ids_V)
@@ -48,7 +48,7 @@ class Problem:
     def plain(self, hidden_RH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(losses_R, correct_R, outside_R), a row at a time where the vocabularies meet."""
         logits_RV, target_NV = hidden_RH @ self.draft_VH.T, self.target_NH @ self.lm_head_VH.T
-        ids = list(range(50)) if self.target_ids_V is None else self.target_ids_V.tolist()
+        ids = self.target_ids_V.tolist()
         best_R = target_NV.argmax(-1)[self.label_R].tolist()
         draft_R = torch.tensor([ids.index(best) if best in ids else -1 for best in best_R])
         losses_R = plain_losses(logits_RV, target_NV[self.label_R][:, ids])

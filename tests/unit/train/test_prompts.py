@@ -125,10 +125,6 @@ def test_line_ends_that_json_allows_inside_a_string(tmp_path) -> None:
         (b'{"prompt": " "}', "messages.0.content: String should match"),
         (b'{"conversations": [{"from": "someone", "value": "a"}]}', "messages.0.role must be 'system', 'user'"),
         (b'{"messages": [{"role": "user", "content": null}]}', "messages.0 needs content"),
-        (
-            b'{"messages": [{"role": "user", "content": "a", "weight": 0}]}',
-            "messages.0.weight is of the role assistant",
-        ),
         (b'{"messages": [{"role": "user", "content": "a", "reasoning": "b"}]}', "did you mean reasoning_content?"),
         (b'{"prompt": "a", "tools": "["}', "tools must be JSON"),
         (
