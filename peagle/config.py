@@ -626,14 +626,9 @@ def check_head_fits(config: DrafterConfig, target: dict[str, Any]) -> None:
     if config.vocab_size != text["vocab_size"]:
         problems.append(f"vocabulary: the head has {config.vocab_size} tokens, the target {text['vocab_size']}")
     num_layers = text["num_hidden_layers"]
-    outside = [index for index in config.aux_layer_ids if index > num_layers]
-    if outside:
-        problems.append(f"tapped layers: {outside} of {list(config.aux_layer_ids)} are outside 0..{num_layers}")
-    if config.aux_layer_ids == UNNAMED_LAYERS and num_layers < MIN_DEFAULT_LAYERS:
-        problems.append(
-            f"tapped layers: not given, and their default needs {MIN_DEFAULT_LAYERS} target layers, the target has "
-            f"{num_layers}"
-        )
+    layer_ids = config.aux_layer_ids if config.aux_layer_ids != UNNAMED_LAYERS else default_aux_layer_ids(num_layers)
+    if outside := [index for index in layer_ids if index > num_layers]:
+        problems.append(f"tapped layers: {outside} of {list(layer_ids)} are outside 0..{num_layers}")
     if problems:
         raise HeadError("the head does not fit this target:\n  " + "\n  ".join(problems))
 

@@ -254,22 +254,19 @@ class Trainer:
 
     def _log_plan(self, num_held_out: int) -> None:
         """Says how much is trained, on what and for how long."""
+        if not self.workers.leads:
+            return
         counts, batch, schedule = self.batches.counts, self.recipe.batch, self.recipe.schedule
+        conversations, tokens = counts["num_conversations"], counts["num_tokens"]
         step = batch.num_sequences * batch.max_tokens * batch.num_accumulated * self.workers.size
         limit = "" if schedule.max_minutes is None else f" or {schedule.max_minutes:g} minutes"
-        if self.workers.leads:
-            logger.info(
-                "data      %s conversations, %s tokens, %s of answers; held out: %s conversations",
-                *(f"{counts[key]:,}" for key in ("num_conversations", "num_tokens", "num_answer_tokens")),
-                f"{num_held_out:,}",
-            )
-            num_trainable = sum(parameter.numel() for parameter in self.drafter.trainable().values())
-            logger.info("drafter   %.1f M trainable parameters", num_trainable / 1e6)
-            passes = schedule.max_steps * step / counts["num_tokens"]
-            logger.info(
-                "schedule  %s steps%s, %s tokens a step, at most %s passes over the data",
-                f"{schedule.max_steps:,}", limit, f"{step:,}", f"{passes:,.1f}",
-            )  # fmt: skip
+        trainable = sum(parameter.numel() for parameter in self.drafter.trainable().values())
+        logger.info(f"data      {conversations:,} conversations, {tokens:,} tokens; held out: {num_held_out:,}")
+        logger.info(f"drafter   {trainable / 1e6:.1f} M trainable parameters")
+        logger.info(
+            f"schedule  {schedule.max_steps:,} steps{limit}, {step:,} tokens a step, at most "
+            f"{schedule.max_steps * step / tokens:,.1f} passes over the data"
+        )
 
     def _next(self, batches: Iterator[Batch]) -> tuple[Batch, Tensor | None]:
         """The next batch, on the host, and the target's states of it as far as they are kept."""

@@ -111,16 +111,6 @@ def test_truncating_into_a_shared_block_leaves_it_to_the_others() -> None:
     model.step(0, {0: (first, 2 * BLOCK, 1, DEPTH)}, {})  # reads all its rows again
 
 
-def test_blocks_for_mask_rows_are_part_of_what_a_step_needs() -> None:
-    table = make_table(2)
-    model = Model(table)
-    assert model.step(0, {0: (Request(list(range(30)), 0), 0, 2 * BLOCK, 1)}, {}) == 1
-    table.release(0, [0])
-    assert model.step(0, {0: (Request(list(range(30)), 0), 0, 2 * BLOCK, 2)}, {}) == 0  # one mask row too many
-    assert table.counters.refused == 1
-    assert not table.num_blocks_C.any()
-
-
 def test_the_requests_that_need_least_get_the_last_blocks() -> None:
     table = make_table(3)
     big, small = (Request(list(range(i, i + 60)), 0) for i in (0, 100))

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -137,20 +136,6 @@ def test_a_frame_that_no_target_sends_ends_its_connection_unread() -> None:
             while other.recv(4096):
                 pass
         assert server.is_healthy()
-
-
-def test_strangers_that_say_nothing_do_not_keep_targets_out() -> None:
-    """However many, and from the first moment: nobody waits for what they might say."""
-    with running(make_server()) as server:
-        host, _, port = server.address.rpartition(":")
-        strangers = [socket.create_connection((host, int(port))) for _ in range(40)]
-        begin_s = time.monotonic()
-        pool = connected(server.address)
-        assert time.monotonic() - begin_s < client.HELLO_TIMEOUT_S, "less than any time-out of a greeting"
-        Target(pool).check_step()
-        pool.close()
-        for each in strangers:
-            each.close()
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "tcp"])

@@ -266,7 +266,7 @@ def test_tapped_layers_out_of_order_are_refused() -> None:
         dataclasses.replace(CONFIG, aux_layer_ids=(5, 2, 4))
     without_ids = dataclasses.replace(CONFIG, aux_layer_ids=(-1, -1, -1))
     check_head_fits(without_ids, TARGET)
-    with pytest.raises(HeadError, match="their default needs 7 target layers, the target has 4"):
+    with pytest.raises(HeadError, match="need a target of 7 layers, it has 4: name the layers"):
         check_head_fits(without_ids, TARGET | {"num_hidden_layers": 4})
 
 
