@@ -85,6 +85,19 @@ def test_joined_passes_read_the_conversations_before(small, method: str, monkeyp
         assert (losses[0] != losses[1]) == depends
 
 
+def test_segments_train_the_same_drafter(small) -> None:
+    def weights(name: str, *overrides: str) -> dict[str, torch.Tensor]:
+        settings = ["schedule.max_steps=4", "evaluate.data=null", "loss.reach=0.5", "optimizer.name=adamw"]
+        settings += ["optimizer.lr=0.001", f"output={small / name}", *overrides]
+        trainer = Trainer(Recipe.load(small / "recipe.yaml", settings))
+        trainer.run()
+        return {key: value.detach() for key, value in trainer.drafter.trainable().items()}
+
+    parts = weights("parts", "batch.num_segments=3")
+    for name, value in weights("whole").items():
+        torch.testing.assert_close(parts[name], value, rtol=1e-3, atol=1e-5, msg=name)
+
+
 def test_head_loads_and_beats_chance(small) -> None:
     head = Trainer(Recipe.load(small / "recipe.yaml", [f"output={small / 'head-run'}"])).run()
     provenance = json.loads((head / "provenance.json").read_text())
