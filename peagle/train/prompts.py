@@ -297,34 +297,30 @@ class ChatTemplate:
     """Token ids around a turn, as the target's own chat template puts them.
 
     before, after: around a single user turn, up to where the answer begins; end_id: what the template ends an answer
-    with; end_ids: that and the tokenizer's end token. Without a template (`is_chat` is False, a base model) prompts are
-    plain text, and answers go on with it.
+    with; end_ids: that and the tokenizer's end token.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """Raises ValueError for a template that refuses a user's message by itself, or does not repeat it as it is, and
-        for a tokenizer without `eos_token` whose template ends an answer with no special token."""
-        self.tokenizer = tokenizer
-        self.is_chat = bool(tokenizer.chat_template)
-        eos = tokenizer.eos_token_id
-        self.closes = False
-        if not self.is_chat:
-            logger.warning("the target has no chat template: prompts are plain text for it to go on with")
-            begins = tokenizer.bos_token_id is not None and tokenizer.encode("")[:1] == [tokenizer.bos_token_id]
-            self.before, self.after = [tokenizer.bos_token_id] if begins else [], []
-        else:
-            user = {"role": "user", "content": _SENTINEL}
-            before, after = self._around([user], add_generation_prompt=True)
-            self.before, self.after = self.encode(before), self.encode(after)
-            answered = [{**user, "content": "?"}, {"role": "assistant", "content": _SENTINEL}]
-            closing = self.encode(self._around(answered)[1])
-            self.closes = bool(closing) and closing[0] in special_ids(tokenizer)
+        """Raises ValueError for a tokenizer without a template, a template that refuses a user's message by itself, or
+        does not repeat it as it is, and a tokenizer without `eos_token` whose template ends an answer with no special
+        token."""
+        self.tokenizer, eos = tokenizer, tokenizer.eos_token_id
+        if not tokenizer.chat_template:
+            raise ValueError(
+                f"tokenizer {tokenizer.name_or_path}: it has no chat template, so how a conversation is written is not "
+                "known: put chat_template.jinja beside it"
+            )
+        user = {"role": "user", "content": _SENTINEL}
+        before, after = self._around([user], add_generation_prompt=True)
+        self.before, self.after = self.encode(before), self.encode(after)
+        answered = [{**user, "content": "?"}, {"role": "assistant", "content": _SENTINEL}]
+        closing = self.encode(self._around(answered)[1])
+        self.closes = bool(closing) and closing[0] in special_ids(tokenizer)
         self.end_id: int = closing[0] if self.closes else eos
         if self.end_id is None:
             raise ValueError(
-                f"tokenizer {tokenizer.name_or_path}: it has no eos_token"
-                + (", and its chat_template ends an answer with no special token" if self.is_chat else "")
-                + ": set eos_token in tokenizer_config.json to the token that ends the target's answers"
+                f"tokenizer {tokenizer.name_or_path}: it has no eos_token, and its chat_template ends an answer with "
+                "no special token: set eos_token in tokenizer_config.json to the token that ends the target's answers"
             )
         self.end_ids = frozenset({self.end_id} if eos is None else {self.end_id, eos})
 
@@ -355,15 +351,8 @@ class ChatTemplate:
 
     def _check_is_written(self, prompt: Prompt) -> None:
         """Raises ValueError naming the line of whose tools or messages' keys the template writes nothing, but for
-        reasoning of earlier turns and ids of calls, which templates may leave out; or where there is no template and
-        more than a user's message.
+        reasoning of earlier turns and ids of calls, which templates may leave out.
         """
-        if not self.is_chat:
-            if len(prompt.messages) > 1 or prompt.tools or prompt.answer_message:
-                raise ValueError(
-                    f"{prompt.where}: the target has no chat template: a prompt is one message and its answer, texts"
-                )
-            return
         named = {f"messages.{index}": message for index, message in enumerate(prompt.messages)}
         may_be_idle = {"role", "content", "tool_call_id", "reasoning_content"}
         must_change = [(name, key) for name, message in named.items() for key in sorted(message.keys() - may_be_idle)]
@@ -397,11 +386,8 @@ class ChatTemplate:
         whose keys it would write nothing, or whose answer it does not write behind the prompt.
         """
         self._check_is_written(prompt)
-        if self.is_chat:
-            begin, before = self._text(prompt, prompt.messages, add_generation_prompt=True), []
-        else:
-            begin, before = str(prompt.messages[0]["content"]), self.before
-        return Rendered(before + self.encode(begin), self._render_answer(prompt, begin))
+        begin = self._text(prompt, prompt.messages, add_generation_prompt=True)
+        return Rendered(self.encode(begin), self._render_answer(prompt, begin))
 
     def _render_answer(self, prompt: Prompt, begin: str) -> list[int]:
         """With the token that ends it, as the target would write it behind `begin`."""

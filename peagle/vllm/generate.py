@@ -86,7 +86,7 @@ class Writer:
             written = [token for token in output.token_ids if token not in self.template.end_ids]
             turn = prompt[len(self.template.before) :] + written
             key = tuple(turn[:NUM_KEY_TOKENS])
-            if self.template.is_chat and output.finish_reason != "stop":
+            if output.finish_reason != "stop":
                 dropped["unended"] += 1
             elif len(turn) < MIN_USER_TOKENS or self.special_ids.intersection(written):
                 dropped["unusable"] += 1

@@ -285,7 +285,7 @@ def test_what_the_template_writes_nothing_of_is_refused(
             "{% for m in messages %}{{ m.content }}{% endfor %}",
             "it has no eos_token, and its chat_template ends .*: set eos",
         ),
-        (None, "it has no eos_token: set eos_token in tokenizer_config.json"),
+        (None, "it has no chat template, .*: put chat_template.jinja beside it"),
     ],
 )
 def test_a_tokenizer_that_cannot_be_used_is_named(target_dir: Path, template: str | None, message: str) -> None:
