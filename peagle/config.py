@@ -238,7 +238,6 @@ class DrafterConfig:
     qk_norm: bool = False
     rope_scaling: Rope | None = None
     sliding_window: int | None = None
-    extra: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         if self.head_dim < 2 or self.head_dim % 2:
@@ -327,7 +326,6 @@ class DrafterConfig:
             "rope_scaling": scaling,
             "qk_norm": is_qwen(raw),
             "sliding_window": _sliding_window(raw),
-            "extra": {key: value for key, value in raw.items() if key not in fields | HeadFile.model_fields.keys()},
         }
         if "norm_before_fc" in eagle:
             decided["norm_before_fc"] = bool(eagle["norm_before_fc"])
@@ -338,12 +336,10 @@ class DrafterConfig:
         """The `config.json` of the head, as vLLM reads it."""
         name, model_type = (QWEN_ARCHITECTURE, "qwen3") if self.qk_norm else (ARCHITECTURE, "llama")
         raw: dict[str, Any] = {"architectures": [name], "model_type": model_type, "tie_word_embeddings": False}
-        named_otherwise = {"aux_layer_ids", "extra", "rope_theta", "rope_scaling", "qk_norm", "sliding_window"}
-        named_otherwise |= (
-            {"num_depths_is_known"} if self.num_depths_is_known else {"num_depths_is_known", "num_depths"}
-        )
-        names = [field.name for field in dataclasses.fields(self) if field.name not in named_otherwise]
-        raw |= {name: getattr(self, name) for name in names}
+        raw |= dataclasses.asdict(self)
+        named_otherwise = ["aux_layer_ids", "num_depths_is_known", "rope_scaling", "qk_norm", "sliding_window"]
+        for name in named_otherwise if self.num_depths_is_known else [*named_otherwise, "num_depths"]:
+            del raw[name]
         if self.sliding_window is not None:
             # vLLM's Llama layers look at the window only where `layer_types` calls the layer a sliding one.
             raw["sliding_window"] = self.sliding_window
@@ -360,7 +356,7 @@ class DrafterConfig:
         if self.aux_layer_ids != UNNAMED_LAYERS:
             # vLLM's V2 runner reads them at the top alone, its Llama drafters count them in `eagle_config` alone.
             raw[_LAYER_IDS] = raw["eagle_config"][_LAYER_IDS] = list(self.aux_layer_ids)
-        return raw | self.extra
+        return raw
 
 
 def is_qwen(raw: dict[str, Any]) -> bool:

@@ -40,27 +40,19 @@ Made = TypeVar("Made")
 class Prompt:
     """Messages up to where an answer begins, the class of traffic they stand for, and the answer if one is given.
 
-    messages: as the chat template takes them, and so `tools`; answer_message: the answer where it is more than its text
-    (`reasoning_content`, `tool_calls`); is_whole: the answer ended by itself; where: file and line, for messages about
-    it.
+    messages: as the chat template takes them, and so `answer` and `tools`; is_whole: the answer ended by itself; where:
+    file and line, for messages about it.
     """
 
     messages: tuple[dict[str, Any], ...]
     category: str = "default"
-    answer: str | None = None
+    answer: dict[str, Any] | None = None
     where: str = "prompt"
     tools: tuple[dict[str, Any], ...] = ()
-    answer_message: dict[str, Any] | None = None
     is_whole: bool = True
 
     def with_answer(self, message: Message, *, is_whole: bool = True) -> Prompt:
-        whole = message.as_dict()
-        return dataclasses.replace(
-            self,
-            answer=whole["content"],
-            answer_message=whole if whole.keys() - {"role", "content"} else None,
-            is_whole=is_whole,
-        )
+        return dataclasses.replace(self, answer=message.as_dict(), is_whole=is_whole)
 
 
 class _Record(BaseModel):
@@ -356,9 +348,9 @@ class ChatTemplate:
         named = {f"messages.{index}": message for index, message in enumerate(prompt.messages)}
         may_be_idle = {"role", "content", "tool_call_id", "reasoning_content"}
         must_change = [(name, key) for name, message in named.items() for key in sorted(message.keys() - may_be_idle)]
-        if prompt.answer_message:
-            named["answer"] = prompt.answer_message
-            must_change += [("answer", key) for key in sorted(prompt.answer_message.keys() - {"role", "content"})]
+        if prompt.answer:
+            named["answer"] = prompt.answer
+            must_change += [("answer", key) for key in sorted(prompt.answer.keys() - {"role", "content"})]
         if not must_change and not prompt.tools:
             return
         whole = self._text(prompt, named.values())
@@ -391,10 +383,11 @@ class ChatTemplate:
 
     def _render_answer(self, prompt: Prompt, begin: str) -> list[int]:
         """With the token that ends it, as the target would write it behind `begin`."""
-        if prompt.answer_message is None:
-            ids = self.encode(prompt.answer or "")
+        answer = prompt.answer or {"content": ""}
+        if not answer.keys() - {"role", "content"}:
+            ids = self.encode(answer["content"])
         else:
-            whole = self._text(prompt, [*prompt.messages, prompt.answer_message])
+            whole = self._text(prompt, [*prompt.messages, answer])
             ids = self.encode(whole.removeprefix(begin))
             if not whole.startswith(begin) or (self.closes and self.end_id not in ids):
                 raise ValueError(

@@ -251,7 +251,7 @@ def answer_prompts(recipe: Recipe, source: str, out: Path, max_tokens: int, temp
     if foreign := [part.name for part in sorted(out.glob("part-*.npz")) if part.name != "part-00.npz"]:
         raise ValueError(f"{out} holds other data ({foreign[0]}): use another folder for --out")
     writer = Writer(recipe.target_dir(), recipe.generate, seed=recipe.seed)
-    asked = [dataclasses.replace(prompt, answer=None, answer_message=None) for prompt in given]
+    asked = [dataclasses.replace(prompt, answer=None) for prompt in given]
     rendered = keep_good(asked, lambda prompt: (prompt.category, writer.template.render(prompt).prompt), source)
     fitting = [(name, ids) for name, ids in rendered if len(ids) + MIN_ANSWER_TOKENS <= writer.max_model_len]
     num_left_out = len(rendered) - len(fitting)

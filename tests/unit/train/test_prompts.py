@@ -51,7 +51,7 @@ def test_every_form_of_a_line(tmp_path, caplog) -> None:
         ["s", "a", "b", "c"],
         ["a", "b", "c"],
     ]
-    assert [prompt.answer for prompt in read] == [None, None, "3", None, "d"]
+    assert [prompt.answer for prompt in read] == [None, None, assistant("3"), None, assistant("d")]
     assert [prompt.category for prompt in read] == ["default", "c", "default", "default", "default"]
     assert "columns that are not read: task_id\n" in caplog.text
 
@@ -67,7 +67,7 @@ def test_sharegpt_and_alpaca(tmp_path) -> None:
     )
     read = read_prompts(file, need_answers=True)
     assert read[0].messages == ({"role": "system", "content": "s"}, user("a"), assistant("b"), user("c"))
-    assert [prompt.answer for prompt in read] == ["d", "house", "hello"]
+    assert [prompt.answer for prompt in read] == [assistant(text) for text in ("d", "house", "hello")]
     assert [prompt.messages[0]["content"] for prompt in read[1:]] == ["Translate.\n\nHaus", "Say hello."]
     assert read_prompts(file)[0].messages[-1] == user("e"), "as a prompt, it ends with the user's last message"
 
@@ -92,7 +92,7 @@ def test_what_the_package_datasets_loads(tmp_path, monkeypatch: pytest.MonkeyPat
         parquet.write_table(pyarrow.Table.from_pylist(part), tmp_path / "set" / f"{name}.parquet")
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     source = str(tmp_path / "set")
-    assert [prompt.answer for prompt in read_prompts(source)] == ["b0", "b1", "b2"]
+    assert [prompt.answer for prompt in read_prompts(source)] == [assistant(text) for text in ("b0", "b1", "b2")]
     assert [prompt.where for prompt in read_prompts(f"{source}:test")] == [f"{source}:test row 0"]
     assert len(read_prompts(f"{source}:train[:2]")) == 2
     assert len(read_prompts(tmp_path / "rows.json")) == 4
@@ -158,7 +158,7 @@ def test_turns_are_rendered_as_the_template_does(template) -> None:
     tokenizer = template.tokenizer
     conversation = [user("a"), assistant("b"), user("c")]
     whole = tokenizer.apply_chat_template([*conversation, assistant("d 12")], tokenize=False)
-    made = template.render(Prompt(tuple(conversation), answer="d 12"))
+    made = template.render(Prompt(tuple(conversation), answer=assistant("d 12")))
     assert tokenizer.decode(made.prompt + made.answer) == whole.removesuffix("\n")
     assert template.end_ids == {tokenizer.eos_token_id}
     # Prompts that the target writes itself are joined from these pieces.
