@@ -32,9 +32,7 @@ def chances(drafter: Drafter, target: Target, data: Conversations, walked: list[
     found: dict[int, np.ndarray] = {}
     for indices, batch in sequences(data, walked):
         batch = batch.to(target.device)
-        aux_BNX, _ = target.states(
-            batch.tokens_BN, batch.document_BN, batch.position_BN, drafter.config.aux_layer_ids, eager=True
-        )
+        aux_BNX, _ = target.states(batch.tokens_BN, batch.position_BN, drafter.config.aux_layer_ids, eager=True)
         attend = ChainAttention(batch.document_BN, drafter.config.sliding_window)
         embeds_BMH, hidden_BMH = row_inputs(drafter, next_tokens(batch.tokens_BN), aux_BNX, 1)
         embeds_BRH, hidden_BRH = embeds_BMH[:, :-1], hidden_BMH[:, :-1]

@@ -202,20 +202,15 @@ def prepare(
     target: Annotated[str | None, typer.Option(help="embedded target; default: smollm2-135m-instruct")] = None,
     head: Annotated[str | None, typer.Option(help="shipped head or directory; default: that of the target")] = None,
     cache_dir: Annotated[Path | None, typer.Option(help="default: $PEAGLE_CACHE or ~/.cache/peagle")] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="hash every file that is reused")] = False,
 ) -> None:
     """Make the embedded target and its head ready to serve, and print their paths (a second with a filled cache)."""
     from peagle.embedded import DEFAULT_TARGET, prepare_target
-    from peagle.heads import prepare_head, shipped_heads
+    from peagle.heads import prepare_head
 
     say, target = clock(), target or DEFAULT_TARGET
-    target_dir = prepare_target(target, cache_dir, verify=verify, report=say)
+    target_dir = prepare_target(target, cache_dir, report=say)
     say(f"target ready: {target_dir}")
-    head = head or (target if target in shipped_heads() else None)
-    if head is None:
-        say(f"no head ships for {target}: only the target is prepared")
-        return
-    say(f"head ready:   {prepare_head(head, target_dir, cache_dir, verify=verify, report=say)}")
+    say(f"head ready:   {prepare_head(head or target, target_dir, cache_dir, report=say)}")
 
 
 @app.command()
@@ -347,19 +342,14 @@ def evaluate(
     target: Annotated[str, typer.Option(help="embedded target's name, directory or Hugging Face id")],
     against: Annotated[Path | None, typer.Option(metavar="HEAD2", help="for the ratio of AL: HEAD / HEAD2")] = None,
     num_draft_tokens: Annotated[int | None, typer.Option(help="default: what the heads were trained for")] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="leave out answers longer than this, prompt included (counted)")
-    ] = None,
     out: Annotated[Path | None, typer.Option(help="folder for evaluation.json")] = None,
 ) -> None:
     """Measure the acceptance of a head on answers of its target, for every K."""
     from peagle.evaluate import evaluate_heads
     from peagle.train.recipe import target_checkpoint
 
-    for part in evaluate_heads(
-        head, answers, str(target_checkpoint(target)), against=against, num_draft_tokens=num_draft_tokens,
-        max_tokens=max_tokens, out=out,
-    ):  # fmt: skip
+    target_dir = str(target_checkpoint(target))
+    for part in evaluate_heads(head, answers, target_dir, against=against, num_draft_tokens=num_draft_tokens, out=out):
         typer.echo(part)
 
 

@@ -47,7 +47,6 @@ def absolute_paths(recipe: Recipe) -> list[str]:
         "output": recipe.output,
         "evaluate.data": recipe.evaluate.data,
         "states_dir": recipe.states_dir,
-        "drafter.start_from": recipe.drafter.start_from,
         "target": recipe.target if Path(recipe.target).is_dir() else None,
     }
     return [f"{key}={Path(folder).resolve()}" for key, folder in folders.items() if folder]

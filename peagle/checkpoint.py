@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 from peagle.config import (
     MASK_TOKEN_KEYS,
-    MAX_JSON_BYTES,
     SHIPPED_PREFIX,
     DrafterConfig,
     HeadError,
@@ -84,38 +83,24 @@ def weight_files(head_dir: str | Path) -> list[Path]:
     return files
 
 
-def read_stored_specs(head_dir: str | Path) -> list[tuple[Path, str, TensorSpec]]:
-    """File, name, and type and shape of every tensor as it is stored in a head directory, from the files' headers.
+def read_tensor_specs(head_dir: str | Path) -> dict[str, TensorSpec]:
+    """Type and shape of every tensor in a head directory, by canonical name, from the files' headers.
 
-    Raises HeadError for no safetensors file, or one that is cut short or damaged.
+    Raises HeadError for no safetensors file, one that is cut short or damaged, and a tensor stored twice.
     """
     from safetensors import SafetensorError, safe_open
 
-    specs = []
+    specs: dict[str, TensorSpec] = {}
     for path in weight_files(head_dir):
-        with path.open("rb") as start:
-            num_header_bytes = int.from_bytes(start.read(8), "little")
-        if MAX_JSON_BYTES < num_header_bytes <= path.stat().st_size:
-            raise HeadError(f"{path}: its header has {num_header_bytes} bytes, expected at most {MAX_JSON_BYTES}")
         try:
             with safe_open(path, framework="np") as file:
                 slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         except SafetensorError as error:
             raise HeadError(f"{path} ({path.stat().st_size} bytes) is cut short or damaged: {error}") from error
-        specs += [(path, name, TensorSpec(one.get_dtype(), tuple(one.get_shape()))) for name, one in slices.items()]
-    return specs
-
-
-def read_tensor_specs(head_dir: str | Path) -> dict[str, TensorSpec]:
-    """Type and shape of every tensor in a head directory, by canonical name.
-
-    Raises HeadError as `read_stored_specs`, and for a tensor stored twice.
-    """
-    specs: dict[str, TensorSpec] = {}
-    for path, stored, spec in read_stored_specs(head_dir):
-        if (name := canonical_name(stored)) in specs:
-            raise HeadError(f"{path}: {name} is stored twice in {head_dir}")
-        specs[name] = spec
+        for stored, one in slices.items():
+            if (name := canonical_name(stored)) in specs:
+                raise HeadError(f"{path}: {name} is stored twice in {head_dir}")
+            specs[name] = TensorSpec(one.get_dtype(), tuple(one.get_shape()))
     return specs
 
 
@@ -181,13 +166,11 @@ def expected_tensors(config: DrafterConfig) -> dict[str, Expected]:
 def is_plain(head_dir: str | Path, config: DrafterConfig) -> bool:
     """Whether stock vLLM loads the head in `head_dir` as it is.
 
-    vLLM shares the target's output matrix with a head that has none, which fits the whole vocabulary only, puts
-    `model.` before the names of most tensors itself, and refuses a table of token ids beside the whole vocabulary.
+    vLLM shares the target's output matrix with a head that has none, which fits the whole vocabulary only, and refuses
+    a table of token ids beside the whole vocabulary.
     """
-    names = {name for _, name, _ in read_stored_specs(head_dir)}
-    has_whole_vocabulary = config.draft_vocab_size == config.vocab_size
-    has_others = names & {*TARGET_TENSORS} or any(name.startswith("model.") for name in names)
-    has_others = has_others or (has_whole_vocabulary and "d2t" in names)
+    names = read_tensor_specs(head_dir).keys()
+    has_others = names & {*TARGET_TENSORS, *(["d2t"] if config.draft_vocab_size == config.vocab_size else [])}
     return (
         not tables_left_out(config, names)
         and not has_others
@@ -217,17 +200,11 @@ def check_tensors(config: DrafterConfig, specs: dict[str, TensorSpec], source: s
         for name, spec in specs.items()
         if name in expected and not expected[name].fits(spec)
     ]
-    if "mask_hidden" in specs and "mask_hidden" not in expected:
-        problems.append(f"spare mask_hidden: config.json names no mask token ({', '.join(MASK_TOKEN_KEYS)})")
-        expected["mask_hidden"] = Expected(())
     problems += [
         f"spare {name}: found {spec}, not part of this head" for name, spec in specs.items() if name not in expected
     ]
-    if "mask_embedding" in specs and "embed_tokens.weight" in specs:
-        problems.append(
-            "spare mask_embedding: a head with its own embed_tokens.weight keeps the mask token's embedding in row "
-            f"ptd_token_id = {config.ptd_token_id} of that table"
-        )
+    if "mask_hidden" in specs and "mask_hidden" not in expected:
+        problems.append(f"config.json names no mask token ({', '.join(MASK_TOKEN_KEYS)})")
     if problems:
         raise HeadError(f"head {source} does not match its config.json:\n  " + "\n  ".join(problems))
 
@@ -436,27 +413,18 @@ def check_tables(config: DrafterConfig, tensors: dict[str, Tensor], source: str 
 
     if not {"d2t", "t2d"} & tensors.keys():
         return  # and no tensor's header vouches for the vocabulary's size
-    problems = []
-    ids = torch.arange(config.draft_vocab_size)
-    if "d2t" in tensors:
-        ids = target_ids(tensors["d2t"].cpu())
-        num_different = len(set(ids.tolist()))
-        outside = ((ids < 0) | (ids >= config.vocab_size)).nonzero()[:, 0]
-        if len(outside):
-            first = int(outside[0])
-            problems.append(
-                f"d2t[{first}] = {int(tensors['d2t'][first])} leads to target token {int(ids[first])}, outside "
-                f"0..{config.vocab_size - 1} ({len(outside)} such entries; d2t holds offsets: target = i + d2t[i])"
-            )
-        elif num_different < len(ids):
-            problems.append(f"d2t leads {len(ids)} draft tokens to only {num_different} different target tokens")
-    if "t2d" in tensors and not problems:
-        marked = tensors["t2d"].cpu().bool()
-        if int(marked.sum()) != config.draft_vocab_size:
-            problems.append(
-                f"t2d marks {int(marked.sum())} target tokens, draft_vocab_size is {config.draft_vocab_size}"
-            )
-        elif not bool(marked[ids].all()):
-            problems.append(f"t2d does not mark {int((~marked[ids]).sum())} of the target tokens that d2t leads to")
-    if problems:
-        raise HeadError(f"head {source}: " + "; ".join(problems))
+    ids = target_ids(tensors["d2t"].cpu()) if "d2t" in tensors else torch.arange(config.draft_vocab_size)
+    outside = ((ids < 0) | (ids >= config.vocab_size)).nonzero()[:, 0]
+    problem = ""
+    if len(outside):
+        first = int(outside[0])
+        problem = (
+            f"d2t[{first}] = {int(tensors['d2t'][first])} leads to target token {int(ids[first])}, outside "
+            f"0..{config.vocab_size - 1} ({len(outside)} such entries; d2t holds offsets: target = i + d2t[i])"
+        )
+    elif (num_different := len(ids.unique())) < len(ids):
+        problem = f"d2t leads {len(ids)} draft tokens to only {num_different} different target tokens"
+    elif "t2d" in tensors and not torch.equal(tensors["t2d"].cpu().bool(), marks(ids, config.vocab_size)):
+        problem = f"t2d does not mark the {len(ids)} target tokens that d2t leads to, and no others"
+    if problem:
+        raise HeadError(f"head {source}: {problem}")

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -40,19 +40,6 @@ MAX_NUM_DEPTHS = 64
 MIN_DEFAULT_LAYERS = 7
 #: Taps of a head that leaves them to vLLM's default: three for certain, their ids are not.
 UNNAMED_LAYERS = (-1, -1, -1)
-#: Switches of vLLM's drafter that this package does not implement, with the only value that is accepted. They stand at
-#: the top of `config.json` or in its `eagle_config`.
-UNSUPPORTED_SWITCHES: dict[str, Any] = {
-    "use_aux_hidden_state": True,
-    "mlp_bias": False,
-    "hidden_act": "silu",
-    "logit_scale": 1.0,
-    "bias": False,
-    "qkv_bias": False,
-    "is_causal": True,
-}
-#: The most bytes of a `config.json`, and of the header of a safetensors file.
-MAX_JSON_BYTES = 4 * 2**20
 MAX_LAYERS = 1024
 MAX_POSITIONS = 2**24
 REQUIRED_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -114,8 +101,8 @@ class YarnRope:
 
     A frequency is divided by `factor` when it makes fewer than `beta_slow` turns in `original_max_position_embeddings`
     tokens, and stays when it makes more than `beta_fast`; in between the two are blended. Cosines and sines are
-    multiplied by `attention_factor`, by default 1 + 0.1 log(factor). `truncate`: the bounds are whole numbers of
-    frequencies.
+    multiplied by `attention_factor`, by default 1 + 0.1 log(factor), or the ratio that `mscale` and `mscale_all_dim`
+    give. `truncate`: the bounds are whole numbers of frequencies.
     """
 
     factor: Factor
@@ -123,6 +110,8 @@ class YarnRope:
     beta_fast: Factor = 32.0
     beta_slow: Factor = 1.0
     attention_factor: Factor | None = None
+    mscale: Factor | None = None
+    mscale_all_dim: Factor | None = None
     truncate: bool = True
 
     def __post_init__(self) -> None:
@@ -134,22 +123,19 @@ class YarnRope:
 
     @property
     def magnitude(self) -> float:
-        """Factor of cosines and sines."""
-        return yarn_magnitude(self.factor) if self.attention_factor is None else self.attention_factor
+        """Factor of cosines and sines (arXiv 2309.00071, section 3.4)."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        logarithm = 0.1 * math.log(max(self.factor, 1.0))
+        if self.mscale is None or self.mscale_all_dim is None:
+            return 1 + logarithm
+        return (1 + self.mscale * logarithm) / (1 + self.mscale_all_dim * logarithm)
 
 
 Rope = Llama3Rope | YarnRope
 ROPE_KINDS: dict[str, type[Llama3Rope] | type[YarnRope]] = {"llama3": Llama3Rope, "yarn": YarnRope}
 #: Keys beside those of the kind. With text, the three positions of `mrope_section` are one, so it changes nothing.
 _ROPE_KEYS = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
-#: YaRN's keys that only some versions of vLLM read, with the value that says what all others do.
-_YARN_ONLY: dict[str, Any] = {"extrapolation_factor": 1, "apply_yarn_scaling": True}
-_YARN_MAGNITUDES = ("attention_factor", "mscale", "mscale_all_dim", "attn_factor")
-
-
-def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
-    """YaRN's factor of cosines and sines, by default (arXiv 2309.00071, section 3.4)."""
-    return 1.0 if factor <= 1 else 1 + 0.1 * scale * math.log(factor)
 
 
 def rope_theta(raw: dict[str, Any]) -> float:
@@ -163,8 +149,8 @@ def rope_theta(raw: dict[str, Any]) -> float:
 def read_rope(raw: dict[str, Any]) -> tuple[float, Rope | None]:
     """Base and scaling of a head, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling`.
 
-    Raises ValueError for another kind of RoPE, for one with a setting missing, and for settings that are not known or
-    that versions of vLLM read differently: nothing is left out silently.
+    Raises ValueError for another kind of RoPE, for one with a setting missing, and for settings that are not known:
+    nothing is left out silently.
     """
     new, old = raw.get("rope_parameters"), raw.get("rope_scaling")
     if new and old and new != old:
@@ -182,49 +168,17 @@ def read_rope(raw: dict[str, Any]) -> tuple[float, Rope | None]:
         raise ValueError(f"RoPE {given!r:.400}: rope_type must be default, llama3 or yarn, the drafter has no other")
     record = ROPE_KINDS.get(kind)
     names = {field.name for field in dataclasses.fields(record)} if record else set()
-    also = {*_YARN_ONLY, *_YARN_MAGNITUDES} if kind == "yarn" else set()
-    if unknown := sorted(given.keys() - _ROPE_KEYS - names - also):
+    if unknown := sorted(given.keys() - _ROPE_KEYS - names):
         raise ValueError(
             f"RoPE: settings that are not known with rope_type {kind}: {', '.join(unknown)}; they might change the "
             "rotation: leave them out if they do not"
         )
     if record is None:
         return float(theta), None
-    values = {name: given[name] for name in names if name in given}
-    if kind == "yarn" and (magnitude := _yarn_attention_factor(given)) is not None:
-        values["attention_factor"] = magnitude
     try:
-        return float(theta), record(**values)
+        return float(theta), record(**{name: given[name] for name in names if name in given})
     except ValidationError as error:
         raise ValueError(f"RoPE, rope_type {kind}: {'; '.join(problem_lines(error, HeadFile))}") from error
-
-
-def _yarn_attention_factor(given: dict[str, Any]) -> float | None:
-    """YaRN's `attention_factor`, None for the default, from the names that transformers and vLLM 0.32 read.
-
-    Raises ValueError for what versions of vLLM read differently.
-    """
-    for key, only in _YARN_ONLY.items():
-        if given.get(key, only) != only:
-            raise ValueError(
-                f"RoPE: {key} = {given[key]!r:.80} is not read by vLLM 0.32: write {only}, or leave it out"
-            )
-    given = {key: value for key, value in given.items() if key not in ("mscale", "mscale_all_dim") or value != 0}
-    wrong = [key for key in ("factor", *_YARN_MAGNITUDES) if key in given and not _is_number(given[key])]
-    if wrong:
-        raise ValueError("RoPE: " + "; ".join(f"{key} = {given[key]!r:.80} must be a number above 0" for key in wrong))
-    factor, magnitude = given.get("factor", 1.0), given.get("attention_factor")
-    if magnitude is None and {"mscale", "mscale_all_dim"} <= given.keys():
-        magnitude = yarn_magnitude(factor, given["mscale"]) / yarn_magnitude(factor, given["mscale_all_dim"])
-    ratio = given.get("attn_factor", 1.0)
-    if ratio != 1 and (magnitude is None or not math.isclose(ratio * yarn_magnitude(factor), magnitude, rel_tol=1e-6)):
-        meant = ratio * yarn_magnitude(factor)
-        raise ValueError(f"RoPE: attn_factor = {ratio} is not read by vLLM 0.32: write attention_factor = {meant}")
-    return magnitude
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 # ---- the drafter
@@ -284,7 +238,6 @@ class DrafterConfig:
     qk_norm: bool = False
     rope_scaling: Rope | None = None
     sliding_window: int | None = None
-    extra: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         if self.head_dim < 2 or self.head_dim % 2:
@@ -373,7 +326,6 @@ class DrafterConfig:
             "rope_scaling": scaling,
             "qk_norm": is_qwen(raw),
             "sliding_window": _sliding_window(raw),
-            "extra": {key: value for key, value in raw.items() if key not in fields | HeadFile.model_fields.keys()},
         }
         if "norm_before_fc" in eagle:
             decided["norm_before_fc"] = bool(eagle["norm_before_fc"])
@@ -384,12 +336,10 @@ class DrafterConfig:
         """The `config.json` of the head, as vLLM reads it."""
         name, model_type = (QWEN_ARCHITECTURE, "qwen3") if self.qk_norm else (ARCHITECTURE, "llama")
         raw: dict[str, Any] = {"architectures": [name], "model_type": model_type, "tie_word_embeddings": False}
-        named_otherwise = {"aux_layer_ids", "extra", "rope_theta", "rope_scaling", "qk_norm", "sliding_window"}
-        named_otherwise |= (
-            {"num_depths_is_known"} if self.num_depths_is_known else {"num_depths_is_known", "num_depths"}
-        )
-        names = [field.name for field in dataclasses.fields(self) if field.name not in named_otherwise]
-        raw |= {name: getattr(self, name) for name in names}
+        raw |= dataclasses.asdict(self)
+        named_otherwise = ["aux_layer_ids", "num_depths_is_known", "rope_scaling", "qk_norm", "sliding_window"]
+        for name in named_otherwise if self.num_depths_is_known else [*named_otherwise, "num_depths"]:
+            del raw[name]
         if self.sliding_window is not None:
             # vLLM's Llama layers look at the window only where `layer_types` calls the layer a sliding one.
             raw["sliding_window"] = self.sliding_window
@@ -400,15 +350,13 @@ class DrafterConfig:
         if self.rope_scaling is not None:
             kind = next(name for name, record in ROPE_KINDS.items() if isinstance(self.rope_scaling, record))
             rope |= {"rope_type": kind, **dataclasses.asdict(self.rope_scaling)}
-            # vLLM 0.32 reads the one, vLLM 0.29 the other.
-            if (magnitude := rope.pop("attention_factor", None)) is not None:
-                rope |= {"attention_factor": magnitude, "attn_factor": magnitude / yarn_magnitude(rope["factor"])}
+            rope = {key: value for key, value in rope.items() if value is not None}
         raw |= {"rope_theta": self.rope_theta, "rope_parameters": rope}
         raw["eagle_config"] = {"use_aux_hidden_state": True}
         if self.aux_layer_ids != UNNAMED_LAYERS:
             # vLLM's V2 runner reads them at the top alone, its Llama drafters count them in `eagle_config` alone.
             raw[_LAYER_IDS] = raw["eagle_config"][_LAYER_IDS] = list(self.aux_layer_ids)
-        return raw | self.extra
+        return raw
 
 
 def is_qwen(raw: dict[str, Any]) -> bool:
@@ -427,21 +375,17 @@ def _mask_tokens(raw: dict[str, Any]) -> dict[str, int]:
 
 
 def is_read_alike_by_vllm(raw: dict[str, Any]) -> bool:
-    """Whether stock vLLM, 0.29 and 0.32, takes a head's `config.json` for what this package takes it for.
+    """Whether stock vLLM 0.32 takes a head's `config.json` for what this package takes it for.
 
     It does not where the file is of the speculators package (of a P-EAGLE head vLLM drops `fc_norm` and `norm_output`),
     where vLLM would put `Eagle3` before the architecture's name and so know no such model, where `target_hidden_size`
-    is null, where a Llama drafter's taps, other than three, stand at the top only, where YaRN's magnitude has a name
-    that one of the versions does not read, or where the head lacks tables.
+    is null, where a Llama drafter's taps, other than three, stand at the top only, or where the head lacks tables.
     """
     names, top = raw.get("architectures") or (), raw.get(_LAYER_IDS) or ()
     inner = (raw.get("eagle_config") or {}).get(_LAYER_IDS)
     counts_taps = is_qwen(raw) or len(top) in (0, 3) or bool(inner) or raw.get("num_aux_hidden_states") is not None
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    magnitudes = [key for key in _YARN_MAGNITUDES if rope.get(key) is not None]
     return (
         "speculators_model_type" not in raw
-        and (not magnitudes or {"attention_factor", "attn_factor"} <= {*magnitudes})
         and raw.get("model_type") in ("llama", "qwen3")
         and any(name.startswith("Eagle3") or name.endswith("Eagle3") for name in names)
         and not any(name.startswith(SHIPPED_PREFIX) for name in names)
@@ -475,14 +419,26 @@ class _File(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False)
 
 
-class EagleFile(_File):
+class _SwitchesFile(_File):
+    """Switches of vLLM's drafter that this package does not implement, with the only value that is accepted."""
+
+    use_aux_hidden_state: Literal[True] | None = None
+    mlp_bias: Literal[False] | None = None
+    hidden_act: Literal["silu"] | None = None
+    logit_scale: Annotated[float, Field(ge=1, le=1)] | None = None
+    bias: Literal[False] | None = None
+    qkv_bias: Literal[False] | None = None
+    is_causal: Literal[True] | None = None
+
+
+class EagleFile(_SwitchesFile):
     """`eagle_config` of a head's `config.json`."""
 
     eagle_aux_hidden_state_layer_ids: LayerIds | None = None
     norm_before_fc: bool | None = None
 
 
-class HeadFile(_File):
+class HeadFile(_SwitchesFile):
     """Type and bounds of every key of a head's `config.json` that decides what is built from it, here and in vLLM.
 
     The sizes are bounded so that a file of a few bytes takes no memory; the tensors' headers then have to agree.
@@ -542,10 +498,6 @@ def _problems(file: HeadFile, raw: dict[str, Any]) -> list[str]:
             "quantization_config is not supported: take the head in bfloat16, whatever its target's type is"
         )
     eagle = raw.get("eagle_config") or {}
-    for key, accepted in UNSUPPORTED_SWITCHES.items():
-        given = eagle.get(key, raw.get(key, accepted))
-        if given != accepted:
-            problems.append(f"{key} = {given!r:.80} is not supported (only {accepted!r})")
     # Tapped layers stand at the top or in `eagle_config`, any number of them.
     top, inner = raw.get(_LAYER_IDS) or [], eagle.get(_LAYER_IDS) or []
     if top and inner and top != inner:
@@ -563,9 +515,8 @@ def read_json(path: Path, kind: str = "head") -> dict[str, Any]:
     """The `config.json` of a head or target. Raises HeadError when there is none or it holds no JSON object."""
     if not path.exists():
         raise HeadError(f"no {kind} at {path.parent}: {path} does not exist")
-    if not path.is_file() or (num_bytes := path.stat().st_size) > MAX_JSON_BYTES:
-        found = f"holds {num_bytes} bytes" if path.is_file() else "is no file"
-        raise HeadError(f"{path} {found}: expected a JSON file of at most {MAX_JSON_BYTES} bytes")
+    if not path.is_file():
+        raise HeadError(f"{path} is no file: expected a JSON file")
     try:
         # Some targets' files have infinite values; nesting is bounded by the parser.
         raw = pydantic_core.from_json(path.read_bytes(), allow_inf_nan=kind == "target")
@@ -596,22 +547,16 @@ class _Proposals(_File):
     proposal_methods: list[_Proposal] | None = None
 
 
-class SpeculatorsFile(_File):
-    """Fields of a `config.json` of the speculators package that `DrafterConfig.from_dict` does not read."""
+class _LayersFile(HeadFile):
+    model_type: Literal["llama", "qwen3"]
 
-    transformer_layer_config: HeadFile
+
+class SpeculatorsFile(HeadFile):
+    """A `config.json` of the speculators package: some of a head's keys, and these."""
+
+    speculators_model_type: Literal["peagle", "eagle3"]
+    transformer_layer_config: _LayersFile
     speculators_config: _Proposals | None = None
-
-
-#: Layers' settings that transformers folds into others of them as it reads.
-_FOLDED = (
-    "model_type",
-    "rope_theta",
-    "rope_scaling",
-    "partial_rotary_factor",
-    "use_sliding_window",
-    "max_window_layers",
-)
 
 
 def plain_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
@@ -623,32 +568,20 @@ def plain_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
     """
     from transformers import AutoConfig
 
-    method, layer = raw.get("speculators_model_type"), raw.get("transformer_layer_config")
-    if method not in ("peagle", "eagle3"):
-        raise HeadError(f"{source}: speculators_model_type = {method!r}, only peagle and eagle3 can be read")
-    unknown = sorted(raw.keys() - SPECULATORS_KEYS - SPECULATORS_IDLE_KEYS)
-    if unknown:
+    if unknown := sorted(raw.keys() - SPECULATORS_KEYS - SPECULATORS_IDLE_KEYS):
         raise HeadError(f"{source}: settings that are not known: {', '.join(unknown)}")
-    names = {"llama": ARCHITECTURE, "qwen3": QWEN_ARCHITECTURE}
-    kind = layer.get("model_type") if isinstance(layer, dict) else layer
-    if not isinstance(layer, dict) or not isinstance(kind, str) or kind not in names:
-        raise HeadError(
-            f"{source}: transformer_layer_config.model_type = {kind!r:.80}, only llama and qwen3 can be read"
-        )
-    if method == "peagle" and not isinstance(raw.get("mask_token_id"), int):
-        raise HeadError(f"{source}: mask_token_id = {raw.get('mask_token_id')!r}, a peagle checkpoint needs a token")
     try:
-        SpeculatorsFile.model_validate(raw)
+        file = SpeculatorsFile.model_validate(raw)
     except ValidationError as error:
         raise HeadError(f"{source}: " + "; ".join(problem_lines(error, SpeculatorsFile))) from error
-    plain: dict[str, Any] = {"architectures": [names[kind]]}
-    # transformers leaves out the layers' settings that have its defaults when it saves.
-    try:
-        settings = AutoConfig.for_model(
-            **{key: layer[key] for key in (*LAYER_KEYS, *_FOLDED) if key in layer}
-        ).to_dict()
+    method, is_llama = file.speculators_model_type, file.transformer_layer_config.model_type == "llama"
+    if method == "peagle" and file.mask_token_id is None:
+        raise HeadError(f"{source}: mask_token_id = None, a peagle checkpoint needs a token")
+    try:  # transformers leaves out the layers' settings that have its defaults when it saves
+        settings = AutoConfig.for_model(**raw["transformer_layer_config"]).to_dict()
     except Exception as error:  # of transformers' own checks
         raise HeadError(f"{source}: transformer_layer_config: {error}") from error
+    plain: dict[str, Any] = {"architectures": [ARCHITECTURE if is_llama else QWEN_ARCHITECTURE]}
     plain |= {key: value for key, value in settings.items() if key in LAYER_KEYS}
     plain |= {key: raw.get(key) for key in ("draft_vocab_size", "target_hidden_size")}
     # Where the setting is missing, vLLM's translation has it for EAGLE-3 and not for P-EAGLE.
@@ -689,14 +622,9 @@ def check_head_fits(config: DrafterConfig, target: dict[str, Any]) -> None:
     if config.vocab_size != text["vocab_size"]:
         problems.append(f"vocabulary: the head has {config.vocab_size} tokens, the target {text['vocab_size']}")
     num_layers = text["num_hidden_layers"]
-    outside = [index for index in config.aux_layer_ids if index > num_layers]
-    if outside:
-        problems.append(f"tapped layers: {outside} of {list(config.aux_layer_ids)} are outside 0..{num_layers}")
-    if config.aux_layer_ids == UNNAMED_LAYERS and num_layers < MIN_DEFAULT_LAYERS:
-        problems.append(
-            f"tapped layers: not given, and their default needs {MIN_DEFAULT_LAYERS} target layers, the target has "
-            f"{num_layers}"
-        )
+    layer_ids = config.aux_layer_ids if config.aux_layer_ids != UNNAMED_LAYERS else default_aux_layer_ids(num_layers)
+    if outside := [index for index in layer_ids if index > num_layers]:
+        problems.append(f"tapped layers: {outside} of {list(layer_ids)} are outside 0..{num_layers}")
     if problems:
         raise HeadError("the head does not fit this target:\n  " + "\n  ".join(problems))
 

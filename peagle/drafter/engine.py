@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from peagle.drafter.kvcache import NO_ROW, BlockPool, Counters, Int64Array, RequestTable
-from peagle.drafter.parallel_pass import ParallelPass, PassBatch, PendingDrafts, row_addresses
+from peagle.drafter.parallel_pass import ParallelPass, PendingDrafts, row_addresses
 from peagle.drafter.protocol import NO_DRAFT, Int32Array, Step, valid_rows
+from peagle.drafter.rows import PassBatch
 
 REQUEST = np.dtype([(name, np.int64) for name in ("place", "cache_row", "start", "num_valid", "row", "num_drafts")])
 """A request of a call. place: among all of the call. cache_row: its row in the request table. row: its first one of the

@@ -19,8 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from peagle.drafter.parallel_pass import PassBatch, PassLimits, PendingDrafts
+from peagle.drafter.parallel_pass import PassLimits, PendingDrafts
 from peagle.drafter.protocol import Int32Array
+from peagle.drafter.rows import PassBatch
 
 _MANY_ROWS = 1024  # of a pass: beyond, prompts take any number of rows beside drafts
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from peagle.config import DrafterConfig, HeadError
 from peagle.drafter.attention import paged_attention
 from peagle.drafter.protocol import NO_DRAFT, Int32Array
-from peagle.drafter.rows import MAX_VOCABULARY, best_tokens, build_rows, pack, place_hidden
+from peagle.drafter.rows import MAX_VOCABULARY, PassBatch, best_tokens, build_rows, pack, place_hidden
 from peagle.model import Drafter
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 #: Waits for the drafts of a pass, as they travel: [B, D], -1 where none is wanted; an array of the caller's own.
 PendingDrafts = Callable[[], Int32Array]
-Values = TypeVar("Values", npt.NDArray[Any], Tensor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,51 +48,6 @@ class PassLimits:
     num_blocks: int
     block_size: int
     max_draft_tokens: int
-
-
-@dataclasses.dataclass(frozen=True)
-class PassBatch(Generic[Values]):
-    """B requests of one pass: integers as arrays of the host, or as tensors of the pass's device. Tensors may hold more
-    rows than the batch has, and requests without rows may pad it.
-
-    start_B: position of a request's first row, counted from its first row in the cache, which is overwritten from there
-        on.
-    num_valid_B: n, rows given: positions start .. start + n - 1. With 0, the request gets no drafts.
-    row_offset_B: where they begin among the batch's R rows.
-    num_drafts_B: drafts wanted; 0: the rows only enter the cache.
-    next_tokens_R: int64, the token after each row.
-    addresses_R: int64, where each row's projected hidden state lies (`place_hidden`): on a GPU in its own memory, or in
-        pinned memory of the host, which must stay as it is until the drafts are there.
-    block_table_BN: cache block of the positions [j * block_size, (j + 1) * block_size) in column j, for all before
-        start + n + num_drafts - 1: rows of the mask token take room as well.
-    """
-
-    start_B: Values
-    num_valid_B: Values
-    row_offset_B: Values
-    num_drafts_B: Values
-    next_tokens_R: Values
-    addresses_R: Values
-    block_table_BN: Values
-
-    @property
-    def num_requests(self) -> int:
-        return len(self.start_B)
-
-    def first_requests(self, number: int) -> PassBatch[Values]:
-        """These requests, with the same rows."""
-        per_request = ("start_B", "num_valid_B", "row_offset_B", "num_drafts_B", "block_table_BN")
-        return dataclasses.replace(self, **{name: getattr(self, name)[:number] for name in per_request})
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the pass: n of each request, and one of the mask token for each draft after the first."""
-        return int((self.num_valid_B + (self.num_drafts_B - 1).clip(min=0)).sum())
-
-    @property
-    def max_drafts(self) -> int:
-        """Drafts of the request that gets the most."""
-        return int(self.num_drafts_B.max())
 
 
 def row_addresses(hidden_RH: Tensor) -> npt.NDArray[np.int64]:
@@ -157,9 +111,8 @@ class ParallelPass:
         config, drafter = self._config, self._drafter
         assert config.ptd_token_id is not None
         rows = build_rows(
-            inputs.start_B, inputs.num_valid_B, inputs.row_offset_B, inputs.num_drafts_B, inputs.next_tokens_R,
-            inputs.block_table_BN, block_size=self.limits.block_size, mask_token_id=config.ptd_token_id,
-            max_drafts=max_drafts, num_rows=num_rows,
+            inputs, block_size=self.limits.block_size, mask_token_id=config.ptd_token_id, max_drafts=max_drafts,
+            num_rows=num_rows,
         )  # fmt: skip
         hidden_NH = torch.empty(num_rows, config.hidden_size, dtype=self.dtype, device=self.device)
         place_hidden(inputs.addresses_R, rows.sources_N, self._mask_hidden_H, hidden_NH)

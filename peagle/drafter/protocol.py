@@ -268,10 +268,9 @@ class ServedHead:
     aux_layer_ids: tuple[int, ...]
     max_draft_tokens: int
 
-    def fields_of_targets(self) -> dict[str, Any]:
-        """By name what must be the same at the targets."""
-        names = ("hidden_size", "dtype", "vocab_size", "aux_layer_ids")
-        return {name: getattr(self, name) for name in names}
+
+#: Of a served head, what must be the same at the targets.
+OF_TARGETS = ("hidden_size", "dtype", "vocab_size", "aux_layer_ids")
 
 
 def find_mismatch(hello: Hello, heads: Mapping[int, ServedHead]) -> str | None:
@@ -286,8 +285,8 @@ def find_mismatch(hello: Hello, heads: Mapping[int, ServedHead]) -> str | None:
         head = by_digest.get(digest)
         if head is None:
             return f"head {index} of the target is {digest}, this drafter has {', '.join(sorted(by_digest))}"
-        for name, ours in head.fields_of_targets().items():
-            if ours != theirs[name]:
+        for name in OF_TARGETS:
+            if (ours := getattr(head, name)) != theirs[name]:
                 return f"head {digest}: {name} is {ours} at the drafter and {theirs[name]} at the target"
         if shape.max_draft_tokens > head.max_draft_tokens:
             return (
@@ -303,8 +302,8 @@ def check_swap(heads: Mapping[int, ServedHead], index: int, served: ServedHead) 
     if served.digest in {other.digest for i, other in heads.items() if i != index}:
         raise ValueError(f"head {served.digest} is served under another number already")
     other = heads.get(index) or next(iter(heads.values()))
-    for name, value in other.fields_of_targets().items():
-        if (new := getattr(served, name)) != value:
+    for name in OF_TARGETS:
+        if (new := getattr(served, name)) != (value := getattr(other, name)):
             raise ValueError(
                 f"head {served.digest} does not fit the targets: its {name} is {new}, that of head "
                 f"{other.digest} {value}"

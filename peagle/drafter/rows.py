@@ -21,7 +21,9 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import os
+from typing import Any, Generic, TypeVar
 
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -32,6 +34,7 @@ from torch.nn import functional as F
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ALIGNMENT_BYTES = 16  # of addresses, where a row's size is a multiple of it: rows then move in wide loads
 _MAX_BLOCK_H = 2048
+Values = TypeVar("Values", npt.NDArray[Any], Tensor)
 
 
 def uses_kernel(tensor: Tensor) -> bool:
@@ -40,6 +43,51 @@ def uses_kernel(tensor: Tensor) -> bool:
 
 
 # Rows of a pass
+
+
+@dataclasses.dataclass(frozen=True)
+class PassBatch(Generic[Values]):
+    """B requests of one pass: integers as arrays of the host, or as tensors of the pass's device. Tensors may hold more
+    rows than the batch has, and requests without rows may pad it.
+
+    start_B: position of a request's first row, counted from its first row in the cache, which is overwritten from there
+        on.
+    num_valid_B: n, rows given: positions start .. start + n - 1. With 0, the request gets no drafts.
+    row_offset_B: where they begin among the batch's R rows.
+    num_drafts_B: drafts wanted; 0: the rows only enter the cache.
+    next_tokens_R: int64, the token after each row.
+    addresses_R: int64, where each row's projected hidden state lies (`place_hidden`): on a GPU in its own memory, or in
+        pinned memory of the host, which must stay as it is until the drafts are there.
+    block_table_BN: cache block of the positions [j * block_size, (j + 1) * block_size) in column j, for all before
+        start + n + num_drafts - 1: rows of the mask token take room as well.
+    """
+
+    start_B: Values
+    num_valid_B: Values
+    row_offset_B: Values
+    num_drafts_B: Values
+    next_tokens_R: Values
+    addresses_R: Values
+    block_table_BN: Values
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.start_B)
+
+    def first_requests(self, number: int) -> PassBatch[Values]:
+        """These requests, with the same rows."""
+        per_request = ("start_B", "num_valid_B", "row_offset_B", "num_drafts_B", "block_table_BN")
+        return dataclasses.replace(self, **{name: getattr(self, name)[:number] for name in per_request})
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the pass: n of each request, and one of the mask token for each draft after the first."""
+        return int((self.num_valid_B + (self.num_drafts_B - 1).clip(min=0)).sum())
+
+    @property
+    def max_drafts(self) -> int:
+        """Drafts of the request that gets the most."""
+        return int(self.num_drafts_B.max())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,34 +113,17 @@ class Rows:
 
 
 def build_rows(
-    start_B: Tensor,
-    num_valid_B: Tensor,
-    row_offset_B: Tensor,
-    num_drafts_B: Tensor,
-    next_tokens_R: Tensor,
-    block_table_BN: Tensor,
-    *,
-    block_size: int,
-    mask_token_id: int,
-    max_drafts: int,
-    num_rows: int,
+    batch: PassBatch[Tensor], *, block_size: int, mask_token_id: int, max_drafts: int, num_rows: int
 ) -> Rows:
     """Lays out the rows of one pass, of one request or more; waits for nothing.
 
-    Args:
-        start_B: int, position of a request's first row.
-        num_valid_B: int, n: rows given for it; with none (padding of the batch) it has no mask rows either.
-        row_offset_B: int, its first row in the payload.
-        num_drafts_B: int, K <= max_drafts: drafts wanted; 0: the rows only enter the cache.
-        next_tokens_R: int, the token after each payload row.
-        block_table_BN: int, cache block of positions [j * block_size, (j + 1) * block_size) in column j.
-        block_size: positions a cache block.
-        mask_token_id: token of the mask rows.
-        max_drafts: D, columns of `sample_rows_BD`.
-        num_rows: N, at least the rows of all requests together.
+    A request without rows (padding of the batch) has no mask rows either. block_size: positions a cache block.
+    mask_token_id: token of the mask rows. max_drafts: D, columns of `sample_rows_BD`, of which no request wants more.
+    num_rows: N, at least the rows of all requests together.
     """
+    start_B, num_valid_B, block_table_BN = batch.start_B, batch.num_valid_B, batch.block_table_BN
     device = start_B.device
-    drafts_B = torch.where(num_valid_B > 0, num_drafts_B, 0).long()
+    drafts_B = torch.where(num_valid_B > 0, batch.num_drafts_B, 0).long()
     rows_B = num_valid_B + (drafts_B - 1).clamp(min=0)
     first_B1 = F.pad(rows_B.cumsum(0), (1, 0))
     position_D, index_N = torch.arange(max_drafts, device=device), torch.arange(num_rows, device=device)
@@ -101,8 +132,8 @@ def build_rows(
     request_N = torch.searchsorted(first_B1[1:], index_N, right=True).clamp(max=len(start_B) - 1)
     offset_N = torch.where(is_row_N, index_N - first_B1[request_N], 0)
     is_valid_N = is_row_N & (offset_N < num_valid_B[request_N])
-    source_N = torch.where(is_valid_N, row_offset_B[request_N] + offset_N, -1)
-    token_N = torch.where(is_valid_N, next_tokens_R[source_N].long(), mask_token_id)
+    source_N = torch.where(is_valid_N, batch.row_offset_B[request_N] + offset_N, -1)
+    token_N = torch.where(is_valid_N, batch.next_tokens_R[source_N].long(), mask_token_id)
     position_N = start_B[request_N] + offset_N
     slot_N = block_table_BN[request_N, position_N // block_size].long() * block_size + position_N % block_size
     return Rows(

@@ -111,7 +111,7 @@ def keep_candidate(
         check_head(directory)
 
     root = cache_root(cache_dir) / "candidates"
-    directory = prepare_directory(root, name, sum(map(len, files.values())) + 4096, build)
+    directory = prepare_directory(root, name, build)
     kept = sorted((path for path in root.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
     for path in kept[:-MAX_NUM_CANDIDATES]:
         if path.name not in in_use:
@@ -123,15 +123,13 @@ def prepare_head(
     head: str | Path,
     target_dir: Path,
     cache_dir: Path | None = None,
-    *,
-    verify: bool = False,
     report: Report = logger.info,
 ) -> Path:
     """Directory of a plain head that fits the target in `target_dir`.
 
     `head` is a shipped head's name or a directory. A directory that already holds a plain head is checked and returned
     as it is; one in another form is joined with the target's tables where it lacks them, and written as a plain head,
-    at the first call and reused afterwards. `verify` hashes every file that is reused.
+    at the first call and reused afterwards.
 
     Raises HeadError for an unknown, damaged or unfitting head, ValueError for a target without the tables that the head
     needs, CacheError when the cache directory is full or not writable.
@@ -143,15 +141,13 @@ def prepare_head(
         return head_dir
     tables = _needed_tables(head_dir, config, target_dir)
     key = hashlib.sha256(f"{_JOIN} {head_digest(head_dir)} {weights_digest(tables)}".encode()).hexdigest()[:10]
-    num_bytes = sum(path.stat().st_size for path in head_dir.iterdir()) + 4096
-    num_bytes += sum(table.nbytes for table in tables.values())
 
     def build(directory: Path) -> None:
         report(f"writing the head {head_dir.name} in vLLM's form, tables of the target in it: {len(tables)}")
-        save_head(directory, config, with_tables(config, load_head(head_dir)[1], tables))
+        convert(head_dir, directory, target_dir)
 
     root = cache_root(cache_dir) / "heads"
-    return prepare_directory(root, f"{head_dir.name}-{key}", num_bytes, build, verify=verify, report=report)
+    return prepare_directory(root, f"{head_dir.name}-{key}", build, report)
 
 
 def _head_directory(head: str | Path) -> Path:

@@ -130,7 +130,7 @@ def row_inputs(drafter: Drafter, next_BN: Tensor, aux_BNX: Tensor, num_masks: in
     """
     batch = next_BN.shape[0]
     embeds_BNH, hidden_BNH = drafter.embed(next_BN), drafter.reduce(aux_BNX)
-    mask_embed = drafter.mask_token().to(embeds_BNH.dtype)
+    mask_embed = drafter.mask_embedding.to(embeds_BNH.dtype)
     mask_hidden = drafter.reduce(drafter.mask_hidden.to(aux_BNX.dtype)).to(hidden_BNH.dtype)
     return (
         torch.cat([embeds_BNH, mask_embed.expand(batch, num_masks, -1)], dim=1),

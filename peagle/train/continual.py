@@ -88,10 +88,8 @@ class HeadInTraining:
         for batch in batches():
             step, began_s = step + 1, time.monotonic()
             on_device = batch.to(self.target.device)
-            aux_BNX, last_BNS = self.target.states(
-                on_device.tokens_BN, on_device.document_BN, on_device.position_BN, self.config.aux_layer_ids
-            )
-            states = States(aux_BNX, last_BNS, self.target.lm_head_VS)
+            aux_last = self.target.states(on_device.tokens_BN, on_device.position_BN, self.config.aux_layer_ids)
+            states = States(*aux_last, self.target.lm_head_VS)
             on_device, states = seen_by_drafter(on_device, states, packing.joined_share, self._num_steps)
             if max_score is not None and self._num_steps % EVERY_STEPS == 0:
                 clip_attention(self.drafter, attention_scores(self.drafter, on_device, states.aux_BNX), max_score)

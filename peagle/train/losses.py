@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,23 +65,19 @@ class TargetLogits:
         self,
         hidden_NS: Tensor,
         lm_head_VS: Tensor,
-        target_ids_V: Tensor | None = None,
+        target_ids_V: Tensor,
         statistics: Statistics = statistics,
     ) -> None:
         """hidden_NS: the target's last hidden states (after its norm); lm_head_VS: its output matrix.
 
-        target_ids_V: the target's ids of the draft vocabulary [V_draft]; None, or as many as the target has tokens: all
-        in order.
+        target_ids_V: the target's ids of the draft vocabulary [V_draft]; as many as the target has: all in order.
         """
-        vocabulary = lm_head_VS.shape[0]
-        reduced = target_ids_V is not None and len(target_ids_V) < vocabulary
-        self.target_ids_V = target_ids_V if reduced else None
-        self._index_V: Tensor | None = None
-        if target_ids_V is not None and reduced:
-            self._index_V = target_ids_V.new_full((vocabulary,), -1)
+        self.target_ids_V, self._index_V = target_ids_V, torch.empty(0)
+        self.is_reduced = len(target_ids_V) < lm_head_VS.shape[0]
+        if self.is_reduced:
+            self._index_V = target_ids_V.new_full((lm_head_VS.shape[0],), -1)
             self._index_V[target_ids_V] = torch.arange(len(target_ids_V), device=target_ids_V.device)
         self._hidden_NS, self._lm_head_VS, self._statistics = hidden_NS, lm_head_VS, statistics
-        self.vocabulary_size = len(target_ids_V) if target_ids_V is not None else vocabulary
 
     def walk(self, label_R: Tensor, chunk: int) -> Iterator[tuple[Tensor, Distributions, Tensor]]:
         """Visits all R rows once, `chunk` or fewer at a time: (which rows, distributions, index_P of the rows there).
@@ -100,14 +96,14 @@ class TargetLogits:
 
     def indices(self, tokens: Tensor) -> Tensor:
         """Indices into the draft vocabulary of the target's ids, any shape; -1 where it lacks a token."""
-        return tokens if self._index_V is None else self._index_V[tokens]
+        return self._index_V[tokens] if self.is_reduced else tokens
 
     @torch.no_grad()
     def _at(self, token_U: Tensor) -> Distributions:
         whole_UV = self._hidden_NS[token_U] @ self._lm_head_VS.T
-        draft_UV = whole_UV if self.target_ids_V is None else whole_UV.index_select(1, self.target_ids_V)
+        draft_UV = whole_UV.index_select(1, self.target_ids_V) if self.is_reduced else whole_UV
         logsumexp_U, best_U = self._statistics(draft_UV)
-        if self._index_V is not None:
+        if self.is_reduced:
             best_U = self.indices(whole_UV.argmax(-1))
         return Distributions(draft_UV, logsumexp_U, best_U)
 
@@ -119,15 +115,6 @@ def _spans(num_rows: int, chunk: int) -> list[tuple[int, int]]:
 
 
 # ---- losses
-
-
-class Scored(NamedTuple):
-    """total: weighted sum of the losses; its gradient goes to the hidden states only. correct_R: the draft is the
-    target's most likely token of its whole vocabulary.
-    """
-
-    total: Tensor
-    correct_R: Tensor
 
 
 class ChainWeights:
@@ -254,16 +241,19 @@ class ChunkedLoss:
         self._kernel = _compiled(cross_entropy) if compiled else cross_entropy
         self._statistics = _compiled(statistics) if compiled else statistics
 
-    def labels(self, hidden_NS: Tensor, lm_head_VS: Tensor, target_ids_V: Tensor | None = None) -> TargetLogits:
+    def labels(self, hidden_NS: Tensor, lm_head_VS: Tensor, target_ids_V: Tensor) -> TargetLogits:
         """Labels of a batch, for any number of calls. Arguments as `TargetLogits` has them."""
         return TargetLogits(hidden_NS, lm_head_VS, target_ids_V, self._statistics)
 
     def __call__(
         self, hidden_RH: Tensor, lm_head_VH: Tensor, labels: TargetLogits, label_R: Tensor, weigh: Weigh
-    ) -> Scored:
-        """hidden_RH: the drafter's normed rows. lm_head_VH: its output matrix [V_draft, H], which gets no gradient.
+    ) -> tuple[Tensor, Tensor]:
+        """(weighted sum of the losses, whose gradient goes to the hidden states only; correct_R: the draft is the
+        target's most likely token of its whole vocabulary).
 
+        hidden_RH: the drafter's normed rows. lm_head_VH: its output matrix [V_draft, H], which gets no gradient.
         label_R: int64, the token of `labels` whose distribution each row should meet.
         """
-        assert lm_head_VH.shape[0] == labels.vocabulary_size, (lm_head_VH.shape, labels.vocabulary_size)
-        return Scored(*_ChunkedLoss.apply(hidden_RH, lm_head_VH, labels, label_R, weigh, self.chunk, self._kernel))
+        assert lm_head_VH.shape[0] == len(labels.target_ids_V), (lm_head_VH.shape, labels.target_ids_V.shape)
+        total, correct_R = _ChunkedLoss.apply(hidden_RH, lm_head_VH, labels, label_R, weigh, self.chunk, self._kernel)
+        return total, correct_R

@@ -104,25 +104,16 @@ def segment_rows(
 class Partition:
     """Passes over one sequence in S segments; holds the compiled functions.
 
-    block_mask: masks for FlexAttention, which a GPU needs compiled (`compiled`), else dense ones. autocast: the drafter
-    runs in bfloat16 on a GPU, losses and backward passes don't. tile: rows are padded to a multiple of it.
+    compiled: with masks for FlexAttention, else with dense ones. autocast: the drafter runs in bfloat16 on a GPU,
+    losses and backward passes don't. tile: rows are padded to a multiple of it.
     """
 
-    def __init__(
-        self,
-        num_segments: int,
-        *,
-        block_mask: bool = False,
-        compiled: bool = False,
-        autocast: bool = True,
-        tile: int = 128,
-    ) -> None:
-        self.num_segments, self.tile = num_segments, tile
-        self.block_mask, self.autocast = block_mask, autocast
-        self._inputs, self._rows = row_inputs, segment_rows
+    def __init__(self, num_segments: int, *, compiled: bool = False, autocast: bool = True, tile: int = 128) -> None:
+        self.num_segments, self.tile, self.compiled, self.autocast = num_segments, tile, compiled, autocast
+        self.inputs, self.rows = row_inputs, segment_rows
         if compiled:
-            self._inputs = torch.compile(row_inputs, dynamic=True)
-            self._rows = torch.compile(segment_rows, fullgraph=block_mask)
+            self.inputs = torch.compile(row_inputs, dynamic=True)
+            self.rows = torch.compile(segment_rows, fullgraph=True)
 
     def backward(self, drafter: Drafter, sequence: PackedSequence, loss_of: LossOf) -> None:
         """Adds the gradients of the sum of all segments' losses to the drafter's parameters.
@@ -150,9 +141,6 @@ class Partition:
                 assert earlier.grad is not None
                 gradient[..., : segment.start, :] += earlier.grad[..., : segment.start, :]
 
-    def padded(self, num_rows: int) -> int:
-        return -(-num_rows // self.tile) * self.tile
-
 
 class SequencePass:
     """One sequence on its way through a partition."""
@@ -166,7 +154,8 @@ class SequencePass:
         )
         #: rows of every call: the greatest segment that `cut_by_rows` can make
         num_rows = sequence.rows.anchor_BT.shape[1]
-        self.max_rows = partition.padded(-(-num_rows // partition.num_segments) + drafter.config.num_depths)
+        most, tile = -(-num_rows // partition.num_segments) + drafter.config.num_depths, partition.tile
+        self.max_rows = -(-most // tile) * tile
 
     def __call__(
         self, segment: Segment, start: int, num_queries: int, earlier: Tensor | None
@@ -186,13 +175,13 @@ class SequencePass:
             key_U = torch.cat([before.where(before < start, -1), query_T])
         attention_mask = self.attention_mask.select(key_U, num_queries)
         with self._autocast():
-            mask = attention_mask.block(self.partition.tile) if self.partition.block_mask else attention_mask.dense()
+            mask = attention_mask.block(self.partition.tile) if self.partition.compiled else attention_mask.dense()
             rows = slice(start, segment.stop)
-            embeds_1TH, hidden_1TH = self.partition._inputs(
+            embeds_1TH, hidden_1TH = self.partition.inputs(
                 self.drafter, self.next_1N[:, rows], sequence.aux_1NX[:, rows], num_queries - num_plain
             )
             position_1T = sequence.position_1T[:, query_T.clamp_min(0)]
-            normed_1TH, own = self.partition._rows(self.drafter, embeds_1TH, hidden_1TH, position_1T, mask, earlier)
+            normed_1TH, own = self.partition.rows(self.drafter, embeds_1TH, hidden_1TH, position_1T, mask, earlier)
         return normed_1TH[0, :num_rows], own
 
     @torch.no_grad()

@@ -40,28 +40,19 @@ Made = TypeVar("Made")
 class Prompt:
     """Messages up to where an answer begins, the class of traffic they stand for, and the answer if one is given.
 
-    messages: as the chat template takes them, and so `tools`; answer_message: the answer where it is more than its text
-    (`reasoning_content`, `tool_calls`); is_whole: the answer ended by itself; num_unused: messages behind the answer;
-    where: file and line, for messages about it.
+    messages: as the chat template takes them, and so `answer` and `tools`; is_whole: the answer ended by itself; where:
+    file and line, for messages about it.
     """
 
     messages: tuple[dict[str, Any], ...]
     category: str = "default"
-    answer: str | None = None
+    answer: dict[str, Any] | None = None
     where: str = "prompt"
     tools: tuple[dict[str, Any], ...] = ()
-    answer_message: dict[str, Any] | None = None
     is_whole: bool = True
-    num_unused: int = 0
 
     def with_answer(self, message: Message, *, is_whole: bool = True) -> Prompt:
-        whole = message.as_dict()
-        return dataclasses.replace(
-            self,
-            answer=whole["content"],
-            answer_message=whole if whole.keys() - {"role", "content"} else None,
-            is_whole=is_whole,
-        )
+        return dataclasses.replace(self, answer=message.as_dict(), is_whole=is_whole)
 
 
 class _Record(BaseModel):
@@ -112,16 +103,7 @@ class Message(_Record):
     weight: Literal[0, 1] | None = None
 
     @model_validator(mode="after")
-    def _check_keys(self) -> Self:
-        only = {
-            "reasoning_content": "assistant",
-            "tool_calls": "assistant",
-            "weight": "assistant",
-            "tool_call_id": "tool",
-        }
-        wrong = [key for key, role in only.items() if getattr(self, key) is not None and self.role != role]
-        if wrong:
-            raise ValueError(f".{wrong[0]} is of the role {only[wrong[0]]}, not {self.role}")
+    def _check_content(self) -> Self:
         if self.content is None and self.tool_calls is None and self.reasoning_content is None:
             raise ValueError(" needs content" + (", or tool_calls" if self.role == "assistant" else ""))
         return self
@@ -154,7 +136,6 @@ class Row(_Record):
     messages: list[Message]
     tools: list[dict[str, Any]] = Field(default_factory=list)
     category: str = "default"
-    num_unused: int = 0
 
     _parse = field_validator("tools", mode="before")(_from_json)
 
@@ -167,19 +148,19 @@ class Row(_Record):
         form = next((form for form in _FORMS if form in row), None)
         if form is None:
             raise ValueError(f"needs one of {', '.join(_FORMS)}; has {', '.join(map(str, row)) or 'no column'}")
-        given, num_unused = row[form], 0
+        given = row[form]
         if form == "conversations" and isinstance(given, list):
             given = [_from_sharegpt(turn) for turn in given]
         elif form not in ("messages", "conversations"):
             if form == "turns" and isinstance(given, list) and given:
-                given, num_unused = given[0], len(given) - 1
+                given = given[0]
             if form == "instruction" and row.get("input"):
                 given = f"{given}\n\n{row['input']}"
             answer = row.get("output" if form == "instruction" else "answer")
             given = [{"role": "user", "content": given}]
             given += [] if answer is None else [{"role": "assistant", "content": answer}]
         kept = {key: row[key] for key, kind in _BESIDE.items() if row.get(key) and isinstance(row[key], kind)}
-        return {"messages": given, "num_unused": num_unused, **kept}
+        return {"messages": given, **kept}
 
     def as_prompt(self, where: str, *, need_answer: bool) -> Prompt:
         """Its last answer of a weight other than 0 is the answer, where it ends with one or an answer is needed."""
@@ -192,11 +173,10 @@ class Row(_Record):
             at = (trained or answers)[-1]
         if at == 0 or self.messages[at - 1].role not in ("user", "tool"):
             raise ValueError("needs a user's message (or a tool's) last, or before the answer")
-        context, behind = tuple(message.as_dict() for message in self.messages[:at]), self.messages[at:]
+        context = tuple(message.as_dict() for message in self.messages[:at])
         prompt = Prompt(context, self.category, where=where, tools=tuple(self.tools))
-        if behind and behind[0].weight != 0:
-            prompt = prompt.with_answer(behind.pop(0))
-        return dataclasses.replace(prompt, num_unused=len(behind) + self.num_unused)
+        is_answered = at < len(self.messages) and self.messages[at].weight != 0
+        return prompt.with_answer(self.messages[at]) if is_answered else prompt
 
 
 def _parse_line(line: bytes) -> Any:
@@ -275,7 +255,7 @@ def keep_good(items: Iterable[Item], make: Callable[[Item], Made], source: str |
 
 
 def read_prompts(source: str | Path, *, need_answers: bool = False) -> list[Prompt]:
-    """The conversations of a source that `read_rows` knows. Messages and columns that are not read are logged.
+    """The conversations of a source that `read_rows` knows. Columns that are not read are logged.
 
     need_answers: every row must give one. Raises ValueError as `keep_good`, and as `read_rows`.
     """
@@ -295,52 +275,44 @@ def read_prompts(source: str | Path, *, need_answers: bool = False) -> list[Prom
     prompts = keep_good(read_rows(source), make, source)
     if unread:
         logger.warning("%s: columns that are not read: %s", source, ", ".join(sorted(unread)))
-    if num_unused := sum(prompt.num_unused for prompt in prompts):
-        logger.warning("%s: %d messages behind the prompt and its answer are not used", source, num_unused)
     return prompts
 
 
 class Rendered(NamedTuple):
-    """Token ids of a prompt, and of its answer with the token that ends it. num_reasoning_left_out: earlier turns whose
-    `reasoning_content` the template leaves out."""
+    """Token ids of a prompt, and of its answer with the token that ends it."""
 
     prompt: list[int]
     answer: list[int]
-    num_reasoning_left_out: int
 
 
 class ChatTemplate:
     """Token ids around a turn, as the target's own chat template puts them.
 
     before, after: around a single user turn, up to where the answer begins; end_id: what the template ends an answer
-    with; end_ids: that and the tokenizer's end token. Without a template (`is_chat` is False, a base model) prompts are
-    plain text, and answers go on with it.
+    with; end_ids: that and the tokenizer's end token.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """Raises ValueError for a template that refuses a user's message by itself, or does not repeat it as it is, and
-        for a tokenizer without `eos_token` whose template ends an answer with no special token."""
-        self.tokenizer = tokenizer
-        self.is_chat = bool(tokenizer.chat_template)
-        eos = tokenizer.eos_token_id
-        self.closes = False
-        if not self.is_chat:
-            logger.warning("the target has no chat template: prompts are plain text for it to go on with")
-            begins = tokenizer.bos_token_id is not None and tokenizer.encode("")[:1] == [tokenizer.bos_token_id]
-            self.before, self.after = [tokenizer.bos_token_id] if begins else [], []
-        else:
-            user = {"role": "user", "content": _SENTINEL}
-            before, after = self._around([user], add_generation_prompt=True)
-            self.before, self.after = self.encode(before), self.encode(after)
-            answered = [{**user, "content": "?"}, {"role": "assistant", "content": _SENTINEL}]
-            closing = self.encode(self._around(answered)[1])
-            self.closes = bool(closing) and closing[0] in special_ids(tokenizer)
+        """Raises ValueError for a tokenizer without a template, a template that refuses a user's message by itself, or
+        does not repeat it as it is, and a tokenizer without `eos_token` whose template ends an answer with no special
+        token."""
+        self.tokenizer, eos = tokenizer, tokenizer.eos_token_id
+        if not tokenizer.chat_template:
+            raise ValueError(
+                f"tokenizer {tokenizer.name_or_path}: it has no chat template, so how a conversation is written is not "
+                "known: put chat_template.jinja beside it"
+            )
+        user = {"role": "user", "content": _SENTINEL}
+        before, after = self._around([user], add_generation_prompt=True)
+        self.before, self.after = self.encode(before), self.encode(after)
+        answered = [{**user, "content": "?"}, {"role": "assistant", "content": _SENTINEL}]
+        closing = self.encode(self._around(answered)[1])
+        self.closes = bool(closing) and closing[0] in special_ids(tokenizer)
         self.end_id: int = closing[0] if self.closes else eos
         if self.end_id is None:
             raise ValueError(
-                f"tokenizer {tokenizer.name_or_path}: it has no eos_token"
-                + (", and its chat_template ends an answer with no special token" if self.is_chat else "")
-                + ": set eos_token in tokenizer_config.json to the token that ends the target's answers"
+                f"tokenizer {tokenizer.name_or_path}: it has no eos_token, and its chat_template ends an answer with "
+                "no special token: set eos_token in tokenizer_config.json to the token that ends the target's answers"
             )
         self.end_ids = frozenset({self.end_id} if eos is None else {self.end_id, eos})
 
@@ -369,22 +341,18 @@ class ChatTemplate:
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def _check_keys(self, prompt: Prompt) -> list[str]:
-        """Keys that change nothing of what the template writes, such as `messages.2.reasoning_content` of an earlier
-        turn. Raises ValueError naming the line where the target would miss something of them, or where there is no
-        template and more than a user's message.
+    def _check_is_written(self, prompt: Prompt) -> None:
+        """Raises ValueError naming the line of whose tools or messages' keys the template writes nothing, but for
+        reasoning of earlier turns and ids of calls, which templates may leave out.
         """
-        if not self.is_chat:
-            if len(prompt.messages) > 1 or prompt.tools or prompt.answer_message:
-                raise ValueError(
-                    f"{prompt.where}: the target has no chat template: a prompt is one message and its answer, texts"
-                )
-            return []
         named = {f"messages.{index}": message for index, message in enumerate(prompt.messages)}
-        named |= {"answer": prompt.answer_message} if prompt.answer_message else {}
-        extra = [(name, key) for name, message in named.items() for key in message.keys() - {"role", "content"}]
-        if not extra and not prompt.tools:
-            return []
+        may_be_idle = {"role", "content", "tool_call_id", "reasoning_content"}
+        must_change = [(name, key) for name, message in named.items() for key in sorted(message.keys() - may_be_idle)]
+        if prompt.answer:
+            named["answer"] = prompt.answer
+            must_change += [("answer", key) for key in sorted(prompt.answer.keys() - {"role", "content"})]
+        if not must_change and not prompt.tools:
+            return
         whole = self._text(prompt, named.values())
 
         def is_idle(prompt: Prompt, messages: dict[str, dict[str, Any]]) -> bool:
@@ -393,17 +361,15 @@ class ChatTemplate:
             except ValueError:  # the template needs it
                 return False
 
-        found = ["tools"] if prompt.tools and is_idle(dataclasses.replace(prompt, tools=()), named) else []
-        for name, key in sorted(extra):
+        lost = ["tools"] if prompt.tools and is_idle(dataclasses.replace(prompt, tools=()), named) else []
+        for name, key in must_change:
             without = {other: value for other, value in named[name].items() if other != key}
-            found += [f"{name}.{key}"] if is_idle(prompt, {**named, name: without}) else []
-        may_be_idle = re.compile(r"messages\.\d+\.(tool_call_id|reasoning_content)").fullmatch
-        if lost := [key for key in found if not may_be_idle(key)]:
+            lost += [f"{name}.{key}"] if is_idle(prompt, {**named, name: without}) else []
+        if lost:
             raise ValueError(
                 f"{prompt.where}: the target's chat template writes nothing of {', '.join(lost)}: leave out the line, "
                 "or take a chat template that does"
             )
-        return found
 
     def render(self, prompt: Prompt) -> Rendered:
         """Token ids of the whole prompt, up to where the target's answer begins, and of its answer.
@@ -411,19 +377,17 @@ class ChatTemplate:
         Raises ValueError naming the line whose messages the template refuses (an order of roles, a system message), of
         whose keys it would write nothing, or whose answer it does not write behind the prompt.
         """
-        num_idle = sum(key.endswith(".reasoning_content") for key in self._check_keys(prompt))
-        if self.is_chat:
-            begin, before = self._text(prompt, prompt.messages, add_generation_prompt=True), []
-        else:
-            begin, before = str(prompt.messages[0]["content"]), self.before
-        return Rendered(before + self.encode(begin), self._render_answer(prompt, begin), num_idle)
+        self._check_is_written(prompt)
+        begin = self._text(prompt, prompt.messages, add_generation_prompt=True)
+        return Rendered(self.encode(begin), self._render_answer(prompt, begin))
 
     def _render_answer(self, prompt: Prompt, begin: str) -> list[int]:
         """With the token that ends it, as the target would write it behind `begin`."""
-        if prompt.answer_message is None:
-            ids = self.encode(prompt.answer or "")
+        answer = prompt.answer or {"content": ""}
+        if not answer.keys() - {"role", "content"}:
+            ids = self.encode(answer["content"])
         else:
-            whole = self._text(prompt, [*prompt.messages, prompt.answer_message])
+            whole = self._text(prompt, [*prompt.messages, answer])
             ids = self.encode(whole.removeprefix(begin))
             if not whole.startswith(begin) or (self.closes and self.end_id not in ids):
                 raise ValueError(
@@ -473,9 +437,8 @@ def tokenize_prompts(
 ) -> dict[str, int]:
     """Makes a data folder of prompts with their answers; returns its totals.
 
-    Reasoning of earlier turns that the template leaves out is counted. manifest: more entries of `manifest.json`.
-    Raises ValueError for a tokenizer that is not the target's, and where the chat template refuses the messages of many
-    rows, or writes nothing of some of their keys.
+    manifest: more entries of `manifest.json`. Raises ValueError for a tokenizer that is not the target's, and where the
+    chat template refuses the messages of many rows, or writes nothing of some of their keys.
     """
     template = ChatTemplate(load_tokenizer(target_dir))
 
@@ -483,14 +446,10 @@ def tokenize_prompts(
     kept, rendered = zip(*good, strict=True)
     made = Conversations.from_lists([one.prompt for one in rendered], [one.answer for one in rendered])
     made.save_part(out, "000")
-    roles = [message["role"] for prompt in kept for message in prompt.messages]
     totals = {
         "num_conversations": len(kept),
         "num_tokens": int(made.lengths.sum()),
         "num_answer_tokens": made.num_answer_tokens,
-        "num_earlier_answers": roles.count("assistant"),
-        "num_unused_messages": sum(prompt.num_unused for prompt in kept),
-        "num_reasoning_left_out": sum(one.num_reasoning_left_out for one in rendered),
     }
     entries = {"totals": totals, "source": str(source), "categories": [prompt.category for prompt in kept]}
     write_manifest(out, entries | manifest, target_dir)

@@ -143,17 +143,15 @@ def model_card(
 
 
 def acceptance_table(groups: dict[str, Any]) -> str:
-    """AL by category and K; what evaluation left out of the categories' looping shares is left out here."""
+    """AL by category and K, without the looping shares of the categories."""
     shown = {name: group for name, group in groups.items() if not name.endswith((f" {LOOPING}", f" non-{LOOPING}"))}
     if not shown:
         return "(not measured)"
-    depths = [str(k) for k in DEPTHS if str(k) in next(iter(shown.values())).get("acceptance_length", {})]
+    depths = [str(k) for k in DEPTHS if str(k) in next(iter(shown.values()))["acceptance_length"]]
     lines = ["| | answers | " + " | ".join(f"K = {k}" for k in depths) + " |", "| --- " * (len(depths) + 2) + "|"]
     for name, group in shown.items():
-        cells = []
-        for k in depths:
-            bounds = group.get("acceptance_length_95", {}).get(k)
-            span = f" [{bounds[0]:.2f}, {bounds[1]:.2f}]" if bounds else ""
-            cells.append(f"{group['acceptance_length'][k]:.2f}{span}" if "acceptance_length" in group else "-")
+        bounds = group.get("acceptance_length_95", {})
+        spans = {k: f" [{low:.2f}, {high:.2f}]" for k, (low, high) in bounds.items()}
+        cells = [f"{group['acceptance_length'][k]:.2f}{spans.get(k, '')}" for k in depths]
         lines.append(f"| {name} | {group['num_answers']} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -57,12 +57,10 @@ def attention_scores(drafter: Drafter, batch: Batch, aux_BNX: Tensor, max_tokens
 def clip_attention(drafter: Drafter, scores_LA: Tensor, max_score: float) -> None:
     """Scales query and key matrices, in place, so that scores above `max_score` shrink to it.
 
-    The queries that share a key shrink together, each matrix by the square root of the ratio. A head that normalises
-    queries and keys (Qwen 3's layers) stays as it is: the size of these matrices does not reach its scores.
+    The queries that share a key shrink together, each matrix by the square root of the ratio. Not for a head that
+    normalises queries and keys (Qwen 3's layers): the size of these matrices does not reach its scores.
     """
     config = drafter.config
-    if config.qk_norm:
-        return
     for layer, scores_A in zip(drafter.layers, scores_LA, strict=True):
         assert isinstance(layer, Layer)
         top_G = scores_A.view(config.num_key_value_heads, -1).amax(1)

@@ -60,13 +60,9 @@ class DrafterRecipe(Section):
     norm_before_residual: bool = Field(
         False, description="Take the residual behind the norm, as vLLM's key of this name."
     )
-    qk_norm: bool = Field(False, description="Normalise queries and keys: Qwen 3's layers instead of Llama's.")
     draft_vocab_size: int | None = Field(
         None, ge=16, description="Most frequent tokens that are drafted; default: the target's vocabulary."
     )
-    trainable_embedding: bool = Field(False, description="An embedding table of the head's own (paper table 5).")
-    sliding_window: int | None = Field(None, ge=16, description="Tokens that a row sees back; default: all.")
-    start_from: str | None = Field(None, description="Directory of a head to start from.")
 
     @model_validator(mode="after")
     def _mask_token(self) -> DrafterRecipe:

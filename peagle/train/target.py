@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from peagle.checkpoint import build_drafter
 from peagle.config import DrafterConfig, read_target_config
 from peagle.model import Drafter
 from peagle.train.data import Batch, Conversations
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 
 
 class Target:
@@ -47,10 +48,9 @@ class Target:
         self.model = model.to(device).eval().requires_grad_(False)
         self.device = torch.device(device)
         self._eager_body = model.get_decoder()
-        text: Any = model.config.get_text_config()
-        self._window: int | None = getattr(text, "sliding_window", None)
+        self._text_config: Any = model.config.get_text_config()
         #: Kinds of layers where the model takes one mask a kind; none where it takes one mask.
-        self._layer_types = sorted(set(getattr(text, "layer_types", None) or []))
+        self._layer_types = sorted(set(getattr(self._text_config, "layer_types", None) or []))
         self._body = torch.compile(self._eager_body) if compiled else self._eager_body
         self._check(str(target_dir))
 
@@ -70,19 +70,13 @@ class Target:
 
     @torch.no_grad()
     def states(
-        self,
-        tokens_BN: Tensor,
-        document_BN: Tensor,
-        position_BN: Tensor,
-        aux_layer_ids: tuple[int, ...],
-        *,
-        eager: bool = False,
+        self, tokens_BN: Tensor, position_BN: Tensor, aux_layer_ids: tuple[int, ...], *, eager: bool = False
     ) -> tuple[Tensor, Tensor]:
         """One pass over packed documents; no token sees another document.
 
-        position_BN: position within the document. eager: not compiled, for shapes that do not come again. Returns
-        (aux [B, N, C * S]: residual stream entering each of `aux_layer_ids`, concatenated in that order; last
-        [B, N, S]: what `lm_head_VS` turns into logits).
+        position_BN: position within the document; where it does not go on by one, another document begins. eager: not
+        compiled, for shapes that do not come again. Returns (aux [B, N, C * S]: residual stream entering each of
+        `aux_layer_ids`, concatenated in that order; last [B, N, S]: what `lm_head_VS` turns into logits).
 
         Raises ValueError for a layer that the target does not have.
         """
@@ -95,37 +89,26 @@ class Target:
         out = body(
             input_ids=tokens_BN,
             position_ids=position_BN,
-            attention_mask=self._masks(document_BN),
+            attention_mask=self._masks(position_BN),
             output_hidden_states=True,
             use_cache=False,
         )
         return torch.cat([out.hidden_states[layer] for layer in aux_layer_ids], dim=-1), out.last_hidden_state
 
-    def _masks(self, document_BN: Tensor) -> Tensor | dict[str, Tensor]:
-        """The mask [B, 1, N, N] that the model takes, or one for each kind of its layers."""
-        num_tokens = document_BN.shape[1]
-        index_N = torch.arange(num_tokens, device=document_BN.device)
-        back_NN = index_N[:, None] - index_N
-        same_BNN = document_BN[:, :, None] == document_BN[:, None, :]
-        full = self._as_taken((same_BNN & (back_NN >= 0))[:, None])
-        if self._window is None:
-            return dict.fromkeys(self._layer_types, full) if self._layer_types else full
-        sliding = self._as_taken((same_BNN & (back_NN >= 0) & (back_NN < self._window))[:, None])
-        masks = {_FULL: full, _SLIDING: sliding}
-        return {kind: masks[kind] for kind in self._layer_types} if self._layer_types else sliding
-
-    def _as_taken(self, seen_B1NN: Tensor) -> Tensor:
-        if self.model.config._attn_implementation == "sdpa":
-            return seen_B1NN
-        lowest = torch.finfo(self.model.dtype).min
-        return torch.zeros_like(seen_B1NN, dtype=self.model.dtype).masked_fill(~seen_B1NN, lowest)
+    def _masks(self, position_BN: Tensor) -> Any:
+        """The mask that the model takes, or one for each kind of its layers."""
+        given = dict(config=self._text_config, attention_mask=None, past_key_values=None, position_ids=position_BN)
+        given["inputs_embeds"] = torch.empty(*position_BN.shape, 0, dtype=self.model.dtype, device=self.device)
+        given["allow_is_causal_skip"] = False  # a mask even where one document fills the batch: the pass is compiled
+        if self._layer_types:
+            return {kind: _MASKS[kind](**given) for kind in self._layer_types}
+        is_sliding = getattr(self._text_config, "sliding_window", None) is not None
+        return _MASKS["sliding_attention" if is_sliding else "full_attention"](**given)
 
     @torch.no_grad()
     def _check(self, source: str) -> None:
-        if unknown := set(self._layer_types) - {_FULL, _SLIDING}:
+        if unknown := set(self._layer_types) - _MASKS.keys():
             raise ValueError(f"target {source}: layers of {sorted(unknown)} cannot keep packed documents apart")
-        if _SLIDING in self._layer_types and self._window is None:
-            raise ValueError(f"target {source}: layers of {_SLIDING} without a sliding_window")
         shape = (self.config["vocab_size"], self.config["hidden_size"])
         for name, table in (("input embeddings", self.embed_VS), ("output matrix", self.lm_head_VS)):
             if tuple(table.shape) != shape:
@@ -133,10 +116,8 @@ class Target:
         # Two documents, of 5 and of 7 tokens, and the same with another first document.
         tokens_BN = (torch.arange(24, device=self.device).view(2, 12) * 7919 + 11) % shape[0]
         tokens_BN[1, 5:] = tokens_BN[0, 5:]
-        lengths = torch.tensor([5, 7], device=self.device)
-        document_BN = torch.arange(2, device=self.device).repeat_interleave(lengths).expand(2, -1)
         position_BN = torch.cat([torch.arange(5), torch.arange(7)]).to(self.device).expand(2, -1)
-        _, last_BNS = self.states(tokens_BN, document_BN, position_BN, (0,), eager=True)
+        _, last_BNS = self.states(tokens_BN, position_BN, (0,), eager=True)
         if not torch.allclose(last_BNS[0, 5:], last_BNS[1, 5:], rtol=1e-3, atol=1e-3 * float(last_BNS.abs().max())):
             raise ValueError(f"target {source}: a packed document changes with the one before it")
         logits_NV = self.model(input_ids=tokens_BN[:1, :5], use_cache=False).logits[0]
@@ -197,7 +178,7 @@ class KeptStates:
 
     def make(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """`Target.states` of a batch on the target's device; they are in the file a little later."""
-        states = self._target.states(batch.tokens_BN, batch.document_BN, batch.position_BN, self._aux_layer_ids)
+        states = self._target.states(batch.tokens_BN, batch.position_BN, self._aux_layer_ids)
         if self._writing is not None:
             self._writing.result()
         self._writing = self._writer.submit(self._write, batch.index_BN, *states)

@@ -28,20 +28,10 @@ from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
 from peagle.checkpoint import save_drafter
-from peagle.config import read_target_config
 from peagle.evaluate import evaluate, load_answers, table
 from peagle.provenance import conditions
 from peagle.train.data import Batch, Conversations, PackedBatches, check_data_fits, read_manifest, write_manifest
-from peagle.train.passes import (
-    Eagle3Pass,
-    PassReport,
-    PEaglePass,
-    States,
-    drafter_config,
-    new_drafter,
-    seen_by_drafter,
-)
-from peagle.train.plan import TrainingPlan
+from peagle.train.passes import Eagle3Pass, PassReport, PEaglePass, States, new_drafter, seen_by_drafter
 from peagle.train.qk_clip import EVERY_STEPS, attention_scores, clip_attention
 from peagle.train.recipe import OptimizerRecipe, Recipe, ScheduleRecipe
 from peagle.train.target import KeptStates, Target
@@ -50,8 +40,6 @@ logger = logging.getLogger(__name__)
 
 #: Steps that compile, and so are not training time.
 WARMUP_STEPS = 3
-#: Steps after which the time of a step is told.
-TIMED_STEPS = 5
 ADAMW_BETAS = (0.9, 0.95)
 
 
@@ -213,21 +201,13 @@ class Trainer:
         dtype = torch.bfloat16 if on_gpu else torch.float32
         self.output = Path(recipe.output)
         target_dir = recipe.target_dir()
-        target_config = read_target_config(target_dir)
-        plan = TrainingPlan.make(
-            recipe, target_dir, target_config, drafter_config(recipe, target_config), self.device, self.workers.size
-        )
-        plan.check()
         data, num_held_out = self._split_data()
         packing = recipe.batch.model_dump(include={"num_sequences", "max_tokens", "long"})
         self.batches = PackedBatches(data, seed=recipe.seed, **packing)
         check_data_fits(recipe.data, target_dir, self.batches)
         self.data_digest = data.digest()
-        if self.workers.leads:
-            if self.answers:  # found at the start, not after the training
-                check_data_fits(self.answers, target_dir)
-            for line in plan.lines(recipe, self.batches.counts, num_held_out, self.workers.size):
-                logger.info(line)
+        if self.workers.leads and self.answers:  # found at the start, not after the training
+            check_data_fits(self.answers, target_dir)
         self.target = Target(target_dir, device=str(self.device), dtype=dtype, compiled=self.compiled)
         self.random = torch.Generator(self.device).manual_seed(recipe.seed)
         self.drafter = new_drafter(recipe, self.target, self.batches, self.random)
@@ -235,6 +215,7 @@ class Trainer:
         self.workers.share(owned.values())
         if not self.workers.leads:  # workers start from one drafter and then drop different rows
             self.random.manual_seed(hash((recipe.seed, self.workers.rank)) % 2**63)
+        self._log_plan(num_held_out)
         self.optimizer = Optimizer(owned, recipe.optimizer, fused=on_gpu)
         self.average = MovingAverage(owned, recipe.optimizer.ema_decay)
         self._pass: PEaglePass | Eagle3Pass
@@ -271,6 +252,22 @@ class Trainer:
             write_manifest(folder, kept | {"categories": [names[index] for index in held_out]})
         return data.select(trained), len(held_out)
 
+    def _log_plan(self, num_held_out: int) -> None:
+        """Says how much is trained, on what and for how long."""
+        if not self.workers.leads:
+            return
+        counts, batch, schedule = self.batches.counts, self.recipe.batch, self.recipe.schedule
+        conversations, tokens = counts["num_conversations"], counts["num_tokens"]
+        step = batch.num_sequences * batch.max_tokens * batch.num_accumulated * self.workers.size
+        limit = "" if schedule.max_minutes is None else f" or {schedule.max_minutes:g} minutes"
+        trainable = sum(parameter.numel() for parameter in self.drafter.trainable().values())
+        logger.info(f"data      {conversations:,} conversations, {tokens:,} tokens; held out: {num_held_out:,}")
+        logger.info(f"drafter   {trainable / 1e6:.1f} M trainable parameters")
+        logger.info(
+            f"schedule  {schedule.max_steps:,} steps{limit}, {step:,} tokens a step, at most "
+            f"{schedule.max_steps * step / tokens:,.1f} passes over the data"
+        )
+
     def _next(self, batches: Iterator[Batch]) -> tuple[Batch, Tensor | None]:
         """The next batch, on the host, and the target's states of it as far as they are kept."""
         batch = next(batches)
@@ -284,12 +281,11 @@ class Trainer:
         if self._kept is not None:
             aux_BNX, last_BNS = self._kept.make(batch) if kept_BNX is None else self._kept.to_device(kept_BNX)
         else:
-            aux_BNX, last_BNS = self.target.states(
-                batch.tokens_BN, batch.document_BN, batch.position_BN, self.drafter.config.aux_layer_ids
-            )
+            layers = self.drafter.config.aux_layer_ids
+            aux_BNX, last_BNS = self.target.states(batch.tokens_BN, batch.position_BN, layers)
         states = States(aux_BNX, last_BNS, self.target.lm_head_VS)
         batch, states = seen_by_drafter(batch, states, self.recipe.batch.joined_share, self.step)
-        max_score = None if self.drafter.config.qk_norm else self.recipe.optimizer.max_attention_score
+        max_score = self.recipe.optimizer.max_attention_score
         if max_score is not None and is_first and self.step % EVERY_STEPS == 0:
             scores_WLA = torch.stack(self.workers.gather(attention_scores(self.drafter, batch, states.aux_BNX)))
             clip_attention(self.drafter, scores_WLA.amax(0), max_score)
@@ -328,7 +324,6 @@ class Trainer:
         tally = LossTally(self.drafter.config.num_depths, self.device)
         bar = tqdm(total=schedule.max_steps, initial=self.step, unit="step", mininterval=5, disable=not workers.leads)
         compiled_from, read_at = self.step + WARMUP_STEPS, (self.timed_tokens, self.elapsed_s)
-        begun_s = self.elapsed_s
         batches = self.batches(self.step * num_passes * workers.size, workers.rank, workers.size)
         with bar, ThreadPoolExecutor(1) as ahead:
             # A run that ended may have been cut short before its head was written: no step comes on top.
@@ -351,13 +346,6 @@ class Trainer:
                     self.elapsed_s += now - last
                     self.timed_tokens += num_tokens
                 last = now
-                if self.step == compiled_from + TIMED_STEPS and workers.leads:
-                    seconds = (self.elapsed_s - begun_s) / TIMED_STEPS
-                    left_s = (schedule.max_steps - self.step) * seconds
-                    if schedule.max_minutes is not None:
-                        left_s = min(left_s, 60 * schedule.max_minutes - self.elapsed_s)
-                    speed_text = f"{seconds:.2f} s a step, {num_tokens / seconds:,.0f} tokens/s"
-                    logger.info("pace      %s: done in about %.1f minutes", speed_text, left_s / 60)
                 if self.step % self.recipe.log_every_steps == 0 or over:
                     figures = tally.read()
                     num_tokens, seconds = self.timed_tokens - read_at[0], self.elapsed_s - read_at[1]

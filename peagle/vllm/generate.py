@@ -86,7 +86,7 @@ class Writer:
             written = [token for token in output.token_ids if token not in self.template.end_ids]
             turn = prompt[len(self.template.before) :] + written
             key = tuple(turn[:NUM_KEY_TOKENS])
-            if self.template.is_chat and output.finish_reason != "stop":
+            if output.finish_reason != "stop":
                 dropped["unended"] += 1
             elif len(turn) < MIN_USER_TOKENS or self.special_ids.intersection(written):
                 dropped["unusable"] += 1
@@ -251,7 +251,7 @@ def answer_prompts(recipe: Recipe, source: str, out: Path, max_tokens: int, temp
     if foreign := [part.name for part in sorted(out.glob("part-*.npz")) if part.name != "part-00.npz"]:
         raise ValueError(f"{out} holds other data ({foreign[0]}): use another folder for --out")
     writer = Writer(recipe.target_dir(), recipe.generate, seed=recipe.seed)
-    asked = [dataclasses.replace(prompt, answer=None, answer_message=None) for prompt in given]
+    asked = [dataclasses.replace(prompt, answer=None) for prompt in given]
     rendered = keep_good(asked, lambda prompt: (prompt.category, writer.template.render(prompt).prompt), source)
     fitting = [(name, ids) for name, ids in rendered if len(ids) + MIN_ANSWER_TOKENS <= writer.max_model_len]
     num_left_out = len(rendered) - len(fitting)

@@ -109,7 +109,7 @@ def hidden_states(target: Target, tokens: list[int], layer_ids: tuple[int, ...])
     """[N, C * S] target hidden states at every token of one request."""
     tokens_BN = torch.tensor([tokens])
     position_BN = torch.arange(len(tokens))[None]
-    return target.states(tokens_BN, torch.zeros_like(tokens_BN), position_BN, layer_ids)[0][0]
+    return target.states(tokens_BN, position_BN, layer_ids)[0][0]
 
 
 def record(folder: Path, job: dict[str, Any]) -> list[dict[str, Any]]:

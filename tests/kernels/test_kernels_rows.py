@@ -8,11 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from peagle.drafter.rows import (
-    Rows,
-    build_rows,
-    place_hidden,
-)
+from peagle.drafter.rows import PassBatch, Rows, build_rows, place_hidden
 from tests.support.head_factory import random_drafter
 from tests.support.kernel_device import DEVICE, needs_kernel, twin
 from tests.support.pass_requests import STEPS, SWITCHES, Requests, run, token_ids
@@ -43,7 +39,7 @@ CASES: dict[str, list[Given]] = {
 
 
 def tensors(requests: list[Given], block_size: int, dtype: torch.dtype = torch.int32) -> list[Tensor]:
-    """Arguments of `build_rows`; requests lie in the payload last first, with a gap; 12 columns of 16 positions."""
+    """Integers of a batch; requests lie in the payload last first, with a gap; 12 columns of 16 positions."""
     generator = torch.Generator().manual_seed(1)
     offsets, end = [0] * len(requests), 3
     for index in reversed(range(len(requests))):
@@ -86,6 +82,10 @@ def by_loop(requests: list[Given], arguments: list[Tensor], block_size: int, max
     )
 
 
+def batch_of(given: list[Tensor]) -> PassBatch[Tensor]:
+    return PassBatch(*given[:5], addresses_R=given[4], block_table_BN=given[5])
+
+
 def assert_same(found: Rows, expected: Rows) -> None:
     for field in dataclasses.fields(Rows):
         have, want = getattr(found, field.name), getattr(expected, field.name)
@@ -99,7 +99,7 @@ def test_rows_are_laid_out_as_the_definition(name: str, dtype: torch.dtype, bloc
     requests = CASES[name]
     arguments = tensors(requests, block_size, dtype)
     num_rows = len(by_loop(requests, arguments, block_size, 7, 0).token_ids_N) + padding
-    found = build_rows(*arguments, block_size=block_size, mask_token_id=MASK, max_drafts=7, num_rows=num_rows)
+    found = build_rows(batch_of(arguments), block_size=block_size, mask_token_id=MASK, max_drafts=7, num_rows=num_rows)
     assert_same(found, by_loop(requests, arguments, block_size, 7, num_rows))
 
 
@@ -134,7 +134,7 @@ def test_a_captured_launch_follows_batches_that_change_on_the_device() -> None:
     addresses_R = payload_RH.data_ptr() + 4 * 576 * torch.arange(len(payload_RH), device=DEVICE)
 
     def run() -> Rows:
-        rows = build_rows(*given, max_drafts=7, num_rows=64, **options)
+        rows = build_rows(batch_of(given), max_drafts=7, num_rows=64, **options)
         place_hidden(addresses_R, rows.sources_N, mask_H, hidden)
         return rows
 

@@ -105,7 +105,7 @@ def test_folders_of_the_recipe_mean_the_same_in_every_workers_directory(tmp_path
     from deployments.train import absolute_paths
 
     recipe = write_small_run(tmp_path) / "recipe.yaml"
-    names = ("data", "output", "evaluate.data", "states_dir", "drafter.start_from", "target")
+    names = ("data", "output", "evaluate.data", "states_dir", "target")
     relative = [f"{name}=here/{name}" for name in names]
     for name in names:
         (tmp_path / "here" / name).mkdir(parents=True)
@@ -113,6 +113,6 @@ def test_folders_of_the_recipe_mean_the_same_in_every_workers_directory(tmp_path
     overrides = absolute_paths(Recipe.load(recipe, relative))
     monkeypatch.chdir("/")
     loaded = Recipe.load(recipe, [*relative, *overrides])
-    found = {"evaluate.data": loaded.evaluate.data, "drafter.start_from": loaded.drafter.start_from}
+    found = {"evaluate.data": loaded.evaluate.data}
     found |= {name: getattr(loaded, name) for name in names if "." not in name}
     assert found == {name: str(tmp_path / "here" / name) for name in names}

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from peagle.config import DrafterConfig, Llama3Rope
 from peagle.draft import DraftSession
-from peagle.drafter.parallel_pass import ParallelPass, PassBatch, PassLimits, row_addresses
+from peagle.drafter.parallel_pass import ParallelPass, PassLimits, row_addresses
 from peagle.drafter.protocol import NO_DRAFT, Int32Array
-from peagle.drafter.rows import MAX_VOCABULARY
+from peagle.drafter.rows import MAX_VOCABULARY, PassBatch
 from peagle.drafter.serving import input_projection
 from peagle.model import Drafter
 from tests.unit.peagle.test_draft import CONFIG

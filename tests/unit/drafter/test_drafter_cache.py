@@ -86,41 +86,6 @@ def test_a_prefix_is_found_by_its_tokens_up_to_whole_blocks() -> None:
         table.release(1, [0])
 
 
-@pytest.mark.parametrize("changed", [0, 1, BLOCK, 2 * BLOCK])
-def test_a_block_depends_on_every_token_up_to_the_one_after_it(changed: int) -> None:
-    table, tokens = make_table(50), list(range(30))
-    filled(table, 0, 0, tokens, 2 * BLOCK)
-    other = [100 if i == changed else token for i, token in enumerate(tokens)]
-    row = table.open(1, 0, np.array(other[: 2 * BLOCK + 1], np.int32))
-    assert table.end_C[row] == 0
-    row = table.open(1, 1, np.array([*tokens[: 2 * BLOCK + 1]], np.int32))
-    assert table.end_C[row] == 2 * BLOCK
-
-
-def test_truncating_into_a_shared_block_leaves_it_to_the_others() -> None:
-    table, tokens = make_table(50), list(range(30))
-    model, first = filled(table, 0, 0, tokens, 2 * BLOCK)
-    second = Request(tokens, 2 * BLOCK)
-    model.step(1, {0: (second, 2 * BLOCK, 1, DEPTH)}, {0: np.array(tokens[: 2 * BLOCK + 1], np.int32)})
-    assert table.counters.prefix_hit_tokens == 2 * BLOCK
-
-    changed = Request([*tokens[: BLOCK + 3], 99, 98, 97], 2 * BLOCK + 1)
-    model.step(1, {0: (changed, BLOCK + 2, 1, DEPTH)}, {})  # in the middle of the second block, which slot 0 reads too
-
-    assert table.counters.cold_starts == 1
-    model.step(0, {0: (first, 2 * BLOCK, 1, DEPTH)}, {})  # reads all its rows again
-
-
-def test_blocks_for_mask_rows_are_part_of_what_a_step_needs() -> None:
-    table = make_table(2)
-    model = Model(table)
-    assert model.step(0, {0: (Request(list(range(30)), 0), 0, 2 * BLOCK, 1)}, {}) == 1
-    table.release(0, [0])
-    assert model.step(0, {0: (Request(list(range(30)), 0), 0, 2 * BLOCK, 2)}, {}) == 0  # one mask row too many
-    assert table.counters.refused == 1
-    assert not table.num_blocks_C.any()
-
-
 def test_the_requests_that_need_least_get_the_last_blocks() -> None:
     table = make_table(3)
     big, small = (Request(list(range(i, i + 60)), 0) for i in (0, 100))

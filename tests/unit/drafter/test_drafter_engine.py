@@ -123,22 +123,6 @@ def test_long_prompts_run_in_pieces() -> None:
     assert cached_range(engine, 1, 0) == (0, 39)
 
 
-def test_a_pass_that_fails_leaves_no_rows_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, request = DraftEngine({0: (runtime := head_runtime(0))}), make_request(0)
-    run(engine, 1, 0, {0: Rows(request, 0, 9, 4)}, prompts={0: prompt(request, 0)})
-
-    def fail(*_: object) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(runtime, "compute", fail)
-        with pytest.raises(RuntimeError, match="illegal memory"):
-            engine.step([target_step(1, 1, {0: Rows(request, 9, 7, 4)})])
-    assert cached_range(engine, 1, 0) == (0, 9)
-    run(engine, 1, 2, {0: Rows(request, 9, 7, 4)})
-    assert engine.counters.cold_starts == 0
-
-
 # Random schedules
 
 

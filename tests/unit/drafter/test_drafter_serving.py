@@ -21,7 +21,7 @@ from tests.unit.peagle.test_draft_vocabulary import make_target
 
 @pytest.mark.parametrize("config", [CONFIG, REDUCED], ids=["whole", "reduced"])
 def test_a_shipped_head_takes_the_targets_tables(tmp_path: Path, config: Any) -> None:
-    target_dir = make_target(tmp_path / "target", tied=False)
+    target_dir = make_target(tmp_path / "target", tied=config is CONFIG)
     head_dir = save_head(tmp_path / "head", config, head_tensors(config, shipped=True))
     drafter = load_runtime_head(head_dir, target_dir, "cpu", torch.float32)
     plain = load_runtime_head(prepare_head(head_dir, target_dir, tmp_path / "cache"), target_dir)
@@ -51,9 +51,7 @@ def test_the_shipped_head_drafts_as_its_session(target_dir: Path) -> None:
     with torch.no_grad():
         tokens_BN = requests.tokens + 1000
         positions_BN = torch.arange(tokens_BN.shape[1]).expand(2, -1)
-        requests.aux, _ = target.states(
-            tokens_BN, torch.zeros_like(tokens_BN), positions_BN, shipped.config.aux_layer_ids
-        )
+        requests.aux, _ = target.states(tokens_BN, positions_BN, shipped.config.aux_layer_ids)
     requests.tokens = torch.cat([tokens_BN[:, 1:], tokens_BN[:, :1]], dim=1)
     parallel_pass = requests.new_pass()
     for steps in ([Step(0, 0, 30, 5), Step(1, 0, 11, 0)], [Step(0, 30, 2, 3), Step(1, 11, 4, 5)], [Step(0, 31, 1, 5)]):

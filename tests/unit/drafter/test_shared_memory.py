@@ -215,15 +215,3 @@ def test_a_wait_ends_with_its_deadline_or_with_the_abort_word(device: str, abort
         ring.wait(1, 0.2, out_BK, prob_BK)
         assert out_BK.unique().tolist() == [5], "an answer that is there counts even when aborted"
         assert eventually(lambda: int(ring.slot(1).outcome[0]) == REACHED)
-
-
-@DEVICES
-def test_a_step_from_device_tensors_is_whole_when_it_is_ready(device: str) -> None:
-    with pinned_ring(device) as ring:
-        for number in range(1, 5):
-            hidden_RH = write(ring, number, device)
-            eventually(lambda number=number: ring.is_ready(number))
-            found = ring.read_step(number)
-            assert torch.equal(found.hidden_RH, hidden_RH.cpu())
-            assert (found.next_tokens_R.tolist(), found.start_B.tolist()) == (list(range(7)), [8, 2])
-            ring.write_drafts(number, np.zeros((2, SERVED_SHAPE.max_draft_tokens), np.int32), 0)

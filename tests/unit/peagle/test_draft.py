@@ -103,21 +103,6 @@ def test_cached_steps_equal_recomputing_everything(num_drafts: int) -> None:
         assert session.num_rows == start
 
 
-def test_truncate_takes_back_rows_that_were_not_kept() -> None:
-    drafter = random_drafter(CONFIG)
-    tokens, aux = random_request(20)
-    session = DraftSession(drafter)
-    session.propose(tokens[1:10], aux[:9], 3)
-    session.propose(tokens.flip(0)[:6], aux.flip(0)[:6], 3)
-    assert session.num_rows == 15
-    session.cache.truncate(9)
-    drafts = session.propose(tokens[10:12], aux[9:11], 3)
-    expected = plain_logits(drafter, tokens[:12], aux, 3)
-    torch.testing.assert_close(drafts.logits_KV, expected, rtol=1e-5, atol=1e-5)
-    session.cache.truncate(0)
-    assert session.num_rows == 0
-
-
 @pytest.mark.parametrize("kind", [CONFIG, EAGLE3])
 def test_drafts_of_a_reduced_vocabulary_are_the_target_s_token_ids(kind: DrafterConfig) -> None:
     config = dataclasses.replace(kind, draft_vocab_size=10)

@@ -1,4 +1,4 @@
-"""Heads with tables of their own: a reduced draft vocabulary, an embedding table, and what is left to the target."""
+"""Heads with a reduced draft vocabulary, and the tables that are left to the target."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from peagle.checkpoint import build_drafter, is_plain, load_head, save_drafter, save_head, target_ids, without_tables
+from peagle.checkpoint import build_drafter, is_plain, load_head, save_drafter, without_tables
 from peagle.draft import Drafts, DraftSession
-from peagle.heads import prepare_head
 from peagle.model import Drafter
 from peagle.train.data import Conversations, answer_token_counts, frequent_tokens
 from peagle.train.recipe import Recipe
 from peagle.train.target import Target
 from peagle.train.trainer import Trainer
-from tests.support.head_factory import REDUCED, TARGET, head_tensors
+from tests.support.head_factory import TARGET
 from tests.support.small_run import write_small_run
 
 
@@ -43,33 +42,13 @@ def make_target(folder: Path, *, tied: bool) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_shipped_head_takes_its_output_rows_from_the_target(tmp_path: Path, tied: bool) -> None:
-    target = make_target(tmp_path / "target", tied=tied)
-    tables = load_file(target / "model.safetensors")
-    output_VH = tables["model.embed_tokens.weight" if tied else "lm_head.weight"]
-    tensors = head_tensors(REDUCED, shipped=True)
-    head = save_head(tmp_path / "head", REDUCED, tensors)
-    config, joined = load_head(prepare_head(head, target, tmp_path / "cache"))
-    ids = target_ids(tensors["d2t"])
-    assert torch.equal(joined["lm_head.weight"], output_VH[ids])
-    # The same drafter, whether the rows come from the prepared head or from the target.
-    prepared = build_drafter(config, joined)
-    direct = build_drafter(*load_head(head), embed_VH=tables["model.embed_tokens.weight"], lm_head_VH=output_VH)
-    hidden = torch.randn(3, 32)
-    assert torch.equal(prepared.logits(hidden), direct.logits(hidden))
-    assert torch.equal(prepared.target_ids, ids)
-
-
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_small_run(tmp_path_factory.mktemp("small"))
 
 
-@pytest.mark.parametrize("own_embedding", [False, True])
-def test_trained_head_drafts_the_same_after_saving(small: Path, tmp_path: Path, own_embedding: bool) -> None:
+def test_trained_head_drafts_the_same_after_saving(small: Path, tmp_path: Path) -> None:
     settings = ["drafter.draft_vocab_size=24", "drafter.aux_layer_ids=[1, 2, 4]", "schedule.max_steps=12"]
-    settings += [f"drafter.trainable_embedding={own_embedding}"]
     trainer = Trainer(Recipe.load(small / "recipe.yaml", [f"output={tmp_path / 'run'}", "evaluate={}", *settings]))
     before = {name: value.detach().clone() for name, value in trainer.drafter.trainable().items()}
     head = trainer.run()
@@ -85,10 +64,7 @@ def test_trained_head_drafts_the_same_after_saving(small: Path, tmp_path: Path, 
     expected = drafts(live, trainer.target, data)
     assert set(expected.token_ids_K.tolist()) <= set(live.target_ids.tolist())
     tables = {"embed_VH": trainer.target.embed_VS, "lm_head_VH": trainer.target.lm_head_VS}
-    forms = [build_drafter(config, tensors)]
-    if not own_embedding:  # else the table is not the target's
-        forms.append(build_drafter(config, without_tables(config, tensors), **tables))
-    for built in forms:
+    for built in (build_drafter(config, tensors), build_drafter(config, without_tables(config, tensors), **tables)):
         again = drafts(built, trainer.target, data)
         assert torch.equal(again.token_ids_K, expected.token_ids_K)
         torch.testing.assert_close(again.logits_KV, expected.logits_KV)
@@ -98,5 +74,5 @@ def drafts(drafter: Drafter, target: Target, data: Conversations) -> Drafts:
     """What a drafter proposes after the first conversation."""
     tokens_1N = torch.from_numpy(next(iter(data.documents()))[0].astype("int64"))[None]
     position_1N = torch.arange(tokens_1N.shape[1])[None]
-    aux_1NX, _ = target.states(tokens_1N, torch.zeros_like(tokens_1N), position_1N, drafter.config.aux_layer_ids)
+    aux_1NX, _ = target.states(tokens_1N, position_1N, drafter.config.aux_layer_ids)
     return DraftSession(drafter).propose(tokens_1N[0, 1:], aux_1NX[0, :-1], 4)

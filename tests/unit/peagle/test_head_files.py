@@ -20,7 +20,6 @@ from peagle.checkpoint import build_drafter, check_head, expected_tensors, load_
 from peagle.config import (
     DEFAULT_NUM_DEPTHS,
     LLAMA_NAMES,
-    MAX_JSON_BYTES,
     QWEN_NAMES,
     DrafterConfig,
     HeadError,
@@ -86,7 +85,7 @@ def test_every_wrong_tensor_is_named_in_one_message(head: Path) -> None:
 
 def test_a_mask_token_that_nobody_names(head: Path) -> None:
     reconfigure(head, ptd_token_id=...)
-    with pytest.raises(HeadError, match=r"spare mask_hidden: config.json names no mask token \(mask_token_id, pard_"):
+    with pytest.raises(HeadError, match=r"(?s)spare mask_hidden.*names no mask token \(mask_token_id, pard_"):
         load_head(head)
 
 
@@ -115,12 +114,6 @@ def test_k_max_is_limited_where_the_head_says_what_it_was_trained_for(head: Path
     assert (k_max(), k_max(max_draft_tokens=18)) == (DEFAULT_NUM_DEPTHS, 18)
     speculative = engine_kwargs(None, head, max_draft_tokens=18, on_cpu=True)
     assert speculative["speculative_config"]["num_speculative_tokens"] == 18
-
-
-def test_mask_embedding_beside_an_own_table_is_spare(head: Path) -> None:
-    rewrite(head, mask_embedding=torch.zeros(32))
-    with pytest.raises(HeadError, match=r"spare mask_embedding: .* row ptd_token_id = 99"):
-        load_head(head)
 
 
 @pytest.mark.parametrize("keep", [0, 8, 200, -1, 1])
@@ -168,8 +161,8 @@ YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 8.0, "original_max_positi
         ({"ptd_token_id": 100}, r"ptd_token_id = 100 must be in 0..99"),
         ({"draft_vocab_size": 101}, r"draft_vocab_size = 101 must be in 1..vocab_size = 100"),
         ({"architectures": ["LlamaForCausalLM"]}, r"architectures = \['LlamaForCausalLM'\], expected"),
-        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state = False is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act must be 'silu', not 'gelu'"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "eagle_config.use_aux_hidden_state must be True"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type must be default, llama3 or yarn"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 8}}, "yarn: missing key original_max_position_emb"),
         ({"mask_token_id": 98}, "mask_token_id = 98 and ptd_token_id = 99 contradict each other"),
@@ -180,26 +173,18 @@ YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 8.0, "original_max_positi
         ),
         ({"num_aux_hidden_states": 2}, "num_aux_hidden_states = 2, but 3 layers are tapped"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, r"= \[1, 2\] and eagle_config.* = \[2, 4, 5\] contradict"),
-        (
-            {"eagle_aux_hidden_state_layer_ids": [1, "2"]},
-            r"wrong type at eagle_aux.*_ids.1: expected an integer, got .*'2'",
-        ),
         ({"eagle_aux_hidden_state_layer_ids": [4, 2, 5], "eagle_config": {}}, "must be .* different and ascending"),
         ({"vocab_size": 2**62}, "vocab_size must be at most 16777216"),
-        ({"hidden_size": 10**400}, "hidden_size"),
         ({"eagle_aux_hidden_state_layer_ids": [0] * 2000}, "eagle_aux_hidden_state_layer_ids: List should have"),
         ({"head_dim": 7}, "head_dim = 7 must be even and at least 2"),
         ({"rms_norm_eps": float("nan")}, "is not valid JSON"),
-        ({"rms_norm_eps": "1e-5"}, "wrong type at rms_norm_eps: expected a number, got the string '1e-5'"),
         ({"fc_norm": 1}, "wrong type at fc_norm: expected true or false, got the integer 1"),
-        ({"eagle_config": {"norm_before_fc": "no"}}, "wrong type at eagle_config.norm_before_fc: expected true"),
         ({"layer_types": ["sliding_attention"], "sliding_window": 8}, "has 1 entries, but num_hidden_layers = 2"),
         ({"rope_parameters": {"rope_theta": "1e4"}}, "rope_theta = '1e4' must be a number above 1"),
         ({"rope_parameters": {"use_fope": True}}, "not known with rope_type default: use_fope; .* leave them out"),
         ({"rope_scaling": {"rope_type": "default", "rope_theta": 5.0}}, "and rope_scaling .* contradict each other"),
-        ({"rope_parameters": YARN | {"apply_yarn_scaling": False}}, "apply_yarn_scaling = False is not read by vLLM"),
-        ({"rope_parameters": YARN | {"attn_factor": 2.0}}, "attn_factor = 2.0 .*: write attention_factor = 2.41588"),
-        ({"rope_parameters": YARN | {"mscale": "1"}}, "mscale = '1' must be a number above 0"),
+        ({"rope_parameters": YARN | {"attn_factor": 2.0}}, "not known with rope_type yarn: attn_factor"),
+        ({"rope_parameters": YARN | {"mscale": "1"}}, "yarn: wrong type at mscale: expected a number"),
         ({"rope_parameters": YARN | {"factor": 1e6}}, "the positions of vLLM's table, not 1e.06 . 64"),
         (
             {"rope_parameters": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}
@@ -246,12 +231,9 @@ def test_any_value_of_any_key_is_read_or_refused(changes: dict[str, Any], is_spe
         (b"{", "is not valid JSON"),
         (b"[]", "must hold a JSON object, found a list"),
         (b'{"a": ' * 100_000, "is not valid JSON: recursion limit exceeded"),
-        (b"\xff\xfe{}", "is not valid JSON"),
-        (b"", "is not valid JSON"),
-        (b" " * (MAX_JSON_BYTES + 1), f"holds {MAX_JSON_BYTES + 1} bytes: expected a JSON file of at most"),
         (None, "is no file: expected a JSON file"),
     ],
-    ids=["cut", "a list", "deep", "not UTF-8", "empty", "large", "a directory"],
+    ids=["cut", "a list", "deep", "a directory"],
 )
 def test_a_config_that_is_no_object(head: Path, content: bytes | None, message: str) -> None:
     path = head / "config.json"
@@ -259,12 +241,6 @@ def test_a_config_that_is_no_object(head: Path, content: bytes | None, message: 
     path.mkdir() if content is None else path.write_bytes(content)
     with pytest.raises(HeadError, match=message):
         load_head(head)
-
-
-def test_a_header_of_tensors_is_bounded(head: Path) -> None:
-    save_file({f"{index}" * 2000: torch.zeros(1) for index in range(3000)}, head / "model.safetensors")
-    with pytest.raises(HeadError, match=r"model.safetensors: its header has \d+ bytes, expected at most 4194304"):
-        check_head(head)
 
 
 @pytest.mark.parametrize(
@@ -283,9 +259,6 @@ def test_head_for_another_target_is_refused(head: Path, change: dict[str, Any], 
         check_head_fits(CONFIG, TARGET | change)
     with pytest.raises(HeadError, match=message):
         check_head(head, TARGET | change)
-    with pytest.raises(HeadError) as caught:
-        check_head_fits(CONFIG, {"hidden_size": 64, "vocab_size": 90, "num_hidden_layers": 3})
-    assert len(str(caught.value).splitlines()) == 4, "all in one message"
 
 
 def test_tapped_layers_out_of_order_are_refused() -> None:
@@ -293,7 +266,7 @@ def test_tapped_layers_out_of_order_are_refused() -> None:
         dataclasses.replace(CONFIG, aux_layer_ids=(5, 2, 4))
     without_ids = dataclasses.replace(CONFIG, aux_layer_ids=(-1, -1, -1))
     check_head_fits(without_ids, TARGET)
-    with pytest.raises(HeadError, match="their default needs 7 target layers, the target has 4"):
+    with pytest.raises(HeadError, match="need a target of 7 layers, it has 4: name the layers"):
         check_head_fits(without_ids, TARGET | {"num_hidden_layers": 4})
 
 

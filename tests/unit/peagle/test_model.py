@@ -137,22 +137,3 @@ def test_layers_after_the_first_are_those_of_transformers(kind: str) -> None:
     rotary = rotary_tables(positions_BT, 8, 10000.0, scaling)
     attend = attend_under(torch.ones(2, 7, 7, dtype=torch.bool).tril())
     torch.testing.assert_close(layer(stream_BTH, stream_BTH, rotary, attend), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_mask_token_has_its_own_embedding_and_the_tables_are_not_trained() -> None:
-    drafter, data = random_drafter(CONFIG), training_pass(0.7)
-    embeds = drafter.embed(torch.tensor([[98, 99]]))[0]
-    assert drafter.embed_tokens is not None
-    assert torch.equal(embeds[0], drafter.embed_tokens.weight[98])
-    assert torch.equal(embeds[1], drafter.mask_embedding)
-    mask_BTT = AttentionMask.from_rows(data.rows, DOCUMENTS).dense()
-    normed_BTH = draft_rows(drafter, data.tokens_BN, data.aux_BNX, data.position_BT, mask_BTT)
-    drafter.logits(normed_BTH).square().mean().backward()
-    untrained = [name for name, parameter in drafter.named_parameters() if parameter.grad is None]
-    assert untrained == ["embed_tokens.weight", "lm_head.weight"]
-    assert all(
-        float(parameter.grad.abs().max()) > 0
-        for parameter in drafter.trainable().values()
-        if parameter.grad is not None
-    )
-    assert not {"embed_tokens.weight", "lm_head.weight"} & drafter.trainable().keys()

@@ -1,13 +1,15 @@
 """Training data: parts on disk, packing without loss, what is too long, the same batches after a resume."""
 
 import itertools
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from peagle.train.cod import chain_lengths
-from peagle.train.data import Conversations, PackedBatches, pack
+from peagle.train.data import Conversations, PackedBatches, check_data_fits, pack, tokenizer_hash, write_manifest
 
 
 def conversations(count: int = 40, seed: int = 0) -> Conversations:
@@ -137,3 +139,42 @@ def test_a_joined_batch_is_one_document_with_the_same_chains() -> None:
     lengths_BN = chain_lengths(batch.document_BN, batch.answer_BN, 4)
     assert lengths_BN.amax() == 4
     assert torch.equal(chain_lengths(joined.document_BN, joined.answer_BN, 4)[0], lengths_BN.flatten()[order_N])
+
+
+# Data, tokenizer and target that do not belong together are told apart, each with both names
+
+
+def data_folder(folder: Path, tokens: list[int], **manifest: object) -> Path:
+    Conversations.from_lists([tokens[:2]], [tokens[2:]]).save_part(folder, "00")
+    write_manifest(folder, manifest)
+    return folder
+
+
+def test_the_hash_of_a_tokenizer_is_of_its_contents_not_of_how_they_are_written(target_dir, tmp_path) -> None:
+    content = json.loads((target_dir / "tokenizer.json").read_text())
+    merges = content["model"]["merges"]
+    content["model"]["merges"] = [one.split(" ") if isinstance(one, str) else " ".join(one) for one in merges]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content | {"padding": {"strategy": "BatchLongest"}}))
+    assert tokenizer_hash(tmp_path) == tokenizer_hash(target_dir)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content | {"pre_tokenizer": None}))
+    assert tokenizer_hash(tmp_path) != tokenizer_hash(target_dir)
+
+
+def test_data_of_another_tokenizer_are_refused(target_dir, tmp_path) -> None:
+    own = str(tokenizer_hash(target_dir))
+    check_data_fits(data_folder(tmp_path / "own", [1, 2, 3], tokenizer=own), target_dir)
+    check_data_fits(data_folder(tmp_path / "unnamed", [1, 2, 3]), target_dir)
+    foreign = data_folder(tmp_path / "foreign", [1, 2, 3], tokenizer="feedfeedfeedfeed")
+    with pytest.raises(ValueError, match=f"foreign was made with tokenizer feedfeedfeedfeed .* has tokenizer {own}"):
+        check_data_fits(foreign, target_dir)
+
+
+def test_ids_and_lengths_beyond_the_target_are_refused(target_dir, tmp_path) -> None:
+    beyond = data_folder(tmp_path / "beyond", [1, 2, 49152, 3])
+    with pytest.raises(ValueError, match=r"beyond holds token id 49152, the target .* has ids 0\.\.49151"):
+        check_data_fits(beyond, target_dir)
+    long = data_folder(tmp_path / "long", [1] * 8193)
+    with pytest.raises(ValueError, match="8193 tokens, .* 8192 positions .*lower batch.max_tokens to 8192"):
+        check_data_fits(long, target_dir)
+    batches = PackedBatches(Conversations.load(long), num_sequences=1, max_tokens=8192, seed=0, long="cut")
+    check_data_fits(long, target_dir, batches)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from peagle.train.cod import chain_lengths, label_rows, sample_rows
-from peagle.train.losses import ChainWeights, ChunkedLoss, Scored
+from peagle.train.losses import ChainWeights, ChunkedLoss
 from tests.support.plain_losses import plain_losses
 
 
@@ -20,7 +20,7 @@ class Problem:
     target_NH: Tensor
     label_R: Tensor
     weight_R: Tensor
-    target_ids_V: Tensor | None
+    target_ids_V: Tensor
 
     @classmethod
     def draw(cls, reduced: bool = False, num_rows: int = 37, num_tokens: int = 11, size: int = 8) -> Problem:
@@ -32,16 +32,15 @@ class Problem:
             torch.randn(num_tokens, size, **draw),
             torch.randint(num_tokens - 2, (num_rows,), generator=generator) + 1,  # tokens without a row, too
             torch.rand(num_rows, generator=generator),
-            torch.randperm(50, generator=generator)[:20] if reduced else None,
+            torch.randperm(50, generator=generator)[:20] if reduced else torch.arange(50),
         )
 
     @property
     def draft_VH(self) -> Tensor:
-        return self.lm_head_VH if self.target_ids_V is None else self.lm_head_VH[self.target_ids_V]
+        return self.lm_head_VH[self.target_ids_V]
 
-    def score(self, loss: ChunkedLoss, hidden_RH: Tensor | None = None, weight_R=None) -> Scored:
+    def score(self, loss: ChunkedLoss, hidden_RH: Tensor, weight_R=None) -> tuple[Tensor, Tensor]:
         labels = loss.labels(self.target_NH, self.lm_head_VH, self.target_ids_V)
-        hidden_RH = self.hidden_RH if hidden_RH is None else hidden_RH
         return loss(
             hidden_RH, self.draft_VH, labels, self.label_R, lambda _: self.weight_R if weight_R is None else weight_R
         )
@@ -49,7 +48,7 @@ class Problem:
     def plain(self, hidden_RH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(losses_R, correct_R, outside_R), a row at a time where the vocabularies meet."""
         logits_RV, target_NV = hidden_RH @ self.draft_VH.T, self.target_NH @ self.lm_head_VH.T
-        ids = list(range(50)) if self.target_ids_V is None else self.target_ids_V.tolist()
+        ids = self.target_ids_V.tolist()
         best_R = target_NV.argmax(-1)[self.label_R].tolist()
         draft_R = torch.tensor([ids.index(best) if best in ids else -1 for best in best_R])
         losses_R = plain_losses(logits_RV, target_NV[self.label_R][:, ids])
@@ -66,11 +65,11 @@ def test_loss_and_gradient_equal_the_plain_twin(reduced: bool) -> None:
     assert plain_RH.grad.abs().max() > 1e-2
     for chunk in (1, 8, 37, 64):
         hidden_RH = problem.hidden_RH.clone().requires_grad_()
-        scored = problem.score(ChunkedLoss(chunk), hidden_RH)
-        (3 * scored.total).backward()
-        torch.testing.assert_close(scored.total.detach(), plain.detach(), rtol=1e-12, atol=0)
+        total, found_R = problem.score(ChunkedLoss(chunk), hidden_RH)
+        (3 * total).backward()
+        torch.testing.assert_close(total.detach(), plain.detach(), rtol=1e-12, atol=0)
         torch.testing.assert_close(hidden_RH.grad, 3 * plain_RH.grad, rtol=1e-10, atol=1e-13)
-        assert torch.equal(scored.correct_R, correct_R)
+        assert torch.equal(found_R, correct_R)
     assert outside_R.any() == reduced
     assert not outside_R.all()
 
@@ -88,7 +87,7 @@ def test_bfloat16_rows_keep_their_gradient() -> None:
         loss = ChunkedLoss(8)
         if scale == 1:
             hidden_RH = hidden_RH.detach().double().requires_grad_()
-        one.score(loss, hidden_RH, problem.weight_R * scale).total.backward()
+        one.score(loss, hidden_RH, problem.weight_R * scale)[0].backward()
         grads.append(hidden_RH.grad.double() / scale)
     # Logits around 8 are rounded to 1/32 in bfloat16, so probabilities are off by some percent.
     torch.testing.assert_close(*grads, rtol=0.1, atol=0.05)
@@ -130,9 +129,9 @@ def test_chain_weights_equal_a_slow_loop() -> None:
 def test_no_rows_are_no_loss() -> None:
     problem = dataclasses.replace(Problem.draw(), label_R=torch.empty(0, dtype=torch.int64))
     hidden_RH = torch.empty(0, 8, dtype=torch.float64, requires_grad=True)
-    scored = problem.score(ChunkedLoss(8), hidden_RH, torch.empty(0))
-    scored.total.backward()
-    assert scored.total == 0
+    total, _ = problem.score(ChunkedLoss(8), hidden_RH, torch.empty(0))
+    total.backward()
+    assert total == 0
     assert hidden_RH.grad.shape == (0, 8)
 
 
@@ -143,7 +142,7 @@ def test_compiled_loss_equals_plain_torch_on_a_gpu() -> None:
     grads = []
     for compiled in (False, True):
         hidden_RH = problem.hidden_RH.clone().requires_grad_()
-        problem.score(ChunkedLoss(96, compiled), hidden_RH).total.backward()
+        problem.score(ChunkedLoss(96, compiled), hidden_RH)[0].backward()
         grads.append(hidden_RH.grad)
     for grad in grads[1:]:
         torch.testing.assert_close(grad, grads[0], rtol=1e-10, atol=1e-13)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from peagle.model import Drafter
 from peagle.train.cod import CodRows, draft_rows
 from peagle.train.masks import AttentionMask
-from peagle.train.partition import PackedSequence, Partition, Segment, cut_by_rows
+from peagle.train.partition import PackedSequence, Partition
 from tests.support.head_factory import CONFIG, random_drafter
 from tests.support.packed import NUM_TOKENS, packed_sequence
 
@@ -75,22 +75,6 @@ def test_segments_have_the_gradient_of_the_whole_pass(ratio: float, switches: di
         assert worst_difference(gradients(drafter), wanted) < 1e-12
 
 
-def test_a_cut_through_a_chain_changes_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison above can fail: it does when a boundary moves into a chain."""
-    drafter, sequence = random_drafter(LONG), packed_sequence(LONG, 1.0)
-    wanted = whole_gradients(drafter, sequence)
-
-    def split(rows: CodRows, num_segments: int) -> list[Segment]:
-        first, *rest = cut_by_rows(rows, num_segments)
-        assert rows.anchor_BT[0, first.chain_stop] == rows.anchor_BT[0, first.chain_stop + 1]
-        moved = dataclasses.replace(rest[0], chain_start=rest[0].chain_start + 1)
-        return [dataclasses.replace(first, chain_stop=first.chain_stop + 1), moved, *rest[1:]]
-
-    monkeypatch.setattr("peagle.train.partition.cut_by_rows", split)
-    Partition(3, tile=8).backward(drafter, sequence, SoftLoss(drafter, sequence))
-    assert worst_difference(gradients(drafter), wanted) > 1e-3
-
-
 class CountedLoss(SoftLoss):
     """Bytes that the graph of each segment holds when its loss is asked for, parameters left out."""
 
@@ -127,7 +111,7 @@ def test_memory_falls_with_the_segments() -> None:
 def test_compiled_segments_on_a_gpu() -> None:
     config = dataclasses.replace(LONG, head_dim=16, sliding_window=30, fc_norm=True)
     drafter = random_drafter(config).float().cuda()
-    partition = Partition(3, block_mask=True, compiled=True, autocast=False)
+    partition = Partition(3, compiled=True, autocast=False)
     for seed in range(3):
         sequence = packed_sequence(config, 0.8, seed)
         rows = CodRows(sequence.rows.anchor_BT.cuda(), sequence.rows.offset_BT.cuda(), NUM_TOKENS)

@@ -1,23 +1,19 @@
-"""A head's model card, made from what training wrote, and its upload by the real client to a hub on this machine."""
+"""A head's model card, made from what training wrote, and its upload."""
 
-import base64
 import dataclasses
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from huggingface_hub import ModelCard
+from huggingface_hub import HfApi, ModelCard
 
 from deployments.cli import main
 from peagle.checkpoint import save_head
 from peagle.heads import shipped_heads
 from tests.support.head_factory import CONFIG, head_tensors
-from tests.unit.peagle.test_download import Hub, HubHandler, hub, run
 
-assert hub  # a fixture
 REPO, BASE = "org/small-P-EAGLE", "org/target"
 NAMED = dataclasses.replace(CONFIG, num_depths=8)
 
@@ -71,41 +67,14 @@ def test_what_cannot_be_published_is_named(head: Path, capsys: pytest.CaptureFix
     assert "provenance.json does not exist" in capsys.readouterr().err
 
 
-def take_commits(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
-    """Lets the hub take what a client commits; the files by "org/name/path"."""
-    taken: dict[str, bytes] = {}
+def test_a_head_is_uploaded_as_it_is(head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, taken = [], {}
 
-    def do_POST(self: HubHandler) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"] or 0))
-        parts = self.path.strip("/").split("/")
-        address = f"http://{self.headers['Host']}/{REPO}"
-        answer: dict[str, Any] = {"url": address}
-        if parts[-2] == "preupload":
-            files = [{"path": file["path"], "uploadMode": "regular"} for file in json.loads(body)["files"]]
-            answer = {"files": [{**file, "shouldIgnore": False, "oid": None} for file in files]}
-        elif parts[-2] == "commit":
-            repository = "/".join(parts[2:4])
-            for line in map(json.loads, body.splitlines()):
-                if line["key"] == "file":
-                    assert line["value"]["encoding"] == "base64"
-                    taken[f"{repository}/{line['value']['path']}"] = base64.b64decode(line["value"]["content"])
-            answer = {"commitUrl": f"{address}/commit/{'0' * 40}", "commitOid": "0" * 40, "hookOutput": ""}
-        data = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+    def upload(_: HfApi, *, repo_id: str, folder_path: Path, allow_patterns: list[str], **_more: str) -> None:
+        taken.update({f"{repo_id}/{name}": (folder_path / name).read_bytes() for name in allow_patterns})
 
-    monkeypatch.setattr(HubHandler, "do_POST", do_POST, raising=False)
-    return taken
-
-
-def test_a_head_is_uploaded_as_it_is(hub: Hub, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = take_commits(monkeypatch)
-    monkeypatch.setenv("HF_TOKEN", "hf_made_up")
-    code = "from deployments.cli import main; sys.exit(main(['--traceback', 'publish', *sys.argv[1:]]))"
-    done = run(hub, tmp_path, code, str(head), "--repo", REPO, "--base-model", BASE)
-    assert done.returncode == 0, done.stderr[-2000:]
+    monkeypatch.setattr(HfApi, "create_repo", lambda _, repo, **options: made.append(repo))
+    monkeypatch.setattr(HfApi, "upload_folder", upload)
+    assert main(["publish", str(head), "--repo", REPO, "--base-model", BASE]) == 0
     names = ("README.md", "config.json", "model.safetensors", "provenance.json")
-    assert taken == {f"{REPO}/{name}": (head / name).read_bytes() for name in names}
+    assert (made, taken) == ([REPO], {f"{REPO}/{name}": (head / name).read_bytes() for name in names})

@@ -56,9 +56,8 @@ def target(request, tmp_path_factory) -> Target:
 def test_packed_documents_are_read_as_if_alone(target: Target) -> None:
     """Alone, the architecture builds its own masks: windows (6 tokens, shorter than the documents) included."""
     tokens_1N = torch.randint(1, 96, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
-    document_1N = torch.arange(3).repeat_interleave(torch.tensor(LENGTHS))[None]
     position_1N = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-    aux, last = target.states(tokens_1N, document_1N, position_1N, TAPS)
+    aux, last = target.states(tokens_1N, position_1N, TAPS)
     start = 0
     for length in LENGTHS:
         here = slice(start, start + length)
@@ -81,7 +80,7 @@ def test_layer_that_the_target_lacks(target: Target) -> None:
     tokens = torch.ones(1, 4, dtype=torch.long)
     for taps in ((2, 4, 8), (-1,)):
         with pytest.raises(ValueError, match=r"must be in 0..7, inputs of the target's layers"):
-            target.states(tokens, torch.zeros_like(tokens), tokens.cumsum(1) - 1, taps)
+            target.states(tokens, tokens.cumsum(1) - 1, taps)
 
 
 def test_capped_logits_are_refused(tmp_path) -> None:
@@ -105,16 +104,3 @@ def test_unusual_shapes_are_named(tmp_path) -> None:
         read({"text_config": plain | {"num_hidden_layers": 0}})
     with pytest.raises(ValueError, match="hidden_size = None"):
         read({"d_model": 512})
-
-
-def test_tables_of_another_shape_than_the_config_says(tmp_path) -> None:
-    saved(tmp_path, LlamaConfig(**SHAPE))
-    raw = json.loads((tmp_path / "config.json").read_text())
-
-    class Widened(Target):
-        @property
-        def lm_head_VS(self):
-            return torch.zeros(raw["vocab_size"] + 1, raw["hidden_size"])
-
-    with pytest.raises(ValueError, match=r"output matrix have shape \[97, 32\], not \[96, 32\]"):
-        Widened(tmp_path)

@@ -24,14 +24,12 @@ CONFIG = DrafterConfig.for_target(TARGET, num_layers=2, num_depths=NUM_STEPS, fc
 LENGTHS = (9, 5, 7)  # documents of each sequence; three tokens of padding follow
 
 
-def random_batch(seed: int = 0, copies: int = 1, longer: int = 1) -> tuple[Batch, Tensor]:
-    """Two sequences of the same documents, these so many times and so many times as long, and target hidden states
-    [2, N, C * S]."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths, num_padding = tuple(length * longer for length in LENGTHS) * copies, 3 * copies * longer
-    document_N = torch.cat([torch.full((length,), number) for number, length in enumerate(lengths)])
-    document_BN = torch.cat([document_N, torch.full((num_padding,), -1)]).expand(2, -1)
-    position_N = torch.cat([torch.arange(length) for length in (*lengths, num_padding)])
+def random_batch() -> tuple[Batch, Tensor]:
+    """Two sequences of the same documents and target hidden states [2, N, C * S]."""
+    generator = torch.Generator().manual_seed(0)
+    document_N = torch.cat([torch.full((length,), number) for number, length in enumerate(LENGTHS)])
+    document_BN = torch.cat([document_N, torch.full((3,), -1)]).expand(2, -1)
+    position_N = torch.cat([torch.arange(length) for length in (*LENGTHS, 3)])
     tokens_BN = torch.randint(0, 100, document_BN.shape, generator=generator)
     index_BN = torch.arange(tokens_BN.numel()).view_as(tokens_BN).where(document_BN >= 0, -1)
     batch = Batch(tokens_BN, document_BN, position_N.expand(2, -1), document_BN >= 0, index_BN)
@@ -101,33 +99,6 @@ def test_rows_and_gradients_equal_one_chain_at_a_time(switches: dict[str, object
         assert one.abs().max() > 1e-3, f"{name} gets no gradient: nothing compared"
 
 
-@pytest.mark.parametrize("changed_from", [3, 8, 11])
-def test_a_row_knows_nothing_behind_its_token_and_no_other_document(changed_from: int) -> None:
-    drafter = random_drafter(CONFIG)
-    batch, aux_BNX = random_batch()
-    tokens_BN, other_BNX = batch.tokens_BN.clone(), aux_BNX.clone()
-    tokens_BN[:, changed_from:] += 1
-    tokens_BN %= 100
-    other_BNX[:, changed_from:] += 1
-    before, after = (
-        unrolled_rows(drafter, tokens, aux, batch.position_BN, batch.document_BN).unflatten(1, (NUM_STEPS, -1))
-        for tokens, aux in ((batch.tokens_BN, aux_BNX), (tokens_BN, other_BNX))
-    )
-    same_BKN = (before == after).all(-1)
-    for step in range(NUM_STEPS):
-        for anchor in range(batch.tokens_BN.shape[1] - step - 1):
-            known = anchor + step + 1 < changed_from
-            assert bool(same_BKN[:, step, anchor].all()) == known, (step, anchor)
-    # The other way round: tokens and states of the first document change, the later documents do not notice.
-    tokens_BN, other_BNX = batch.tokens_BN.clone(), aux_BNX.clone()
-    tokens_BN[:, : LENGTHS[0]] = 7
-    other_BNX[:, : LENGTHS[0]] += 1
-    after = unrolled_rows(drafter, tokens_BN, other_BNX, batch.position_BN, batch.document_BN)
-    torch.testing.assert_close(
-        after.unflatten(1, (NUM_STEPS, -1))[:, :, LENGTHS[0] :], before[:, :, LENGTHS[0] :], rtol=0, atol=0
-    )
-
-
 def test_the_pass_forms_the_gradient_of_the_weighted_loss() -> None:
     recipe = Recipe(
         target="", data="", output="", drafter={"method": "eagle3", "num_depths": NUM_STEPS}, loss={"offset_decay": 0.8}
@@ -156,12 +127,8 @@ def test_the_pass_forms_the_gradient_of_the_weighted_loss() -> None:
 
 
 def test_recipes_that_do_not_fit_are_refused() -> None:
-    common = dict(target="", data="", output="")
-    recipe = Recipe(**common, drafter={"method": "eagle3"}, batch={"num_segments": 2})
+    recipe = Recipe(target="", data="", output="", drafter={"method": "eagle3"}, batch={"num_segments": 2})
     with pytest.raises(ValueError, match="num_segments = 2: method eagle3 has no segments, write 1"):
-        Eagle3Pass(recipe, compiled=False)
-    recipe = Recipe(**common, drafter={"method": "eagle3", "sliding_window": 16, "num_depths": 17})
-    with pytest.raises(ValueError, match="sliding_window = 16 must be at least num_depths = 17"):
         Eagle3Pass(recipe, compiled=False)
 
 
