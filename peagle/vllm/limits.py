@@ -29,8 +29,7 @@ from vllm.v1.worker.gpu.sample.logit_bias import (
 )
 
 from peagle.vllm import compat
-from peagle.vllm.grammar_bounds import GrammarLimits
-from peagle.vllm.grammar_checker import CheckedGrammar, GrammarChecker
+from peagle.vllm.grammar_checker import CheckedGrammar, GrammarChecker, GrammarLimits
 from peagle.vllm.request_args import undraftable_field
 
 MAX_PATTERN_TOKENS = 1024
