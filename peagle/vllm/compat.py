@@ -44,7 +44,7 @@ PATCH_POINTS: Mapping[str, Mapping[str, str]] = {
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner": "propose_draft_token_ids take_draft_token_ids "
         "_input_fits_in_drafter",
         "vllm.v1.spec_decode.eagle:EagleProposer": "prepare_next_token_ids_padded load_model initialize_attn_backend "
-        "initialize_cudagraph_keys dummy_run propose",
+        "initialize_cudagraph_keys dummy_run",
     },
     "cpu runner": {
         "vllm.v1.worker.cpu_worker:CPUWorker": "init_device",

@@ -88,15 +88,15 @@ def document_path(instance_id: str) -> Path:
 
 
 def make_draft_budget(config: "VllmConfig", max_draft_tokens: int) -> "DraftBudget | None":
-    """None for an engine without drafts. A start document that cannot be read is logged and not used."""
+    """None for an engine without drafts. An unusable start document, such as one without points, is logged."""
     if not max_draft_tokens:
         return None
     on_gpu, path = config.device_config.device_type != "cpu", document_path(config.instance_id)
     if path.exists():
+        document = json.loads(path.read_text(encoding="utf-8"))
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
-            return DraftBudget(StepLatencyModel(on_gpu, document), chooses=bool(document.get("chooses")))
-        except (OSError, ValueError) as error:
+            return DraftBudget(StepLatencyModel(on_gpu, document), chooses=document["chooses"])
+        except ValueError as error:
             logger.warning("step times measured at the start are not used: %s: %s", path, error)
     return DraftBudget(StepLatencyModel(on_gpu))
 
@@ -131,7 +131,7 @@ class DraftBudget:
         """chooses: the worker can choose which drafts of a step are verified (`peagle.vllm.adaptive_verification`)."""
         self.model, self.chooses = model, chooses
         self._last_s: float | None = None
-        self._reported_s, self._reported_steps = -math.inf, 0
+        self._reported_s, self._reported_steps = -math.inf, -1
         self._latency, self._latency_at_step = model.latency, 0
         self._verified_at_step = self._left_out_at_step = self._num_drafted = 0
         self._verifies_all = False
@@ -235,12 +235,9 @@ class DraftBudget:
         return not self._leaves_out
 
     def arrived(self, now_s: float, scheduled: "SchedulerOutput") -> None:
-        """Record that the result of `scheduled` arrived at `now_s`, monotonic seconds. If the clock stands still, goes
-        back or is NaN, the step has no time."""
+        """Record that the result of `scheduled` arrived at `now_s`, monotonic seconds."""
         last_s, self._last_s = self._last_s, now_s
-        if last_s is None or not 0 < now_s - last_s < math.inf:
-            return
-        if (step := timed_step(now_s - last_s, scheduled)) is not None:
+        if last_s is not None and (step := timed_step(now_s - last_s, scheduled)) is not None:
             self.model.observe(step)
 
     def pause(self) -> None:
@@ -249,11 +246,8 @@ class DraftBudget:
 
     def report(self, now_s: float) -> str | None:
         """The step latency (`StepLatency.to_wire` as JSON), if a report is due at `now_s`, monotonic seconds: there
-        were new steps or no report yet, and the last report is `REPORT_INTERVAL_S` old or the clock has gone back."""
-        has_reported = self._reported_s > -math.inf
-        if has_reported and self.model.num_steps == self._reported_steps:
-            return None
-        if 0 <= now_s - self._reported_s < REPORT_INTERVAL_S:
+        were new steps or no report yet, and the last report is `REPORT_INTERVAL_S` old."""
+        if self.model.num_steps == self._reported_steps or now_s - self._reported_s < REPORT_INTERVAL_S:
             return None
         self._reported_s, self._reported_steps = now_s, self.model.num_steps
         return json.dumps(self.model.latency.to_wire(), separators=(",", ":"))
