@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_KNOWN = 4096
-"""Requests and workloads that are remembered."""
+"""Workloads whose survival is remembered."""
 
 REPORT_INTERVAL_S = 0.5
 """Costs are reported at most so often; reports are read about once a second."""
@@ -141,10 +141,9 @@ class DraftBudget:
         """Drafts that the worker should choose, by the last call of `depths`. None if each request's first drafts are
         as good, and in steps that verify all."""
         self._at_level: NDArray[np.float64] | None = None  # drafts of a request, by cumulative probability
-        # Read once a request, not once a step. Requests of a workload share the survival of its newest request: it is
-        # the best estimate, and requests with the same survival are decided together.
-        self._workload_of: OrderedDict[str, str | None] = OrderedDict()
-        self._newest: OrderedDict[str, tuple[float, ...]] = OrderedDict()
+        # Requests of a workload share the survival of its newest request: it is the best estimate, and requests with
+        # the same survival are decided together.
+        self._newest: OrderedDict[str | None, tuple[float, ...]] = OrderedDict()
 
     def depths(self, requests: "list[Request]", max_ks: list[int], prompt_tokens: int = 0) -> list[int]:
         """Drafts of each request, at most its `max_ks`. `prompt_tokens`: of prompts that run in the same step. Each
@@ -261,16 +260,14 @@ class DraftBudget:
         """The newest survival of each request's workload; only steps that verify all drafts go beyond its end. None for
         a request that keeps its K."""
         workloads = [self._workload(request) for request in requests]
-        return [None if workload is None else self._newest.get(workload) for workload in workloads]
+        return [self._newest.get(workload) for workload in workloads]
 
-    def _workload(self, request: "Request") -> str | None:
-        """The request's workload; None if it brought no usable survival."""
-        request_id = request.request_id
-        if request_id not in self._workload_of:
-            self._workload_of[request_id] = self._read(request)
-            if len(self._workload_of) > MAX_KNOWN:
-                self._workload_of.popitem(last=False)
-        return self._workload_of[request_id]
+    def _workload(self, request: Any) -> str | None:
+        """The request's workload, kept on it; None if it brought no usable survival."""
+        if not hasattr(request, "peagle_workload"):
+            request.peagle_workload = self._read(request)
+        found: str | None = request.peagle_workload
+        return found
 
     def _read(self, request: "Request") -> str | None:
         """Store the survival that a request brings. Returns its workload; None without a valid survival (logged)."""

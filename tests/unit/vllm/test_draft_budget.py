@@ -66,13 +66,13 @@ def test_what_was_said_last_of_a_workload_counts_for_all_its_requests() -> None:
 
 def test_requests_that_name_no_workload_speak_for_themselves() -> None:
     """Whichever came last."""
-    sure, doubtful = request(SURE), request(DOUBTFUL)
-    for each in (sure, doubtful):
-        del each.sampling_params.extra_args[WORKLOAD_KEY]
-    for batch in ([sure, doubtful], [doubtful, sure]):
-        depths = dict(zip(map(id, batch), draft_budget().depths(batch, [5, 5]), strict=True))
-        assert depths[id(sure)] == 5
-        assert depths[id(doubtful)] <= 2
+    for survivals in ([SURE, DOUBTFUL], [DOUBTFUL, SURE]):
+        batch = [request(survival) for survival in survivals]
+        for each in batch:
+            del each.sampling_params.extra_args[WORKLOAD_KEY]
+        depths = draft_budget().depths(batch, [5, 5])
+        assert depths[survivals.index(SURE)] == 5
+        assert depths[survivals.index(DOUBTFUL)] <= 2
 
 
 def test_load_lowers_k_and_never_raises_it() -> None:

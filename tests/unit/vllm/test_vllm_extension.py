@@ -36,7 +36,7 @@ from peagle.vllm.engine import (
     engine_kwargs,
 )
 from peagle.vllm.recorder import DraftingRecorder, RecorderDelta, RequestDrafting
-from peagle.vllm.request_args import DEPTH_KEY, LEARN_KEY, WORKLOAD_KEY
+from peagle.vllm.request_args import LEARN_KEY, WORKLOAD_KEY
 from peagle.vllm.step_notes import STEP_COSTS_HEADER, STEPS_HEADER, VerifiedStep, steps_text
 from tests.support.counted import counts_of
 from tests.support.head_factory import CONFIG
@@ -204,12 +204,10 @@ def recorder(processor: OutputProcessor) -> DraftingRecorder:
 
 def test_prompts_of_one_completion_are_summed(processor: OutputProcessor, recorder: DraftingRecorder) -> None:
     for index in range(2):
-        processor.add_request(
-            make_request(f"cmpl-x-{index}-ab", f"cmpl-x-{index}", **{DEPTH_KEY: 2, WORKLOAD_KEY: "code"}), None
-        )
+        processor.add_request(make_request(f"cmpl-x-{index}-ab", f"cmpl-x-{index}", **{WORKLOAD_KEY: "code"}), None)
         processor.process_outputs([last_output(f"cmpl-x-{index}-ab", [(2, index)])])
     counts = counts_of([(2, 0), (2, 1)])
-    assert recorder.pop("cmpl-x") == RequestDrafting("cmpl-x", "code", 2, counts, 6, 2)
+    assert recorder.pop("cmpl-x") == RequestDrafting("cmpl-x", "code", counts, 6, 2)
     assert recorder.pop("cmpl-x") is None
     assert recorder.workloads() == {"code": WorkloadCounts(2, 2, 0, 6, 2, counts)}
 
