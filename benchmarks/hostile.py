@@ -214,7 +214,7 @@ SCHEMAS: dict[str, Any] = {
     "a bound of 400 digits": {"type": "integer", "minimum": 10**400},
     "multipleOf of a tiny number": {"type": "number", "multipleOf": 1e-300},
 }
-MUST_REFUSE = {"300 objects in one another", "a bound of 400 digits", *(name for name in SCHEMAS if "1e7" in name)}
+MUST_REFUSE = {"300 objects in one another", "a bound of 400 digits", "minItems 1e7", "minItems in a property"}
 
 REGEXES = {
     "regex of 10,000 repetitions": "[a-z]{1,10000}",
@@ -255,9 +255,9 @@ def grammar_requests() -> dict[str, Ask]:
         400, call="completions", **as_structured(SCHEMAS["minItems 1e7"])
     )
     for name, regex in REGEXES.items():
-        found[name] = expect(*((400,) if "1e7" in name else (200, 400)), structured_outputs={"regex": regex})
+        found[name] = expect(200, 400, structured_outputs={"regex": regex})
     for name, grammar in GRAMMARS.items():
-        found[name] = expect(*((400,) if "1e7" in name else (200, 400)), structured_outputs={"grammar": grammar})
+        found[name] = expect(200, 400, structured_outputs={"grammar": grammar})
     found["regex that matches nothing"] = expect(400, structured_outputs={"regex": r"[^\s\S]"})
     found["regex that ends before it starts"] = expect(200, 400, structured_outputs={"regex": "a^b"})
     found["structural tag of a huge schema"] = expect(

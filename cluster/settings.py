@@ -515,7 +515,10 @@ class LimitSettings(Section):
     messages too. `max_body_bytes_in_flight` counts a body from its first byte to the end of the answer. A grammar is
     compiled in a process of its own."""
 
-    removed: ClassVar[Mapping[str, str]] = {"max_num_stop": "a request has up to 16 stop strings"}
+    removed: ClassVar[Mapping[str, str]] = {
+        "max_num_stop": "a request has up to 16 stop strings",
+        "max_grammar_choices": "a list of choices has at most max_list_entries",
+    }
 
     max_body_bytes: Count = Field(default=4 * 2**20, description="Size of a body; beyond it 413.")
     max_body_bytes_in_flight: Count = Field(
@@ -531,15 +534,10 @@ class LimitSettings(Section):
         default=2**16, ge=0, description="`n` times prompt tokens times (1 + logprobs)."
     )
     max_grammar_bytes: Count = Field(
-        default=64 * 2**10, description="Characters of a schema, regex, EBNF or list of choices."
+        default=64 * 2**10, description="Characters, as JSON, of a field that makes a grammar."
     )
-    max_grammar_choices: Count = Field(default=1000, description="Choices of a grammar.")
-    max_grammar_repeats: Count = Field(default=2**16, description="Largest repetition that a grammar names.")
-    max_grammar_product: Count = Field(
-        default=10_000_000, description="Product of repetitions that stand in one another."
-    )
-    max_grammar_mib: Count = Field(default=100, description="Memory to compile a grammar.")
-    grammar_timeout_s: Finite = Field(default=10.0, description="CPU time to compile a grammar.")
+    max_grammar_mib: Count = Field(default=100, description="Memory to compile a grammar and follow it for 64 tokens.")
+    grammar_timeout_s: Finite = Field(default=10.0, description="CPU time for the same.")
     max_running_requests: Count = Field(
         default=256, description="Running sequences of a replica that answers HTTP; beyond it they wait."
     )

@@ -21,7 +21,6 @@ from cluster.settings import LimitSettings
 from deployments.errors import ApiError, internal_error
 from peagle.schema import nearest
 from peagle.vllm.compat import chat_part_kinds
-from peagle.vllm.grammar_bounds import GrammarError, GrammarLimits, check_grammar, check_structured_outputs
 from peagle.vllm.setting_types import SettingTypes
 
 Call = Literal["chat", "completions"]
@@ -343,30 +342,13 @@ def check_counts(fields: Mapping[str, Any], limits: LimitSettings) -> None:
         values = (value for message in messages if isinstance(message, dict) for value in message.values())
         num = sum(len(value) for value in values if isinstance(value, dict | list))
         _at_most("messages", "the number of parts and calls in messages", num, limits.max_list_entries)
+    structured = fields.get("structured_outputs")
+    if isinstance(structured, dict) and isinstance(choices := structured.get("choice"), list):
+        name = "structured_outputs.choice"
+        _at_most(name, f"the number of entries of {name}", len(choices), limits.max_list_entries)
     for name, grammar in grammars(fields).items():
-        choices = grammar.get("choice") if isinstance(grammar, dict) else None
-        if isinstance(choices, list):
-            where = f"{name}.choice"
-            _at_most(where, f"the number of choices in {where}", len(choices), limits.max_grammar_choices)
-        try:
-            if name == "structured_outputs" and isinstance(grammar, dict):
-                check_structured_outputs(name, grammar, grammar_limits(limits))
-            elif isinstance(grammar, dict | list):
-                check_grammar(name, grammar, grammar_limits(limits))
-        except GrammarError as error:
-            raise ApiError(400, str(error), param=error.field, code="limit") from error
-
-
-def grammar_limits(limits: LimitSettings) -> GrammarLimits:
-    return GrammarLimits(
-        max_chars=limits.max_grammar_bytes,
-        max_choices=limits.max_grammar_choices,
-        max_depth=MAX_NESTING,
-        max_repeats=limits.max_grammar_repeats,
-        max_product=limits.max_grammar_product,
-        max_cpu_s=limits.grammar_timeout_s,
-        max_memory_bytes=limits.max_grammar_mib * 2**20,
-    )
+        num = len(json.dumps(grammar, ensure_ascii=False, default=str))
+        _at_most(name, f"the number of characters of {name}", num, limits.max_grammar_bytes)
 
 
 def check_limits(body: Body, limits: LimitSettings) -> int:

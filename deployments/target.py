@@ -39,11 +39,11 @@ from cluster.heads import base_workload
 from cluster.k_policy import PolicyUpdate
 from cluster.learning import AnswerQueue, KeptAnswer
 from cluster.request import MAX_NUM_WORKLOADS
-from cluster.settings import ClusterSettings
+from cluster.settings import ClusterSettings, LimitSettings
 from cluster.step_latency import StepLatency
 from deployments import compat
 from deployments.answers import Charge, EngineAnswers
-from deployments.body import Call, grammar_limits
+from deployments.body import Call
 from deployments.drafter import MAX_SMALL_MACHINE_CORES, head_directory, local_directory, target_source
 from deployments.errors import ApiError, not_ready
 from deployments.front_end import QUEUED_PER_RUNNING, Admitted, Answer, FrontEnd
@@ -63,7 +63,7 @@ from peagle.heads import head_digest, target_digest
 from peagle.schema import SettingsError
 from peagle.vllm.clients import Address, abort_all_of
 from peagle.vllm.engine import ASYNC_SCHEDULER, RemoteSettings, engine_kwargs
-from peagle.vllm.grammar_checker import GrammarChecker
+from peagle.vllm.grammar_checker import GrammarChecker, GrammarLimits
 from peagle.vllm.limits import guard
 from peagle.vllm.recorder import DraftingRecorder
 
@@ -348,6 +348,10 @@ def prepare(settings: ClusterSettings) -> tuple[str, Path | None]:
     if drafter.is_vllms_own:
         return target, local_directory(target_source(drafter.head))
     return target, head_directory(drafter.head, target)
+
+
+def grammar_limits(limits: LimitSettings) -> GrammarLimits:
+    return GrammarLimits(limits.grammar_timeout_s, limits.max_grammar_mib * 2**20)
 
 
 def default_front_ends(num_cpus: float, on_cpu: bool) -> int:

@@ -9,7 +9,7 @@
 | verification (V2) | the runner's sampler and manager | `verification`, `chosen` |
 | V1 model runner (CPU) | `worker_cls` | `workers`, `coupling` (sampling), `cpu_drafting` |
 | both, remote drafter | `worker_cls` | `remote`, `remote_speculator` (V2), `remote_cpu` (V1) |
-| client (`AsyncLLM`) | wrapped methods | `limits`, `grammar_bounds`, `grammar_checker`, `rendering`, `recorder` |
+| client (`AsyncLLM`) | wrapped methods | `limits`, `grammar_checker`, `rendering`, `recorder` |
 
 `request_args` reads what a request asks for, `step_notes` holds what travels with a step. Everything that depends on
 vLLM's version is in `compat`, which is checked when an engine starts.

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_KNOWN = 4096
-"""Requests and workloads that are remembered."""
+"""Workloads whose survival is remembered."""
 
 REPORT_INTERVAL_S = 0.5
 """Costs are reported at most so often; reports are read about once a second."""
@@ -88,15 +88,15 @@ def document_path(instance_id: str) -> Path:
 
 
 def make_draft_budget(config: "VllmConfig", max_draft_tokens: int) -> "DraftBudget | None":
-    """None for an engine without drafts. A start document that cannot be read is logged and not used."""
+    """None for an engine without drafts. An unusable start document, such as one without points, is logged."""
     if not max_draft_tokens:
         return None
     on_gpu, path = config.device_config.device_type != "cpu", document_path(config.instance_id)
     if path.exists():
+        document = json.loads(path.read_text(encoding="utf-8"))
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
-            return DraftBudget(StepLatencyModel(on_gpu, document), chooses=bool(document.get("chooses")))
-        except (OSError, ValueError) as error:
+            return DraftBudget(StepLatencyModel(on_gpu, document), chooses=document["chooses"])
+        except ValueError as error:
             logger.warning("step times measured at the start are not used: %s: %s", path, error)
     return DraftBudget(StepLatencyModel(on_gpu))
 
@@ -131,7 +131,7 @@ class DraftBudget:
         """chooses: the worker can choose which drafts of a step are verified (`peagle.vllm.adaptive_verification`)."""
         self.model, self.chooses = model, chooses
         self._last_s: float | None = None
-        self._reported_s, self._reported_steps = -math.inf, 0
+        self._reported_s, self._reported_steps = -math.inf, -1
         self._latency, self._latency_at_step = model.latency, 0
         self._verified_at_step = self._left_out_at_step = self._num_drafted = 0
         self._verifies_all = False
@@ -141,10 +141,9 @@ class DraftBudget:
         """Drafts that the worker should choose, by the last call of `depths`. None if each request's first drafts are
         as good, and in steps that verify all."""
         self._at_level: NDArray[np.float64] | None = None  # drafts of a request, by cumulative probability
-        # Read once a request, not once a step. Requests of a workload share the survival of its newest request: it is
-        # the best estimate, and requests with the same survival are decided together.
-        self._workload_of: OrderedDict[str, str | None] = OrderedDict()
-        self._newest: OrderedDict[str, tuple[float, ...]] = OrderedDict()
+        # Requests of a workload share the survival of its newest request: it is the best estimate, and requests with
+        # the same survival are decided together.
+        self._newest: OrderedDict[str | None, tuple[float, ...]] = OrderedDict()
 
     def depths(self, requests: "list[Request]", max_ks: list[int], prompt_tokens: int = 0) -> list[int]:
         """Drafts of each request, at most its `max_ks`. `prompt_tokens`: of prompts that run in the same step. Each
@@ -235,12 +234,9 @@ class DraftBudget:
         return not self._leaves_out
 
     def arrived(self, now_s: float, scheduled: "SchedulerOutput") -> None:
-        """Record that the result of `scheduled` arrived at `now_s`, monotonic seconds. If the clock stands still, goes
-        back or is NaN, the step has no time."""
+        """Record that the result of `scheduled` arrived at `now_s`, monotonic seconds."""
         last_s, self._last_s = self._last_s, now_s
-        if last_s is None or not 0 < now_s - last_s < math.inf:
-            return
-        if (step := timed_step(now_s - last_s, scheduled)) is not None:
+        if last_s is not None and (step := timed_step(now_s - last_s, scheduled)) is not None:
             self.model.observe(step)
 
     def pause(self) -> None:
@@ -249,11 +245,8 @@ class DraftBudget:
 
     def report(self, now_s: float) -> str | None:
         """The step latency (`StepLatency.to_wire` as JSON), if a report is due at `now_s`, monotonic seconds: there
-        were new steps or no report yet, and the last report is `REPORT_INTERVAL_S` old or the clock has gone back."""
-        has_reported = self._reported_s > -math.inf
-        if has_reported and self.model.num_steps == self._reported_steps:
-            return None
-        if 0 <= now_s - self._reported_s < REPORT_INTERVAL_S:
+        were new steps or no report yet, and the last report is `REPORT_INTERVAL_S` old."""
+        if self.model.num_steps == self._reported_steps or now_s - self._reported_s < REPORT_INTERVAL_S:
             return None
         self._reported_s, self._reported_steps = now_s, self.model.num_steps
         return json.dumps(self.model.latency.to_wire(), separators=(",", ":"))
@@ -267,16 +260,14 @@ class DraftBudget:
         """The newest survival of each request's workload; only steps that verify all drafts go beyond its end. None for
         a request that keeps its K."""
         workloads = [self._workload(request) for request in requests]
-        return [None if workload is None else self._newest.get(workload) for workload in workloads]
+        return [self._newest.get(workload) for workload in workloads]
 
-    def _workload(self, request: "Request") -> str | None:
-        """The request's workload; None if it brought no usable survival."""
-        request_id = request.request_id
-        if request_id not in self._workload_of:
-            self._workload_of[request_id] = self._read(request)
-            if len(self._workload_of) > MAX_KNOWN:
-                self._workload_of.popitem(last=False)
-        return self._workload_of[request_id]
+    def _workload(self, request: Any) -> str | None:
+        """The request's workload, kept on it; None if it brought no usable survival."""
+        if not hasattr(request, "peagle_workload"):
+            request.peagle_workload = self._read(request)
+        found: str | None = request.peagle_workload
+        return found
 
     def _read(self, request: "Request") -> str | None:
         """Store the survival that a request brings. Returns its workload; None without a valid survival (logged)."""

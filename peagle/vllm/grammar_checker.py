@@ -3,7 +3,8 @@
 vLLM validates a grammar on the event loop of the engine's client, and compiles it in threads of the engine that cannot
 be stopped. `GrammarChecker`, in the client's process, first has both done by a process that it starts: this module run
 as a program. That process has one thread, so it can fork. Each grammar gets a child, which the kernel ends if it
-exceeds a limit. The engine gets only grammars that compiled there.
+exceeds a limit. The child also writes a short text by the grammar, because with some grammars each token takes much
+longer than the one before. The engine gets only grammars that passed there.
 """
 
 import asyncio
@@ -30,8 +31,6 @@ import numpy as np
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-from peagle.vllm.grammar_bounds import GrammarError, GrammarLimits, check_structured_outputs
-
 logger = logging.getLogger(__name__)
 
 NUM_CHILDREN = 2
@@ -42,6 +41,8 @@ ADDRESS_SPACE_BYTES = 512 * 2**20
 """Address space of a child beyond the memory limit: stacks and arenas of the compiler's threads, mostly unused."""
 MAX_OUTCOMES = 1024
 """Grammars whose outcome is remembered."""
+NUM_TOKENS = 64
+"""Tokens of the text that a child writes by a grammar."""
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(StructuredOutputsParams) if field.init)
 _ENVIRONMENT = {
@@ -53,6 +54,18 @@ _ENVIRONMENT = {
 }
 """Environment of the process that forks. No library may start a thread there. vLLM's timeout of regular expressions is
 off, because it counts wall-clock time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GrammarLimits:
+    """Limits of one grammar (a schema, regular expression, EBNF, structural tag or list of choices).
+
+    Attributes:
+        max_cpu_s, max_memory_bytes: of its compilation and of `NUM_TOKENS` tokens.
+    """
+
+    max_cpu_s: float = 10.0
+    max_memory_bytes: int = 100 * 2**20
 
 
 class CheckedGrammar(StructuredOutputsParams):
@@ -116,7 +129,7 @@ class GrammarChecker:
         fields = {name: value for name in _FIELDS if (value := getattr(structured, name)) is not None}
         outcome = await self.find_outcome(fields)
         if "error" in outcome:
-            raise VLLMValidationError(outcome["error"], parameter=outcome.get("field", "structured_outputs"))
+            raise VLLMValidationError(outcome["error"], parameter="structured_outputs")
         checked = CheckedGrammar(**fields)
         for name, value in outcome.items():
             setattr(checked, name, value)
@@ -124,13 +137,10 @@ class GrammarChecker:
 
     async def find_outcome(self, fields: dict[str, Any]) -> dict[str, Any]:
         """What becomes of a grammar with these fields of `StructuredOutputsParams`: the fields that vLLM's validation
-        has set, or {"error": text, "field": name}."""
+        has set, or {"error": text}."""
         limits = self.limits
         try:
-            check_structured_outputs("structured_outputs", fields, limits)
             key = limits, json.dumps(fields, sort_keys=True)
-        except GrammarError as error:
-            return {"error": f"{error}.", "field": error.field}
         except (RecursionError, TypeError, ValueError) as error:
             return {"error": f"structured_outputs is no JSON: {error}."}
         if (task := self._outcomes.get(key)) is None:
@@ -237,13 +247,21 @@ class _Compilers:
         params.verify(self._model_config, None, self._config, self._tokenizer)
         backend = self._find_backend(str(structured._backend))
         grammar = backend.compile_grammar(*get_structured_output_key(structured))
-        mask = backend.allocate_token_bitmask(1)
-        grammar.fill_bitmask(mask, 0)
-        first = np.flatnonzero(np.unpackbits(mask.numpy().view(np.uint8), bitorder="little"))
-        if not np.any(first != getattr(self._tokenizer, "eos_token_id", None)):
+        if not self._write_text(backend, grammar):
             return {"error": "the grammar allows no text"}
         changed = {name: getattr(structured, name) for name in _FIELDS if getattr(structured, name) != fields.get(name)}
         return {**changed, "_backend": structured._backend, "_backend_was_auto": structured._backend_was_auto}
+
+    def _write_text(self, backend: Any, grammar: Any) -> int:
+        """Draw up to `NUM_TOKENS` tokens, each of those that the grammar allows there. Returns how many there were."""
+        mask, draw = backend.allocate_token_bitmask(1), np.random.default_rng(0)
+        for num_tokens in range(NUM_TOKENS):
+            grammar.fill_bitmask(mask, 0)
+            allowed = np.flatnonzero(np.unpackbits(mask.numpy().view(np.uint8), bitorder="little"))
+            allowed = allowed[allowed != getattr(self._tokenizer, "eos_token_id", None)]
+            if not len(allowed) or not grammar.accept_tokens("", [int(draw.choice(allowed))]):
+                return num_tokens
+        return NUM_TOKENS
 
 
 def _answer(connection: socket.socket, compilers: _Compilers) -> None:

@@ -29,8 +29,7 @@ from vllm.v1.worker.gpu.sample.logit_bias import (
 )
 
 from peagle.vllm import compat
-from peagle.vllm.grammar_bounds import GrammarLimits
-from peagle.vllm.grammar_checker import CheckedGrammar, GrammarChecker
+from peagle.vllm.grammar_checker import CheckedGrammar, GrammarChecker, GrammarLimits
 from peagle.vllm.request_args import undraftable_field
 
 MAX_PATTERN_TOKENS = 1024
@@ -130,9 +129,9 @@ def guard(client: Any, grammars: GrammarChecker | None = None) -> None:
         grammars: checks its grammars, and stops with the client. Without it, one of default limits.
 
     Raises:
-        UnsupportedVLLMError: this vLLM's client lacks a name that the checks need.
+        UnsupportedVLLMError: this vLLM lacks a method that is overridden.
     """
-    compat.check("client", client)
+    compat.check("client")
     client.input_processor = CheckedInputProcessor(client.vllm_config, client.renderer)
     grammars = grammars or GrammarChecker(client.vllm_config, GrammarLimits())
     generate: Callable[..., AsyncGenerator[Any, None]] = client.generate

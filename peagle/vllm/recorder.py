@@ -7,7 +7,7 @@ from typing import Any
 
 from cluster.counts import Counts, WorkloadCounts, counts_since
 from cluster.request import DEFAULT_WORKLOAD
-from peagle.vllm.request_args import DEPTH_KEY, LEARN_KEY, WORKLOAD_KEY, undraftable_field
+from peagle.vllm.request_args import LEARN_KEY, WORKLOAD_KEY, undraftable_field
 from peagle.vllm.step_notes import STEP_COSTS_HEADER, STEPS_HEADER, counts_of_steps
 
 WHOLE_ANSWERS = ("None", "stop", "length")
@@ -21,22 +21,18 @@ class RequestDrafting:
     Attributes:
         request_id: the id that its caller gave to the engine.
         workload: the workload under which it is counted.
-        max_k: `extra_args["peagle_k"]` as sent; None if absent.
         counts: its verified steps; set when it ends.
         num_output_tokens: tokens of its answer, up to the one that completes a stop string.
         num_prompt_tokens: tokens of its prompt.
-        is_aborted: the caller left, or cancelled it, before it was complete.
         learned_from: tokens to train heads on, if its caller allows it.
         undraftable: the sampling field because of which it has no drafts (`undraftable_field`), or "".
     """
 
     request_id: str
     workload: str
-    max_k: Any
     counts: Counts = field(default_factory=Counts)
     num_output_tokens: int = 0
     num_prompt_tokens: int = 0
-    is_aborted: bool = False
     learned_from: "LearnedFrom | None" = None
     undraftable: str = ""
 
@@ -155,11 +151,9 @@ class DraftingRecorder:
         return RequestDrafting(
             response_id,
             records[0].workload,
-            records[0].max_k,
             sum((record.counts for record in records), Counts()),
             sum(record.num_output_tokens for record in records),
             sum(record.num_prompt_tokens for record in records),
-            any(record.is_aborted for record in records),
             undraftable=records[0].undraftable,
         )
 
@@ -244,7 +238,6 @@ class DraftingRecorder:
         self._live[request.request_id] = RequestDrafting(
             request.external_req_id or request.request_id,
             workload,
-            extra_args.get(DEPTH_KEY),
             num_prompt_tokens=len(request.prompt_token_ids or ()),
             learned_from=None if self._on_answer is None else _learned_from(request, extra_args.get(LEARN_KEY)),
             undraftable="" if request.sampling_params is None else undraftable_field(request.sampling_params),
@@ -280,7 +273,6 @@ class DraftingRecorder:
         for internal_id in internal_ids:
             if internal_id in still_open or (record := self._live.pop(internal_id, None)) is None:
                 continue
-            record.is_aborted = is_aborted
             steps = self._steps.pop(internal_id)
             record.counts = counts_of_steps(steps)
             totals = self._workloads[record.workload]

@@ -66,9 +66,6 @@ class RemoteProposer(ChunkedProposer):
     def dummy_run(self, *args: Any, **kwargs: Any) -> None:
         """No pass to warm up."""
 
-    def propose(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("a remote drafter's proposer was asked to run a pass: RemoteDrafts is not installed")
-
 
 class RemoteDrafts(Runner):
     """Mixin over vLLM's model runner in synchronous scheduling."""

@@ -68,7 +68,7 @@ class _PerRequestDepth(_Base):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        compat.check("scheduler", self)
+        compat.check("scheduler")
         self._draft_budget = make_draft_budget(self.vllm_config, self.num_spec_tokens)
         use_own_backends(self.structured_output_manager)
         # Requests for which the remote drafter had no drafts when it was last asked.
@@ -195,16 +195,17 @@ class _PerRequestDepth(_Base):
         """vLLM's own update; then outputs are coalesced (`peagle.vllm.outputs`). Each output carries its request's
         unreported steps. About twice a second the first output of each client carries the step latency model."""
         result = read_result(model_runner_output)
-        num_admitted = result.list_admitted()
         if self._draft_budget is not None:
             self._draft_budget.arrived(time.perf_counter(), scheduler_output)
         if result.num_ready is not None:
             num_ready = dict(zip(model_runner_output.req_ids, result.num_ready, strict=True))
             self._mark_missing(num_ready, scheduler_output)
-        if self._draft_budget is not None and (counts := result.list_acceptance_counts()) is not None:
-            self._draft_budget.record_level_counts(*counts)
-        if num_admitted is not None:
-            self._mark_unverified(dict(zip(model_runner_output.req_ids, num_admitted, strict=True)), scheduler_output)
+        if self._draft_budget is not None and result.acceptance_counts is not None:
+            counts, num_requests = result.acceptance_counts
+            self._draft_budget.record_level_counts(counts.tolist(), num_requests)
+        if result.num_admitted is not None:
+            num_admitted = dict(zip(model_runner_output.req_ids, result.num_admitted.tolist(), strict=True))
+            self._mark_unverified(num_admitted, scheduler_output)
             self._chosen_step = []
         outputs_by_client = self._coalesce(super().update_from_output(scheduler_output, model_runner_output))
         if self._chosen_step is not None:

@@ -51,27 +51,16 @@ class StepResult:
         num_ready: drafts that a remote drafter had for each request, 0..K_max; -1 where it was not asked. None: the
             drafter is colocated and always has K_max. Planned drafts that were not there count neither as verified nor
             as rejected. A request gets no planned drafts while its drafter has none.
-        num_admitted: verified drafts of each request, where the worker chose them; else None. A list, or a tensor whose
-            copy to the host is complete when the output is there.
+        num_admitted: verified drafts of each request, where the worker chose them; else None. A tensor whose copy to
+            the host is complete when the output is there.
         acceptance_counts: (counts, number of requests) of the step before. Count i is the number of drafts whose
             expected accepted tokens, the cumulative probability of acceptance, are at least level i of
-            `cluster.step_allocation.PROBABILITY_LEVELS`. A list or tensor, as above.
+            `cluster.step_allocation.PROBABILITY_LEVELS`. Such a tensor too.
     """
 
     num_ready: list[int] | None = None
     num_admitted: Any = None
     acceptance_counts: tuple[Any, int] | None = None
-
-    def list_admitted(self) -> list[int] | None:
-        return self.num_admitted if self.num_admitted is None else _as_list(self.num_admitted)
-
-    def list_acceptance_counts(self) -> tuple[list[int], int] | None:
-        found = self.acceptance_counts
-        return None if found is None else (_as_list(found[0]), found[1])
-
-
-def _as_list(counts: Any) -> list[int]:
-    return counts if isinstance(counts, list) else counts.tolist()
 
 
 def read_plan(scheduled: Any) -> SchedulerPlan:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
@@ -117,7 +118,7 @@ def decode(run: SchedulerRun, sure_share: float, *names: str) -> None:
     run.add("before")
     counts = [round(10 * sure_share) if level <= 0.95 else 0 for level in PROBABILITY_LEVELS]
     for _ in range(2):
-        run.step(acceptance_counts=(counts, 10))
+        run.step(acceptance_counts=(np.array(counts), 10))
     run.abort("before")
     for name in names:
         run.add(name, survival=SURVIVAL)

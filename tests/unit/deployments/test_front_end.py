@@ -560,7 +560,7 @@ def test_of_a_list_of_wrong_elements_the_first_is_looked_at(field: str) -> None:
 
 @pytest.mark.parametrize("field", ["logit_bias", "vllm_xargs", "chat_template_kwargs", *sorted(WRONG_LISTS)])
 def test_entries_of_a_field_are_counted_before_they_are_looked_at(field: str) -> None:
-    backend = Echo(limits(max_list_entries=50, max_num_sequences=50, max_grammar_choices=50))
+    backend = Echo(limits(max_list_entries=50, max_num_sequences=50))
     value = {str(n): {} for n in range(51)} if field not in WRONG_LISTS else longer(WRONG_LISTS[field][0], 51)
     if field == "prompt":
         response = complete(backend, prompt=[{}] * 51)
@@ -599,31 +599,6 @@ def test_values_of_a_body_are_counted_before_it_is_parsed() -> None:
     with pytest.raises(ApiError, match="more than 100 values in all") as raised:
         FrontEnd(limits(max_body_values=100)).admit("completions", {"prompt": [[1] * 60, [1] * 60]})
     assert (raised.value.status, raised.value.param) == (413, "prompt")
-
-
-def test_the_numbers_of_grammars_are_bounded_by_the_settings() -> None:
-    few = Echo(limits(max_grammar_repeats=10, max_grammar_product=50))
-
-    def bodies(number: int) -> dict[str, dict[str, Any]]:
-        """By the place that is to blame."""
-        schema = {"type": "array", "items": {"type": "string", "pattern": f"a{{{number}}}"}}
-        tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
-        form = {"type": "json_schema", "json_schema": {"name": "f", "schema": schema}}
-        return {
-            "structured_outputs.json.items.pattern": {"structured_outputs": {"json": json.dumps(schema)}},
-            "structured_outputs.regex": {"structured_outputs": {"regex": f"(a{{{number}}})"}},
-            "structured_outputs.grammar": {"structured_outputs": {"grammar": f'root ::= "a"{{{number}}}'}},
-            "response_format.json_schema.schema.items.pattern": {"response_format": form},
-            "tools.0.function.parameters.items.pattern": {"tools": tools, "tool_choice": "required"},
-        }
-
-    for param, body in bodies(11).items():
-        error = chat(few, **body).json()["error"]
-        assert error["param"] == param
-        assert "repeats 11 times, at most 10 are possible" in error["message"]
-    assert {chat(few, **body).status_code for body in bodies(10).values()} == {200}
-    response = chat(few, structured_outputs={"regex": "(a{10}){6}"})
-    assert "has nested repetitions of 60 in all, at most 50" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

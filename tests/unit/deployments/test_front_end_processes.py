@@ -56,7 +56,7 @@ class NoProcess(FrontEndProcess):
         wire = self.theirs = await Wire.open(end, Task)
         client: Any = SimpleNamespace(errored=False, abort=abort)
         chat: Any = SimpleNamespace(create_chat_completion=ask, create_error_response=create_error_response)
-        record = RequestDrafting("x", "default", 7, COUNTS, num_output_tokens=9, num_prompt_tokens=4)
+        record = RequestDrafting("x", "default", COUNTS, num_output_tokens=9, num_prompt_tokens=4)
         recorder = DraftingRecorder()
         recorder.pop = lambda response_id: record
         self.checker = RemoteGrammarChecker(wire)

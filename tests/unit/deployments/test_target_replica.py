@@ -42,7 +42,7 @@ class Replica(TargetServer):
         self._front_ends = None
         self.front_end.heads = ("digest",)
         self._client = SimpleNamespace(errored=False, abort=self._end)
-        self.record = RequestDrafting("x", "default", 7, COUNTS, num_output_tokens=9, num_prompt_tokens=4)
+        self.record = RequestDrafting("x", "default", COUNTS, num_output_tokens=9, num_prompt_tokens=4)
         self.recorder: Any = SimpleNamespace(pop=lambda response_id: self.record)
         chat = SimpleNamespace(create_chat_completion=ask, create_error_response=create_error_response)
         self.engine = SimpleNamespace(
@@ -107,7 +107,7 @@ def test_a_whole_answer_has_its_drafting_and_its_usage() -> None:
 
 def test_drafting_of_an_answer_that_went_without_drafts_says_why() -> None:
     replica = Replica(whole)
-    replica.record = RequestDrafting("x", "default", 7, num_output_tokens=9, num_prompt_tokens=4, undraftable="min_p")
+    replica.record = RequestDrafting("x", "default", num_output_tokens=9, num_prompt_tokens=4, undraftable="min_p")
     found = json.loads(items(replica)[0])["drafting"]
     decided = {"k": 0, "max_k": 0, "source": "request", "reason": "min_p goes without drafts"}
     nothing = {"num_steps": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0, "acceptance_length": 1.0}

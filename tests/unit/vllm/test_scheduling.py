@@ -148,7 +148,7 @@ def test_the_worker_chooses_as_many_drafts_as_pay(choosing: SchedulerRun) -> Non
     most = 3 + SPARE_DRAFTS  # five drafts of two requests are three of one
     assert step.drafts == {"a": most, "b": most, "short": 0}
     assert step.plan.draft_budget == 5
-    outputs = choosing.finish(step, {"a": 4}, num_admitted=[4, 1, 0])
+    outputs = choosing.finish(step, {"a": 4}, num_admitted=np.array([4, 1, 0]))
     assert [steps_of(outputs[name]) for name in ("a", "b")] == ["4,4c", "1,0c"]
     assert (choosing.stats[-1].num_draft_tokens, choosing.stats[-1].num_accepted_tokens) == (5, 4)
     step = choosing.step()
