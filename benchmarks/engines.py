@@ -339,7 +339,7 @@ class LearnedDepths:
         from cluster.request import Drafting
         from peagle.vllm.request_args import DEPTH_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 
-        drafting = self._k_policy.resolve(Drafting(workload, self._k_max, "default"), time.monotonic())
+        drafting = self._k_policy.make_update(1).choose(Drafting(workload, self._k_max, "default"), self._k_max)
         args = {DEPTH_KEY: drafting.max_k, WORKLOAD_KEY: drafting.workload}
         return {**args, SURVIVAL_KEY: list(drafting.survival)} if drafting.survival else args
 

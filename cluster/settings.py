@@ -448,22 +448,13 @@ def _misfits(key: str, own: Head, default: Head | None, max_draft_tokens: int) -
     return problems
 
 
-class Objective(Section):
-    """What a workload needs. While a workload has a limit, K is the most that any request verifies."""
-
-    removed: ClassVar[Mapping[str, str]] = {
-        "kind": "K follows from the tokens per second of all requests together",
-        "weight": "every workload's tokens count the same",
-    }
-
-    max_tpot_ms: float | None = Field(
-        default=None, gt=0, allow_inf_nan=False, description="Limit of the mean time per output token."
-    )
-
-
 class DepthSettings(Section):
     """K of requests: how many draft tokens a step verifies. `state` also keeps which heads were put into others' place;
     without it both end with the Ray cluster."""
+
+    removed: ClassVar[Mapping[str, str]] = {
+        "objectives": "a learned K has the least time per token already; to bound that time, lower engine.max_num_seqs",
+    }
 
     policy: Literal["adaptive", "fixed"] = Field(
         default="adaptive", description="Whether K of the other workloads is learned."
@@ -472,17 +463,6 @@ class DepthSettings(Section):
     max: int | None = Field(default=None, ge=0, description="Largest K of any request; by default K_max.")
     by_workload: dict[Tag, int] = Field(default_factory=dict, description="Pinned K by workload.")
     state: str | None = Field(default=None, description="File for what was learned; by default Ray's key-value store.")
-    objectives: dict[Tag, Objective] = Field(
-        default_factory=dict, description="Limits of a workload; with `policy: adaptive` only."
-    )
-
-    @model_validator(mode="after")
-    def _check_meaning(self) -> typing.Self:
-        if self.policy == "fixed" and self.objectives:
-            raise ValueError(".objectives is read by the adaptive policy only: write depth.policy: adaptive")
-        if both := sorted(self.by_workload.keys() & self.objectives.keys()):
-            raise ValueError(f".by_workload pins K of {both[0]}, so depth.objectives.{both[0]} decides nothing")
-        return self
 
 
 class IngressSettings(Section):
@@ -681,6 +661,7 @@ class AutoscalingSettings(Section):
         "warmup_s": "a replica counts as warm 30 s after its start",
         "spare_replicas": "lower utilisation, or raise target.min",
         "scale_to_zero": "write target: {min: 0}",
+        "max_tpot_ms": "lower engine.max_num_seqs, the batch at which a replica's capacity counts",
     }
 
     policy: Literal["acceptance", "queue_length"] = Field(
@@ -697,12 +678,6 @@ class AutoscalingSettings(Section):
     )
     start_time_s: float = Field(
         default=180.0, ge=0, allow_inf_nan=False, description="From the decision to a replica that serves."
-    )
-    max_tpot_ms: float | None = Field(
-        default=None,
-        gt=0,
-        allow_inf_nan=False,
-        description="Only batches within this time per token count as capacity.",
     )
     idle_s: Finite = Field(
         default=600.0, description="Time without a request before the last target ends, with `target.min: 0`."
@@ -724,8 +699,6 @@ class AutoscalingSettings(Section):
                 f".downscale_delay_s is {self.downscale_delay_s:g}: it must be more than {STALE_AFTER_S:g}, after "
                 "which a silent replica counts as missing, or silence would look like traffic that went away"
             )
-        if self.policy == "queue_length" and self.max_tpot_ms is not None:
-            problems.append(".max_tpot_ms is read by the acceptance policy only: write policy: acceptance")
         Problems.check(problems)
         return self
 
@@ -1057,7 +1030,8 @@ class ClusterSettings(Section):
         """The operator's choice of K, with its defaults filled in."""
         max_k, _ = _max_k(self.drafter, self.depth)
         default_k = max_k if self.depth.default is None else self.depth.default
-        return DepthPolicy(self.max_draft_tokens, max_k, default_k, dict(self.depth.by_workload))
+        is_adaptive = self.depth.policy == "adaptive" and self.max_draft_tokens > 0
+        return DepthPolicy(self.max_draft_tokens, max_k, default_k, dict(self.depth.by_workload), is_adaptive)
 
     def caller_table(self, keys: Mapping[str, Sequence[str]] = MappingProxyType({})) -> Callers | None:
         """None: everyone is served. `keys`: those of files (`read_key_files`)."""
@@ -1097,7 +1071,7 @@ class ClusterSettings(Section):
         of_callers = {caller.workload for caller in (self.callers or {}).values() if caller.workload is not None}
         drafted = () if self.drafter is None else self.drafter.heads_by_workload
         learned = None if self.learning is None else self.learning.workloads
-        named = {*self.depth.by_workload, *self.depth.objectives, *self.model.aliases.values(), *of_callers, *drafted}
+        named = {*self.depth.by_workload, *self.model.aliases.values(), *of_callers, *drafted}
         return frozenset({*named, *(learned if isinstance(learned, list) else ())})
 
 

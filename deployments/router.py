@@ -33,11 +33,11 @@ from cluster.heads import (
     base_workload,
 )
 from cluster.history import POINT_S, ServiceHistory
-from cluster.k_policy import PolicyUpdate
+from cluster.k_policy import KPolicy, PolicyUpdate
 from cluster.learning import LearnerReport
 from cluster.settings import ClusterSettings, live_config
 from deployments import DRAFTER_NAME, TARGET_NAME, compat
-from deployments.autoscaling import Autoscaler, capacity_model, read_pools
+from deployments.autoscaling import Autoscaler, read_pools
 from deployments.replicas import POLL_TIMEOUT_S, REPLICA_LOST, ReplicaMonitor, settings_with
 from deployments.telemetry import (
     HeadCounts,
@@ -50,7 +50,6 @@ from deployments.telemetry import (
     labelled,
     learner_metrics,
     live_heads,
-    make_k_policy,
     prometheus_text,
     scaling_metrics,
     spending_metrics,
@@ -98,7 +97,8 @@ class Router:
         self._target = serve.get_deployment_handle(TARGET_NAME, app_name=context.app_name)
         self._channel = compat.KVChannel(context.app_name)
         self._state = StateStore(settings.depth.state, self._channel)
-        self.k_policy = make_k_policy(settings)
+        on_gpu = settings.target.has_gpu
+        self.k_policy = KPolicy(settings.depth_policy(), on_gpu=on_gpu, max_num_seqs=settings.max_num_seqs)
         self._heads = make_head_manager(settings)
         self._spending = self._state.restore(self.k_policy, self._heads)
         self._head_counts, self._counts_are_new = HeadCounts(), False
@@ -128,9 +128,7 @@ class Router:
         if user_config is None or user_config == live_config(self._settings):
             return
         self._settings = settings_with(self._settings, user_config)
-        self.k_policy = make_k_policy(self._settings, self.k_policy)
-        if self._autoscaler is not None:
-            self._autoscaler.policy.model = capacity_model(self._settings)
+        self.k_policy.policy = self._settings.depth_policy()
         self._warn_without_callers()
 
     def _warn_without_callers(self) -> None:
@@ -142,7 +140,7 @@ class Router:
 
     async def policy_update(self) -> PolicyUpdate:
         """What targets choose K by, and candidates, as of the last reports."""
-        update = self.k_policy.make_update(self._monitor.num_ready or 0, time.monotonic())
+        update = self.k_policy.make_update(self._monitor.num_ready or 0)
         routing = update.heads if self._heads is None else self._heads.routing
         return dataclasses.replace(update, heads=routing, spending=self._spending.today)
 

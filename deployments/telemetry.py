@@ -33,7 +33,6 @@ from cluster.counts import CounterDeltas, Counts, TargetReport
 from cluster.heads import DrafterReport, HeadManager
 from cluster.k_policy import KPolicy
 from cluster.learning import LearnerReport
-from cluster.settings import ClusterSettings
 from cluster.spending import DaySpending, SpendingTracker
 from deployments.compat import KVChannel
 from deployments.metrics import FAMILIES, Families
@@ -47,20 +46,6 @@ MAX_NUM_HEADS = 16
 SAVE_INTERVAL_S = 30.0
 LEARNED = "learned"
 """Name of the saved state among the documents of the cluster."""
-
-
-def make_k_policy(settings: ClusterSettings, before: KPolicy | None = None) -> KPolicy:
-    """What chooses K in one replica, with what `before` has learned."""
-    policy = KPolicy(
-        settings.depth_policy(),
-        is_adaptive=settings.depth.policy == "adaptive" and settings.max_draft_tokens > 0,
-        on_gpu=settings.target.has_gpu,
-        max_tpot_ms={name: one.max_tpot_ms for name, one in settings.depth.objectives.items() if one.max_tpot_ms},
-        max_num_seqs=settings.max_num_seqs,
-    )
-    if before is not None:
-        policy.inherit(before)
-    return policy
 
 
 class HeadCounts:

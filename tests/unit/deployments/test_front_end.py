@@ -1091,7 +1091,7 @@ def test_limits_callers_depths_and_aliases_change_while_the_edge_serves() -> Non
     live = json.loads(json.dumps(live_config(after)))
     changed = with_live(before, live)
     assert live_config(changed) == live_config(after)
-    backend.front_end.apply_settings(changed, None)
+    backend.front_end.apply_settings(changed)
     assert chat(backend).status_code == 401
     assert chat(backend, headers=bearer(SECRET), n=2).status_code == 400
     assert chat(backend, headers=bearer(SECRET), model="tiny-coder").status_code == 404
@@ -1106,7 +1106,7 @@ def test_an_alias_of_a_workload_that_has_a_name_already_changes_live() -> None:
     named = before.model_copy(update={"depth": depth})
     backend = Echo(named)
     model = before.model.model_copy(update={"aliases": {"other": "code"}})
-    backend.front_end.apply_settings(named.model_copy(update={"model": model}), None)
+    backend.front_end.apply_settings(named.model_copy(update={"model": model}))
     assert chat(backend, model="other").json()["drafting"]["workload"] == "code"
 
 

@@ -85,7 +85,7 @@ def test_the_document_has_each_head_with_its_acceptance() -> None:
     assert heads["new"]["acceptance_length"] is None
     assert document["drafters"][0]["heads"] == [{"index": 0, "name": "head-a", "head": "a"}]
     assert document["links"][0]["target"] == "t1"
-    k_policy = KPolicy(DepthPolicy(3, 3, 3), is_adaptive=False)
+    k_policy = KPolicy(DepthPolicy(3, 3, 3))
     shown = as_text({"model": "m", **k_policy.document(0.0), **document}).splitlines()
     assert "head a (live): AL 2.33, 3 steps" in shown
     assert "head new (live): nothing drafted yet, 0 steps" in shown
