@@ -16,8 +16,6 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
-import msgspec
-
 from cluster.step_latency import StepLatency
 
 MAX_DEPTH = 64
@@ -226,32 +224,23 @@ class CounterDeltas:
     """What some reports bring that was not counted before.
 
     Attributes:
-        workloads: by workload, whatever head drafted.
-        recent: of these, what was counted in the last `MAX_GAP_S`; the rest has come at times that are not known.
+        workloads: by workload, whatever head drafted, what came in at most `MAX_GAP_S`: when older counts came is not
+            known.
         by_head: steps by head and workload. Steps between two reports of which only the second names the head are
             left out, because whose they were is not known.
         replicas: that reported.
         tokens, seconds: by replica, new output tokens and the time they took, where it is at most `MAX_GAP_S`.
-        head, heads: digests of the heads that most replicas of the newest round drafted with, by default and by
-            workload; "" until one is known.
+        head, heads: digests of the heads that most of the replicas drafted with, by default and by workload; "" where
+            none named one.
     """
 
     workloads: dict[str, WorkloadCounts] = field(default_factory=dict)
-    recent: dict[str, WorkloadCounts] = field(default_factory=dict)
     by_head: dict[str, dict[str, Counts]] = field(default_factory=dict)
     replicas: list[str] = field(default_factory=list)
     tokens: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     head: str = ""
     heads: dict[str, str] = field(default_factory=dict)
-
-
-class TrackerState(msgspec.Struct):
-    """The last report of each replica, the least recent first, and the heads of the newest round."""
-
-    head: str
-    heads: dict[str, str]
-    replicas: list[TargetReport]
 
 
 class DeltaTracker:
@@ -264,9 +253,12 @@ class DeltaTracker:
     MAX_REPLICAS = 256
 
     def __init__(self) -> None:
-        self.head = ""
-        self.heads: dict[str, str] = {}
-        self._last: OrderedDict[str, TargetReport] = OrderedDict()  # least recently reported first
+        self._last: OrderedDict[str, TargetReport] = OrderedDict()
+
+    @property
+    def last_reports(self) -> list[TargetReport]:
+        """The least recent first."""
+        return list(self._last.values())
 
     def update(self, reports: Iterable[TargetReport]) -> CounterDeltas:
         """Take in a round of reports, at most one of each replica."""
@@ -288,32 +280,23 @@ class DeltaTracker:
                 deltas.seconds[report.replica] = seconds
             for name, total in report.workloads.items():
                 counts = counts_since(total, before.get(name))
-                for sums in (deltas.workloads, deltas.recent) if is_recent else (deltas.workloads,):
-                    sums[name] = sums[name] + counts if name in sums else counts
+                if is_recent:
+                    deltas.workloads[name] = deltas.workloads.get(name, WorkloadCounts()) + counts
                 head = report.head_of(name)
                 if head and counts.counts.num_steps and (last is None or last.head_of(name) == head):
                     of_head = deltas.by_head.setdefault(head, {})
                     of_head[name] = of_head.get(name, Counts()) + counts.counts
             if report.head:
                 votes[report.head] += 1
-            self._remember(report)
+            self.remember(report)
         if votes:
             # The last that was named wins a tie: the head that a fleet changes to.
-            self.head = max(reversed(votes), key=votes.__getitem__)
-            self.heads = dict(next(report.heads for report in reports if report.head == self.head))
-        deltas.head, deltas.heads = self.head, dict(self.heads)
+            deltas.head = max(reversed(votes), key=votes.__getitem__)
+            deltas.heads = dict(next(report.heads for report in reports if report.head == deltas.head))
         return deltas
 
-    @property
-    def state(self) -> TrackerState:
-        return TrackerState(self.head, dict(self.heads), list(self._last.values()))
-
-    def restore(self, state: TrackerState) -> None:
-        self.head, self.heads = state.head, dict(state.heads)
-        for report in state.replicas:
-            self._remember(report)
-
-    def _remember(self, report: TargetReport) -> None:
+    def remember(self, report: TargetReport) -> None:
+        """Count only what comes on top of this report of a replica."""
         workloads = {name: counts.copy() for name, counts in report.workloads.items()}
         self._last.pop(report.replica, None)
         self._last[report.replica] = TargetReport(

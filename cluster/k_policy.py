@@ -33,7 +33,7 @@ import msgspec
 import numpy as np
 
 from cluster.acceptance import AcceptancePosteriors, AcceptanceSnapshot
-from cluster.counts import CounterDeltas, DeltaTracker, TargetReport, TrackerState
+from cluster.counts import CounterDeltas, DeltaTracker, TargetReport
 from cluster.heads import HeadRouting, base_workload
 from cluster.request import DEFAULT_WORKLOAD, DepthPolicy, Drafting
 from cluster.spending import DaySpending
@@ -59,7 +59,7 @@ MAX_REPORT_AGE_S = 30.0
 LOAD_WEIGHT = 0.5
 """Weight of the newest reading in the mean load; readings come about once a second."""
 
-FORMAT = 3
+FORMAT = 4
 """Version of the snapshot."""
 
 
@@ -183,10 +183,10 @@ class PolicyUpdate:
 
 
 class Snapshot(msgspec.Struct):
-    """What a restarted router needs: the posteriors, and what was counted for them."""
+    """What a restarted router needs: the posteriors, and the last reports that were counted for them."""
 
     format: int
-    tracker: TrackerState
+    reports: list[TargetReport]
     acceptance: AcceptanceSnapshot
 
 
@@ -201,7 +201,7 @@ class KPolicy:
 
     def __init__(self, policy: DepthPolicy, *, on_gpu: bool = False, max_num_seqs: float = math.inf) -> None:
         self.policy, self.max_num_seqs = policy, max_num_seqs
-        self.tracker = DeltaTracker()
+        self._tracker = DeltaTracker()
         self.posteriors = AcceptancePosteriors(policy.max_draft_tokens)
         self._on_gpu, self._guess = on_gpu, guessed_latency(on_gpu)
         self._latencies: dict[str, tuple[float, StepLatency]] = {}
@@ -233,7 +233,7 @@ class KPolicy:
                 logger.warning("the report of target replica %s is left out: %s", name, error)
         if not observed:
             return None
-        deltas = self.tracker.update(observed)
+        deltas = self._tracker.update(observed)
         self.posteriors.update(deltas)
         self._latencies |= {r.replica: (now_s, r.step_latency) for r in observed if r.step_latency is not None}
         self._latencies = {
@@ -304,7 +304,7 @@ class KPolicy:
             "policy": "adaptive" if self.policy.is_adaptive else "fixed",
             "step_times": f"step times {start if engines else 'guessed, no engine has reported any'}",
             "step_s": None if step_s is None else round(step_s, 6),
-            "head": self.tracker.head or None,
+            "head": self.posteriors.head or None,
             "seconds_since_report": None if math.isinf(silent_s) else round(silent_s, 1),
             "context_tokens": round(self._context_tokens, 1),
             "workloads": rows,
@@ -330,7 +330,9 @@ class KPolicy:
 
     def snapshot(self) -> dict[str, Any]:
         """What was learned, as JSON, for `restore` after a restart."""
-        found: dict[str, Any] = msgspec.to_builtins(Snapshot(FORMAT, self.tracker.state, self.posteriors.snapshot()))
+        found: dict[str, Any] = msgspec.to_builtins(
+            Snapshot(FORMAT, self._tracker.last_reports, self.posteriors.snapshot())
+        )
         return found
 
     def restore(self, document: Any) -> None:
@@ -342,4 +344,5 @@ class KPolicy:
         except msgspec.ValidationError as error:
             raise ValueError(f"the snapshot cannot be read: {error}") from error
         self.posteriors.restore(snapshot.acceptance)
-        self.tracker.restore(snapshot.tracker)
+        for report in snapshot.reports:
+            self._tracker.remember(report)

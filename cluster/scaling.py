@@ -146,7 +146,7 @@ class ScalingPolicy:
         self._ongoing, self._is_busy = kept * self._ongoing + (1 - kept) * ongoing, ongoing > 0
         self._observed_s = now_s
         if deltas is not None:
-            self._traffic.add(deltas.recent, queued, now_s)
+            self._traffic.add(deltas.workloads, queued, now_s)
 
     def note_waiting(self, now_s: float) -> None:
         """A request found no replica."""

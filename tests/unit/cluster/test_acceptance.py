@@ -55,9 +55,6 @@ def test_mean_converges_to_the_true_rates() -> None:
     assert errors[0] > errors[2]
     assert errors[2] < 0.01
     assert posteriors.rates("code").acceptance_length(7) == pytest.approx(1 + np.cumprod(CODE).sum(), abs=0.03)
-    for k in (-1, 8):
-        with pytest.raises(ValueError, match="k must be from 0 to 7"):
-            posteriors.rates("code").acceptance_length(k)
 
 
 def test_posterior_worked_by_hand() -> None:
@@ -185,7 +182,8 @@ def test_each_head_has_evidence_of_its_own_and_a_change_back_voids_nothing() -> 
     posteriors.update(CounterDeltas(head="old"))
     assert posteriors.rates("code") == old
     posteriors.update(CounterDeltas(head="new"))
-    assert posteriors.rates("code") == new
+    posteriors.update(CounterDeltas())
+    assert posteriors.rates("code") == new, "also where no replica names its head"
     posteriors.update(CounterDeltas(head="new", heads={"code": "old"}))
     assert posteriors.rates("code") == old
     for index in range(10):
@@ -237,9 +235,9 @@ def test_a_snapshot_is_everything_and_a_damaged_one_changes_nothing() -> None:
     restored.restore(msgspec.convert(document, AcceptanceSnapshot))
     assert restored.snapshot() == posteriors.snapshot()
     assert all(restored.rates(name) == posteriors.rates(name) for name in ("a", "b", "c", "new"))
-    for counts in ([5, [9] * 7, [1] * 7], [5, [1] * 7, [2] * 7], [-1, [0] * 7, [0] * 7], [9, [1], [1]]):
+    for rows in ([[9] * 7, [1] * 7], [[1] * 7, [2] * 7], [[-1] * 7, [-1] * 7], [[1], [1]]):
         damaged = json.loads(json.dumps(document))
-        damaged["evidence"]["one"]["b"] = dict(zip(("steps", "reached", "accepted"), counts, strict=True))
+        damaged["evidence"]["one"]["b"] = rows
         with pytest.raises(ValueError, match="no steps can have these counts"):
             restored.restore(msgspec.convert(damaged, AcceptanceSnapshot))
         assert restored.snapshot() == posteriors.snapshot()

@@ -341,7 +341,7 @@ def test_what_was_learned_is_found_again_after_a_restart() -> None:
     old, new = (each.document(0.0)["workloads"] for each in (found, restarted))
     assert [row["survival"] for row in old] == [row["survival"] for row in new]
     whole = found.snapshot()
-    for damaged in (None, {}, {"format": 2}, {**whole, "tracker": 7}, {**whole, "acceptance": {}}):
+    for damaged in (None, {}, {"format": 2}, {**whole, "reports": 7}, {**whole, "acceptance": {}}):
         with pytest.raises(ValueError, match="snapshot"):
             restarted.restore(damaged)
     assert restarted.document(0.0)["workloads"] == new

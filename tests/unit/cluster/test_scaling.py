@@ -240,22 +240,22 @@ def test_capacity_is_what_the_step_latency_says() -> None:
 # ---- arrivals
 
 
-def test_only_what_was_counted_in_the_last_minute_is_recent() -> None:
+def test_only_what_was_counted_in_the_last_minute_has_arrived() -> None:
     tracker, replica = DeltaTracker(), FakeReplica("a")
 
-    def recent(now_s: float) -> int | None:
-        counts = tracker.update([replica.report(now_s)]).recent.get("chat")
+    def arrived(now_s: float) -> int | None:
+        counts = tracker.update([replica.report(now_s)]).workloads.get("chat")
         return None if counts is None else counts.num_started
 
     replica.serve("chat", 50)
-    assert recent(3600.0) is None, "an hour of a replica just met"
+    assert arrived(3600.0) is None, "an hour of a replica just met"
     replica.serve("chat", 10)
-    assert recent(3610.0) == 10
+    assert arrived(3610.0) == 10
     replica.serve("chat", 1000)
-    assert recent(4000.0) is None, "when in a long gap they came is not known"
+    assert arrived(4000.0) is None, "when in a long gap they came is not known"
     replica = FakeReplica("a", started_s=4000.0)
     replica.serve("chat", 7)
-    assert recent(4010.0) == 7, "all of a replica that has just started"
+    assert arrived(4010.0) == 7, "all of a replica that has just started"
 
 
 def add(history: TrafficHistory, num: int, queued: float, now_s: float) -> None:
@@ -282,5 +282,5 @@ def test_after_a_gap_the_history_begins_anew() -> None:
     assert history.history_s(190.0) == 190.0
     add(history, 5000, 0.0, 900.0)
     assert (history.history_s(905.0), history.by_workload(905.0)) == (5.0, {})
-    history.add(CounterDeltas().recent, 0.0, 910.0)
+    history.add(CounterDeltas().workloads, 0.0, 910.0)
     assert history.idle_s(910.0) == 10.0

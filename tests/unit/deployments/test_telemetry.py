@@ -173,7 +173,7 @@ def test_of_a_state_of_the_last_version_the_heads_are_kept(caplog: pytest.LogCap
     assert found.desired == manager.desired
     assert policy.posteriors.workloads() == ()
     (record,) = caplog.records
-    assert "not of format 3" in record.getMessage()
+    assert "not of format 4" in record.getMessage()
 
 
 @pytest.mark.parametrize(
