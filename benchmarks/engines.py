@@ -321,13 +321,7 @@ class LearnedDepths:
 
         while True:
             latency = StepLatency.from_wire(self._recorder.step_costs) if self._recorder.step_costs else None
-            report = TargetReport(
-                "engine",
-                head="head",
-                workloads=self._recorder.workloads(),
-                context_tokens=self._recorder.context_tokens(),
-                step_latency=latency,
-            )
+            report = TargetReport("engine", "head", workloads=self._recorder.workloads(), step_latency=latency)
             self._k_policy.observe([report], time.monotonic())
             await asyncio.sleep(0.5)
 

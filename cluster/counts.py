@@ -169,7 +169,6 @@ class TargetReport:
         head: digest of the head that drafts; "" without one, or while the replica does not know it yet.
         heads: digests by workload where these have heads of their own.
         workloads: cumulative counts by workload. One that is missing has ended its counts.
-        context_tokens: mean context of the running requests, 0 where unknown.
         step_latency: what the scheduler has learned of step times; None before the first step.
         links: to remote drafters (`deployments.replicas.link_reports`).
         num_output_tokens: of all sequences, running ones included.
@@ -182,11 +181,9 @@ class TargetReport:
     """
 
     replica: str
-    model: str = ""
     head: str = ""
     heads: Mapping[str, str] = field(default_factory=dict)
     workloads: Mapping[str, WorkloadCounts] = field(default_factory=dict)
-    context_tokens: float = 0.0
     step_latency: StepLatency | None = None
     links: tuple[Mapping[str, Any], ...] = ()
     num_output_tokens: int = 0
@@ -210,8 +207,6 @@ class TargetReport:
         """Raises ValueError where no replica can report this."""
         for counts in self.workloads.values():
             counts.check()
-        if not 0 <= self.context_tokens < math.inf:
-            raise ValueError(f"context_tokens is {self.context_tokens}")
         if self.step_latency is not None:
             self.step_latency.check()
 

@@ -206,7 +206,6 @@ class KPolicy:
         self._on_gpu, self._guess = on_gpu, guessed_latency(on_gpu)
         self._latencies: dict[str, tuple[float, StepLatency]] = {}
         self._load: dict[str, float] = {}
-        self._context_tokens = 0.0
         self._choices: dict[str, Drafting] = {}
         self._observed_s = -math.inf
 
@@ -248,8 +247,6 @@ class KPolicy:
             before = self._load.get(workload, 0.0)
             self._load[workload] = before + LOAD_WEIGHT * (share_running * mean.get(workload, 0.0) - before)
         self._load = {workload: num for workload, num in self._load.items() if num > 0.01}
-        contexts = [report.context_tokens for report in observed if report.context_tokens > 0]
-        self._context_tokens = sum(contexts) / len(contexts) if contexts else 0.0
         self._observed_s = now_s
         self._choices = self._choose() if self.policy.is_adaptive else {}
         return deltas
@@ -306,7 +303,6 @@ class KPolicy:
             "step_s": None if step_s is None else round(step_s, 6),
             "head": self.posteriors.head or None,
             "seconds_since_report": None if math.isinf(silent_s) else round(silent_s, 1),
-            "context_tokens": round(self._context_tokens, 1),
             "workloads": rows,
         }
 

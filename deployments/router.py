@@ -229,10 +229,11 @@ class Router:
     async def metrics(self) -> bytes:
         """Prometheus text over all replicas. Only counts by head begin anew in a restarted router."""
         reports = await self._monitor.refresh()
-        families = target_metrics(reports, self._monitor.num_ready or 0)
+        model = self._settings.model.id
+        families = target_metrics(reports, self._monitor.num_ready or 0, model)
         families += head_metrics(self._head_counts.by_head())
         families += [] if self._heads is None else change_metrics(self._heads.document())
-        families += depth_metrics(self._document(), self._settings.model.id)
+        families += depth_metrics(self._document(), model)
         families += scaling_metrics(self._scaling_document())
         families += spending_metrics(self._spending.today)
         if self._drafters is not None:

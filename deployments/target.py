@@ -199,11 +199,9 @@ class TargetServer(LLMServer):
         counted = self._recorder.workloads()
         return TargetReport(
             replica=self._replica,
-            model=self.front_end.model,
             head=self.front_end.head_of(),
             heads=self.front_end.own_heads(counted),
             workloads=counted,
-            context_tokens=self._recorder.context_tokens(),
             step_latency=latency,
             links=() if self._links is None else self._links.links,
             num_output_tokens=self._recorder.num_output_tokens,

@@ -150,15 +150,15 @@ def engine_metrics(folder: str | None = None) -> list[Metric]:
     return found
 
 
-def target_metrics(reports: Sequence[TargetReport], num_ready: int) -> list[Metric]:
-    """What targets have counted by workload, every counter from zero on at each replica's start."""
+def target_metrics(reports: Sequence[TargetReport], num_ready: int, model: str) -> list[Metric]:
+    """What targets of `model` have counted by workload, every counter from zero on at each replica's start."""
     found = Families()
     found.add("target_replicas", num_ready)
     for report in reports:
-        found.add("running_requests", report.num_running, report.model, report.replica)
-        found.add("generated_tokens", report.num_output_tokens, report.model, report.replica)
+        found.add("running_requests", report.num_running, model, report.replica)
+        found.add("generated_tokens", report.num_output_tokens, model, report.replica)
         for workload, counted in sorted(report.workloads.items()):
-            labels = report.model, workload, report.replica
+            labels = model, workload, report.replica
             found.add("requests", counted.num_finished, *labels, "finished")
             found.add("requests", counted.num_aborted, *labels, "aborted")
             found.add("output_tokens", counted.num_output_tokens, *labels)

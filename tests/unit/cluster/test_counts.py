@@ -18,7 +18,7 @@ def workload(steps, num_started=0, num_finished=0, num_aborted=0):
 
 
 def report(replica="a", head="h", *, heads=None, **workloads):
-    return TargetReport(replica, "m", head, heads or {}, workloads)
+    return TargetReport(replica, head, heads or {}, workloads)
 
 
 @given(STEPS)
@@ -53,7 +53,7 @@ def test_every_step_counts_once_whatever_was_polled_when(events):
     for replica, name, steps in events:
         mine = counted.setdefault(replica, {})
         mine[name] = mine.get(name, WorkloadCounts()) + workload(steps, num_started=1)
-        deltas = tracker.update([TargetReport(replica, "m", "h", {}, mine)])
+        deltas = tracker.update([TargetReport(replica, "h", {}, mine)])
         for each, counts in deltas.workloads.items():
             found[each] = found.get(each, WorkloadCounts()) + counts
     assert found == {

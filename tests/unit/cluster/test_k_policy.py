@@ -156,7 +156,7 @@ def report(
     replica: str = "a", head: str = "h", num_steps: int = 5000, per_token_s: float = 0.001, **more
 ) -> TargetReport:
     workloads = {"code": counts(0.95, num_steps), "chat": counts(0.2, num_steps)}
-    return replace(TargetReport(replica, "m", head, {}, workloads, 500.0, linear_latency(per_token_s)), **more)
+    return replace(TargetReport(replica, head, {}, workloads, linear_latency(per_token_s)), **more)
 
 
 def k_policy(**options) -> KPolicy:
@@ -280,7 +280,6 @@ def test_a_bad_report_is_logged_and_the_others_count(caplog: pytest.LogCaptureFi
         report("bad", workloads={"code": impossible}),
         report("bad", workloads=None),
         report("bad", workloads={"code": None}),
-        report("bad", context_tokens=float("nan")),
         report("bad", step_latency=StepLatency(((0.1,),), 0.1)),
         None,
     ]

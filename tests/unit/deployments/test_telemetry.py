@@ -41,7 +41,7 @@ def report(head: str = "a", replica: str = "t1", links: Any = (), **workloads: C
         name: WorkloadCounts(counts.num_steps, counts.num_steps, 0, 10, 20, counts)
         for name, counts in workloads.items()
     }
-    return TargetReport(replica, "m", head, {}, counted, links=tuple(links), num_output_tokens=12)
+    return TargetReport(replica, head, {}, counted, links=tuple(links), num_output_tokens=12)
 
 
 def drafter(replica: str, *digests: str, refused: str = "") -> DrafterReport:
@@ -97,7 +97,7 @@ def test_metrics_have_workloads_heads_links_and_refusals() -> None:
     links = [link("h:1", "up", {"steps": 7.0}), link("h:2", "late", {})]
     reports = [report("a", "t1", links, code=GOOD)]
     families = [
-        *target_metrics(reports, 2),
+        *target_metrics(reports, 2, "m"),
         *head_metrics({"a": GOOD}),
         *drafter_metrics([drafter("r1", "a", refused="no such head")], reports),
     ]
