@@ -270,8 +270,8 @@ class LinkSettings(Section):
 
 
 class DrafterSettings(Section):
-    """The drafter. `replicas`, `links`, `heads_by_workload` and `spare_heads` are for `placement: remote`. Spare heads
-    get an equal share of the cache: a candidate on trial, and heads that workloads were given after a trial."""
+    """The drafter. `replicas`, `links`, `heads_by_workload` and `spare_heads` are for `placement: remote`. A candidate on
+    trial gets an equal share of the cache."""
 
     method: Literal["eagle3", "eagle", "mtp", "dflash", "dspark", "draft_model", "ngram"] = Field(
         default="eagle3",

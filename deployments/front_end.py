@@ -331,8 +331,8 @@ class FrontEnd:
 
     def _head_index(self, workload: str) -> int:
         """The place in `heads` of the head that drafts for a workload."""
-        if (head := self.routing.head_of(workload)) in self.heads:
-            return self.heads.index(head)
+        if workload.endswith(TRIAL_SUFFIX) and self.routing.trial in self.heads:
+            return self.heads.index(self.routing.trial)
         drafter = self._settings.drafter
         return 0 if drafter is None else drafter.head_index(base_workload(workload))
 
