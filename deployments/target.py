@@ -368,7 +368,6 @@ def engine_config(
         head_dir,
         method="eagle3" if drafter is None else drafter.method,
         max_draft_tokens=None if drafter is None else drafter.max_draft_tokens,
-        parallel_drafting=None if drafter is None else drafter.parallel_drafting,
         dtype=dtype,
         on_cpu=on_cpu,
         remote=None if links is None else RemoteSettings(links.min_deadline_ms / 1000, links.max_deadline_ms / 1000),

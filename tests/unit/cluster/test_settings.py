@@ -2,7 +2,6 @@
 
 import copy
 import json
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -187,7 +186,6 @@ BAD_INPUTS: list[tuple[Any, ...]] = [
     (changed(drafter__links={}), "drafter.links", "placement: colocated"),
     (remote(drafter__links={"min_deadline_ms": 2000}), "links.min_deadline_ms is 2000, above max_deadline_ms, 1000"),
     (remote(drafter__head="eagle3", drafter__max_draft_tokens=...), "drafter.placement", "eagle3 is an EAGLE-3 head"),
-    (remote(drafter__parallel_drafting=False), "drafter.placement", "one token after"),
     (remote(drafter__engine_options={"draft_tensor_parallel_size": 2}), "(draft_tensor_parallel_size)"),
     (
         changed(drafter__engine_options={"enable_adaptive_verification": True}),
@@ -275,20 +273,9 @@ def test_one_message_lists_every_problem(catalog: Catalog) -> None:
 
 def test_an_eagle3_head_drafts_one_after_another(catalog: Catalog) -> None:
     drafter = drafter_of(changed(drafter={"head": "eagle3"}, depth=...), catalog)
-    assert (drafter.max_draft_tokens, drafter.parallel_drafting) == (5, None)
+    assert drafter.max_draft_tokens == 5
     given = {"method": "eagle3", "model": "eagle3", "num_speculative_tokens": 4}
-    drafter = drafter_of({**BARE, "speculative_config": given}, catalog)
-    assert (drafter.max_draft_tokens, drafter.parallel_drafting) == (4, False)
-
-
-@pytest.mark.parametrize(
-    ("head", "given", "words"),
-    [("eagle3", True, "EAGLE-3 head.*write false"), ("shipped-head", False, "P-EAGLE head.*write true")],
-)
-def test_a_way_of_drafting_that_is_not_the_heads(head: str, given: bool, words: str, catalog: Catalog) -> None:
-    args = changed(drafter={"head": head, "parallel_drafting": given}, depth=...)
-    (problem,) = problems_of(args, catalog)
-    assert re.search(f"drafter.parallel_drafting is {str(given).lower()}.*{words}", problem)
+    assert drafter_of({**BARE, "speculative_config": given}, catalog).max_draft_tokens == 4
 
 
 def test_vllms_other_drafters_are_passed_on_unread(catalog: Catalog) -> None:
@@ -309,11 +296,7 @@ def test_vllms_other_drafters_are_passed_on_unread(catalog: Catalog) -> None:
         ({"method": "mtp", "head": "org/head", "max_draft_tokens": 1}, "has no files of its own: leave it out"),
         (
             {"method": "eagle", "head": "org/head", "max_draft_tokens": 3, "placement": "remote"},
-            "drafter.placement is for P-EAGLE and EAGLE-3 heads",
-        ),
-        (
-            {"method": "ngram", "max_draft_tokens": 3, "parallel_drafting": False},
-            "drafter.parallel_drafting is for P-EAGLE and EAGLE-3 heads",
+            "drafter.placement: remote is for P-EAGLE heads",
         ),
     ],
 )
@@ -345,7 +328,7 @@ def test_vllms_speculative_config_stands_for_the_drafter(catalog: Catalog) -> No
     env = {"SM_VLLM_SPECULATIVE_CONFIG": json.dumps(SPECULATIVE_CONFIG)}
     assert load_settings(bare, catalog, env) == from_args
     assert load_settings({**bare, "speculative_config": SPECULATIVE_CONFIG}, catalog, env) == from_args
-    assert (from_args.drafter.head, from_args.drafter.parallel_drafting) == ("amazon/some-p-eagle-head", True)
+    assert from_args.drafter.head == "amazon/some-p-eagle-head"
     assert from_args.depth_policy().default_k == 5
     # A config file of vLLM's own has it as JSON in a string.
     assert load_settings({**bare, "speculative_config": json.dumps(SPECULATIVE_CONFIG)}, catalog) == from_args
@@ -366,7 +349,6 @@ BARE = changed(drafter=..., depth=...)
         ({"num_speculative_tokens_per_batch_size": [[1, 8, 3]]}, "each request has a K of its own"),
         ({"rejection_sample_method": "block"}, "is 'block', but must be standard or synthetic here"),
         ({"quantization": "mxfp4"}, "quantization is 'mxfp4', but must be fp8 here"),
-        ({"parallel_drafting": "sometimes"}, "drafter.parallel_drafting"),
         ({"model": None}, "missing key speculative_config.model"),
         ({"num_speculative_tokens": "x"}, "drafter.max_draft_tokens"),
     ],

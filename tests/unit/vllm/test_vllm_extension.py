@@ -133,17 +133,13 @@ def test_a_head_without_a_mask_token_drafts_one_after_another(
     tmp_path: Path, config: dict[str, Any], parallel: bool
 ) -> None:
     head = write_head(tmp_path, **config)
-    for wanted in (None, parallel):
-        kwargs = engine_kwargs("/target", head, parallel_drafting=wanted, on_cpu=True)
-        assert kwargs["speculative_config"] == {
-            "method": "eagle3",
-            "model": str(head),
-            "num_speculative_tokens": 7,
-            "parallel_drafting": parallel,
-        }
-        assert kwargs["scheduler_cls"] == SYNC_SCHEDULER
-    with pytest.raises(ValueError, match=f"parallel_drafting is {not parallel}.*write {parallel}"):
-        engine_kwargs("/target", head, parallel_drafting=not parallel, on_cpu=True)
+    kwargs = engine_kwargs("/target", head, on_cpu=True)
+    assert kwargs["speculative_config"] == {
+        "method": "eagle3",
+        "model": str(head),
+        "num_speculative_tokens": 7,
+        "parallel_drafting": parallel,
+    }
 
 
 @pytest.mark.parametrize(
