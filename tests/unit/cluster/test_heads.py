@@ -97,15 +97,6 @@ def test_the_same_user_config_does_not_bring_it_again_and_another_one_does() -> 
     assert traffic.head == "a"
 
 
-def test_without_evidence_on_the_head_before_nothing_is_decided() -> None:
-    traffic = HeadTraffic(make_manager(0), 0, {"a": 0.0, "b": 0.5})
-    traffic.report()
-    traffic.configured = HeadRef("b", "b")
-    traffic.run(1200)
-    assert traffic.head == "b"
-    assert traffic.manager.document()[0]["gain"] is None
-
-
 def test_what_was_rolled_back_outlives_a_restart() -> None:
     traffic = swapped(0, 0.5, 120)
     again = make_manager(0)
@@ -270,22 +261,6 @@ def test_why_there_can_be_no_trial() -> None:
     manager.propose(C, HeadProposal("/heads/c"))
     manager.observe_drafters([report(*configured, HeadRef(C, "a"), **given)])
     assert manager.get_change(C).reason == "it is the head that drafts already"
-
-
-def test_all_that_was_seen_of_a_head_counts_when_it_is_replaced_trials_too() -> None:
-    """A young service whose first head is never right, nor is what comes after the candidate that is promoted."""
-    for seed in range(6):
-        manager = HeadManager({}, 1, 0.5)
-        traffic = HeadTraffic(manager, seed, {"a": 1.0, "c": 0.0, "d": 1.0, "e": 1.0})
-        traffic.run(4, at_a_time=2, workload="chat")
-        for name, state in ((C, "promoted"), ("candidate-d", "dropped")):
-            manager.propose(name, HeadProposal("/heads/it"))
-            while not manager.get_change(name).is_over:
-                traffic.run(2, at_a_time=2, workload="chat")
-            assert manager.get_change(name).state == state
-        traffic.configured = HeadRef("e", "e")
-        traffic.run(20, at_a_time=2, workload="chat")
-        assert traffic.head == "c"
 
 
 def test_a_user_config_ends_the_trial_against_the_head_before() -> None:

@@ -375,15 +375,6 @@ def test_an_update_tells_targets_what_the_router_chose() -> None:
     assert (unseen.workload, unseen.source) == ("never-seen", "learned"), "judged like all traffic together"
 
 
-def test_a_workload_without_requests_has_its_own_k_in_the_update() -> None:
-    router = k_policy()
-    router.observe([report()], 0.0)
-    idle = {"code": counts(0.95, 5000, num_running=0), "chat": counts(0.2, 5000, num_running=4)}
-    for second in range(1, 12):
-        router.observe([report(workloads=idle)], float(second))
-    assert k_of(router, "code") > k_of(router, "chat")
-
-
 def test_after_a_change_of_settings_what_was_learned_stays() -> None:
     found = k_policy()
     found.observe([report()], 0.0)

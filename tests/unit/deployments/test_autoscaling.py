@@ -160,11 +160,6 @@ def test_a_store_that_does_not_answer_is_read_again(controller: Controller, capl
     assert controller.serve(300, 0.1, GOOD) == 1
 
 
-@pytest.mark.parametrize("number", [float("nan"), float("inf"), -3.0])
-def test_requests_that_are_no_number_count_as_none(controller: Controller, number: float) -> None:
-    assert controller.tick(total_num_requests=number) == 1
-
-
 def test_a_request_that_found_none_is_decided_on_at_once(controller: Controller) -> None:
     async def run() -> list[int]:
         found = []

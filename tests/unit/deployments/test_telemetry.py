@@ -10,13 +10,12 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.counts import CounterDeltas, Counts, TargetReport, WorkloadCounts
+from cluster.counts import Counts, TargetReport, WorkloadCounts
 from cluster.heads import DrafterReport, HeadManager, HeadRef
 from cluster.k_policy import KPolicy
 from cluster.request import DepthPolicy
 from cluster.spending import DaySpending, SpendingTracker
 from deployments.telemetry import (
-    HeadCounts,
     StateStore,
     drafter_metrics,
     drafting_document,
@@ -56,16 +55,6 @@ def samples(text: bytes) -> dict[tuple[str, ...], float]:
         for family in text_string_to_metric_families(text.decode())
         for sample in family.samples
     }
-
-
-def test_steps_count_for_the_head_that_was_live() -> None:
-    counts = HeadCounts()
-    counts.add(CounterDeltas(by_head={"a": {"code": GOOD}}))
-    counts.add(CounterDeltas())
-    assert counts.by_head() == {"a": GOOD}
-    counts.add(CounterDeltas(by_head={"b": {"code": BAD}}))
-    assert counts.by_head() == {"a": GOOD, "b": BAD}
-    assert counts.by_head(["new"])["new"] == Counts()
 
 
 def link(drafter: str, state: str, counters: dict[str, float]) -> dict[str, Any]:
@@ -140,15 +129,6 @@ def k_policy_with_counts() -> KPolicy:
     return k_policy
 
 
-def test_state_is_saved_and_found_again(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "state.json"
-    first, second = k_policy_with_counts(), KPolicy(DepthPolicy(3, 3, 3))
-    StateStore(str(path)).write(first.snapshot())
-    StateStore(str(path)).restore(second)
-    assert second.posteriors.rates("code") == first.posteriors.rates("code")
-    assert [found.name for found in path.parent.iterdir()] == ["state.json"]
-
-
 async def save(store: StateStore, *state: Any) -> None:
     store.save_soon(*state, is_urgent=True)
     await store._task
@@ -163,17 +143,6 @@ def test_without_a_file_state_outlives_the_router_in_the_cluster() -> None:
     assert StateStore(None, channel).restore(second, found) == spending
     assert second.posteriors.rates("code") == k_policy.posteriors.rates("code")
     assert found.desired == manager.desired
-
-
-def test_of_a_state_of_the_last_version_the_heads_are_kept(caplog: pytest.LogCaptureFixture) -> None:
-    channel, manager, found = MemoryChannel(), swapped(0, 0.5, 120).manager, HeadManager({}, 0, 0.1)
-    channel.put("learned", {"format": 2, "ledger": {}, "acceptance": {}, "heads": manager.snapshot()})
-    policy = KPolicy(DepthPolicy(3, 3, 3))
-    StateStore(None, channel).restore(policy, found)
-    assert found.desired == manager.desired
-    assert policy.posteriors.workloads() == ()
-    (record,) = caplog.records
-    assert "not of format 4" in record.getMessage()
 
 
 @pytest.mark.parametrize(
