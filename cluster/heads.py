@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-import msgspec
 import numpy as np
 
 from cluster.counts import CounterDeltas, Counts
@@ -354,17 +353,12 @@ class HeadManager:
             rows.append({name: value for name, value in row.items() if name not in INTERNAL})
         return rows
 
-    def snapshot(self) -> dict[str, Any]:
-        """What must outlive a restart, as JSON, for `restore`."""
-        document: dict[str, Any] = msgspec.to_builtins(self._state)
-        return document
+    def snapshot(self) -> HeadState:
+        """What must outlive a restart, for `restore`. It changes with the manager."""
+        return self._state
 
-    def restore(self, snapshot: Any) -> None:
-        """Raises ValueError naming what is wrong with the snapshot; nothing has changed then."""
-        try:
-            self._state = msgspec.convert(snapshot, HeadState)
-        except msgspec.ValidationError as error:
-            raise ValueError(f"the snapshot of heads cannot be used: {error}") from error
+    def restore(self, state: HeadState) -> None:
+        self._state = state
 
     # ---- what others say
 

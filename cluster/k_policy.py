@@ -29,7 +29,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from cluster.acceptance import AcceptancePosteriors, AcceptanceSnapshot
@@ -58,9 +57,6 @@ MAX_REPORT_AGE_S = 30.0
 
 LOAD_WEIGHT = 0.5
 """Weight of the newest reading in the mean load; readings come about once a second."""
-
-FORMAT = 4
-"""Version of the snapshot."""
 
 
 # ---- the best K of each workload, at one time
@@ -180,14 +176,6 @@ class PolicyUpdate:
             reason = f"{choice.reason}; the caller's limit"
             choice = dataclasses.replace(choice, k=max_k, reason=reason, expected_tpot_s=None)
         return dataclasses.replace(choice, max_k=min(choice.max_k, max_k))
-
-
-class Snapshot(msgspec.Struct):
-    """What a restarted router needs: the posteriors, and the last reports that were counted for them."""
-
-    format: int
-    reports: list[TargetReport]
-    acceptance: AcceptanceSnapshot
 
 
 class KPolicy:
@@ -324,21 +312,14 @@ class KPolicy:
             "survival": {end: [round(value, 4) for value in getattr(rates, end)] for end in ("mean", "low", "high")},
         }
 
-    def snapshot(self) -> dict[str, Any]:
-        """What was learned, as JSON, for `restore` after a restart."""
-        found: dict[str, Any] = msgspec.to_builtins(
-            Snapshot(FORMAT, self._tracker.last_reports, self.posteriors.snapshot())
-        )
-        return found
+    @property
+    def last_reports(self) -> list[TargetReport]:
+        """Of each replica, what is counted already."""
+        return self._tracker.last_reports
 
-    def restore(self, document: Any) -> None:
-        """Raises ValueError naming what is wrong with the snapshot; nothing has changed then."""
-        if not isinstance(document, Mapping) or document.get("format") != FORMAT:
-            raise ValueError(f"the snapshot is not of format {FORMAT}: start without it")
-        try:
-            snapshot = msgspec.convert(document, Snapshot)
-        except msgspec.ValidationError as error:
-            raise ValueError(f"the snapshot cannot be read: {error}") from error
-        self.posteriors.restore(snapshot.acceptance)
-        for report in snapshot.reports:
+    def restore(self, reports: Iterable[TargetReport], acceptance: AcceptanceSnapshot) -> None:
+        """Go on from `last_reports` and the posteriors' snapshot of an earlier policy. Raises ValueError naming what is
+        wrong with the snapshot; nothing has changed then."""
+        self.posteriors.restore(acceptance)
+        for report in reports:
             self._tracker.remember(report)

@@ -96,11 +96,11 @@ class Router:
         # The targets stand before this deployment in the application, so it cannot be bound to them.
         self._target = serve.get_deployment_handle(TARGET_NAME, app_name=context.app_name)
         self._channel = compat.KVChannel(context.app_name)
-        self._state = StateStore(settings.depth.state, self._channel)
         on_gpu = settings.target.has_gpu
         self.k_policy = KPolicy(settings.depth_policy(), on_gpu=on_gpu, max_num_seqs=settings.max_num_seqs)
         self._heads = make_head_manager(settings)
-        self._spending = self._state.restore(self.k_policy, self._heads)
+        self._state = StateStore(settings.depth.state, self.k_policy, self._heads, self._channel)
+        self._state.restore()
         self._head_counts, self._counts_are_new = HeadCounts(), False
         self._history = ServiceHistory()
         self._history.add_event("router", "the router has started")
@@ -142,7 +142,7 @@ class Router:
         """What targets choose K by, and candidates, as of the last reports."""
         update = self.k_policy.make_update(self._monitor.num_ready or 0)
         routing = update.heads if self._heads is None else self._heads.routing
-        return dataclasses.replace(update, heads=routing, spending=self._spending.today)
+        return dataclasses.replace(update, heads=routing, spending=self._state.spending.today)
 
     # ---- heads
 
@@ -189,7 +189,7 @@ class Router:
                 logger.warning("%s", event)
                 self._history.add_event("head", event)
             self._heads.events.clear()
-            self._state.save_soon(self.k_policy, self._heads, self._spending, is_urgent=True)
+            self._state.save_soon(is_urgent=True)
 
     def _observe_drafters(self, drafters: Sequence[DrafterReport]) -> None:
         assert self._drafters is not None
@@ -235,7 +235,7 @@ class Router:
         families += [] if self._heads is None else change_metrics(self._heads.document())
         families += depth_metrics(self._document(), model)
         families += scaling_metrics(self._scaling_document())
-        families += spending_metrics(self._spending.today)
+        families += spending_metrics(self._state.spending.today)
         if self._drafters is not None:
             families += drafter_metrics(await self._drafters.refresh(), reports)
         if self._learner is not None:
@@ -297,7 +297,7 @@ class Router:
     def _observe(self, reports: Sequence[TargetReport]) -> None:
         now_s, policy = time.monotonic(), self.k_policy
         self._history.observe_replicas(TARGET_NAME, reports, self._monitor.num_ready or 0, now_s)
-        self._spending.observe(reports, time.time())
+        self._state.spending.observe(reports, time.time())
         deltas = policy.observe(reports, now_s)
         if self._autoscaler is not None:
             self._autoscaler.observe(deltas, reports, self.k_policy)
@@ -311,4 +311,4 @@ class Router:
             self._heads.record_counts(deltas, self._num_running(reports), weights)
             self._save_head_events()
         self._counts_are_new = True
-        self._state.save_soon(self.k_policy, self._heads, self._spending)
+        self._state.save_soon()

@@ -135,10 +135,10 @@ def test_a_restart_of_the_router_waits_for_data_and_then_says_the_same(is_saved:
     """Hours of counts are no arrivals, and where the posteriors were saved no step is needed again."""
     service = Service(3)
     before = service.run(60, rate=2.0)
-    saved = service.k_policy.snapshot()
+    saved = service.k_policy.last_reports, service.k_policy.posteriors.snapshot()
     service.policy, service.k_policy = ScalingPolicy(settings()), k_policy()
     if is_saved:
-        service.k_policy.restore(saved)
+        service.k_policy.restore(*saved)
     assert [service.run(1, rate=2.0).source for _ in range(4)] == [*["queue_length"] * 3, "acceptance"]
     after = service.run(3, rate=2.0)
     assert after.needed == pytest.approx(before.needed, rel=0.05)
