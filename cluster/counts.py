@@ -8,7 +8,6 @@ Counters only grow while a replica lives, and they travel as they are, never as 
 lost or read twice then loses or adds nothing.
 """
 
-import math
 import operator
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -17,9 +16,6 @@ from itertools import zip_longest
 from typing import Any
 
 from cluster.step_latency import StepLatency
-
-MAX_DEPTH = 64
-"""The deepest draft that a report may count."""
 
 MAX_GAP_S = 60.0
 """Counts of a replica that has not reported for longer are not recent: the times of what they count are not known."""
@@ -89,26 +85,10 @@ class Counts:
         """What came on top of `earlier`, a previous reading of the same counts; ValueError when it is none."""
         rows = zip(self.rows, earlier.rows, strict=True)
         found = Counts(*([a - b for a, b in zip_longest(*row, fillvalue=0)] for row in rows))
-        found.check()
+        if any(count < 0 for row in found.rows for count in row):
+            raise ValueError(f"{earlier} is no earlier reading of {self}")
         num_depths = sum(count > 0 for count in found.drafted)
         return Counts(*(row[:num_depths] for row in found.rows))
-
-    def check(self) -> None:
-        """Raises ValueError naming the depth where no steps can have such counts."""
-        if not len(self.drafted) == len(self.reached) == len(self.accepted) <= MAX_DEPTH:
-            raise ValueError(
-                f"drafted, reached and accepted must have one length of at most {MAX_DEPTH}: {self!r:.200}"
-            )
-        drafted_before, accepted_before = math.inf, math.inf
-        rows = zip(self.drafted, self.reached, self.accepted, strict=True)
-        for depth, (drafted, reached, accepted) in enumerate(rows, start=1):
-            is_possible = 0 <= accepted <= reached <= drafted <= drafted_before and reached <= accepted_before
-            if not is_possible or (depth == 1 and reached != drafted):
-                raise ValueError(
-                    f"drafted {drafted}, reached {reached}, accepted {accepted} at depth {depth} cannot be: a draft is "
-                    "accepted only if reached, and reached only if drafted with the draft before it accepted"
-                )
-            drafted_before, accepted_before = drafted, accepted
 
 
 @dataclass(slots=True)
@@ -143,14 +123,9 @@ class WorkloadCounts:
     def __sub__(self, earlier: "WorkloadCounts") -> "WorkloadCounts":
         """What came on top of `earlier`; ValueError where it is no previous reading of the same counts."""
         found = self._combine(earlier, operator.sub)
-        found.check()
+        if any(getattr(found, name) < 0 for name in NUMBERS):
+            raise ValueError(f"{earlier} is no earlier reading of {self}")
         return found
-
-    def check(self) -> None:
-        """Raises ValueError where nothing can have such counts."""
-        if any(getattr(self, name) < 0 for name in NUMBERS):
-            raise ValueError(f"counts of a workload cannot be negative: {self}")
-        self.counts.check()
 
     def _combine(self, other: "WorkloadCounts", operation: Callable[[Any, Any], Any]) -> "WorkloadCounts":
         values = {name: operation(getattr(self, name), getattr(other, name)) for name in (*NUMBERS, "counts")}
@@ -202,13 +177,6 @@ class TargetReport:
     def num_running(self) -> int:
         """Requests in the engine, waiting ones included."""
         return sum(counts.num_running for counts in self.workloads.values())
-
-    def check(self) -> None:
-        """Raises ValueError where no replica can report this."""
-        for counts in self.workloads.values():
-            counts.check()
-        if self.step_latency is not None:
-            self.step_latency.check()
 
 
 # ---- differences between reports

@@ -22,7 +22,6 @@ every step. A learned K is a plan: each step verifies what pays at its own load 
 """
 
 import dataclasses
-import logging
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,8 +36,6 @@ from cluster.heads import HeadRouting, base_workload
 from cluster.request import DEFAULT_WORKLOAD, DepthPolicy, Drafting
 from cluster.spending import DaySpending
 from cluster.step_latency import StepLatency, average_latency, guessed_latency
-
-logger = logging.getLogger(__name__)
 
 MIN_GAIN = 0.03
 """Expected gain in tokens per second for which K changes, as a share of the tokens of the workloads that change."""
@@ -207,29 +204,21 @@ class KPolicy:
         """Mean requests of a replica's step."""
         return sum(self._load.values())
 
-    def observe(self, reports: Iterable[TargetReport], now_s: float) -> CounterDeltas | None:
+    def observe(self, reports: Sequence[TargetReport], now_s: float) -> CounterDeltas | None:
         """Take in what the replicas say, all of them at once, and decide anew; `now_s` is monotonic. What is new in the
-        reports, None without any. A report that cannot be is logged and left out, and never raises."""
-        observed = []
-        for report in reports:
-            try:
-                report.check()
-                observed.append(report)
-            except (AttributeError, TypeError, ValueError) as error:
-                name = getattr(report, "replica", "?")
-                logger.warning("the report of target replica %s is left out: %s", name, error)
-        if not observed:
+        reports, None without any."""
+        if not reports:
             return None
-        deltas = self._tracker.update(observed)
+        deltas = self._tracker.update(reports)
         self.posteriors.update(deltas)
-        self._latencies |= {r.replica: (now_s, r.step_latency) for r in observed if r.step_latency is not None}
+        self._latencies |= {r.replica: (now_s, r.step_latency) for r in reports if r.step_latency is not None}
         self._latencies = {
             name: found for name, found in self._latencies.items() if 0 <= now_s - found[0] <= MAX_REPORT_AGE_S
         }
         mean: dict[str, float] = {}
-        for report in observed:
+        for report in reports:
             for workload, counts in report.workloads.items():
-                mean[workload] = mean.get(workload, 0.0) + max(0, counts.num_running) / len(observed)
+                mean[workload] = mean.get(workload, 0.0) + max(0, counts.num_running) / len(reports)
         share_running = min(1.0, self.max_num_seqs / max(1.0, sum(mean.values())))
         for workload in {*self._load, *mean}:
             before = self._load.get(workload, 0.0)

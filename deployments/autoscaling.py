@@ -35,9 +35,9 @@ MAX_STREAM_S = 600.0
 
 DECISION_INTERVAL_S = 5.0
 
-RECORD, RECORD_VERSION = "replicas", 1
-"""Name of the record among the documents of the application, and the version of its fields: `version`, `time_s` and
-the wanted number of replicas by deployment, null where the queue length decides."""
+RECORD = "replicas"
+"""Name of the record among the documents of the application. Its fields: `time_s`, and by deployment the wanted number
+of replicas, null where the queue length decides."""
 
 
 def target_autoscaling(settings: ClusterSettings) -> dict[str, Any] | None:
@@ -119,7 +119,7 @@ class Autoscaler:
             target, drafter = pools[TARGET_NAME], pools.get(DRAFTER_NAME)
             decision = self.policy.decide(now_s, target, drafter, k_policy)
             numbers = {TARGET_NAME: decision.target, DRAFTER_NAME: decision.drafter}
-            record = {"version": RECORD_VERSION, "time_s": time.time(), **numbers}
+            record = {"time_s": time.time(), **numbers}
             await asyncio.to_thread(self._channel.put, RECORD, record)
             self._problem = ""
         except Exception as error:
@@ -218,5 +218,5 @@ class ReplicaPolicy:
         if self._reading is not None and self._reading.done():
             reading, self._reading = self._reading, None
             record = reading.result() or {}
-            if record.get("version") == RECORD_VERSION and record["time_s"] != self._record.get("time_s"):
+            if record.get("time_s") != self._record.get("time_s"):
                 self._record, self._seen_s = record, now_s

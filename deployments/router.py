@@ -104,11 +104,11 @@ class Router:
         self._head_counts, self._counts_are_new = HeadCounts(), False
         self._history = ServiceHistory()
         self._history.add_event("router", "the router has started")
-        self._monitor = ReplicaMonitor(self._target, TargetReport, self._observe)
+        self._monitor = ReplicaMonitor[TargetReport](self._target, self._observe)
         self._drafter = drafter
-        self._drafters = None if drafter is None else ReplicaMonitor(drafter, DrafterReport, self._observe_drafters)
+        self._drafters = None if drafter is None else ReplicaMonitor[DrafterReport](drafter, self._observe_drafters)
         self._handing_out: asyncio.Task[None] | None = None
-        self._learner = None if learner is None else ReplicaMonitor(learner, LearnerReport, lambda _: None)
+        self._learner = None if learner is None else ReplicaMonitor[LearnerReport](learner)
         self._autoscaler: Autoscaler | None = None
         if settings.autoscaling is not None:
             self._autoscaler = Autoscaler(settings, self._channel, functools.partial(read_pools, context.app_name))

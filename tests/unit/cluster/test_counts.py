@@ -33,7 +33,6 @@ def test_counts_are_the_definition_step_by_step(steps):
     assert counts.num_steps == sum(verified > 0 for verified, _ in steps)
     assert counts.num_draft_tokens == sum(verified for verified, _ in steps)
     assert counts.num_accepted_tokens == sum(taken for _, taken in steps)
-    counts.check()
 
 
 @given(STEPS, STEPS)
@@ -42,7 +41,7 @@ def test_a_difference_is_what_came_on_top(before, after):
     assert earlier + added == counts_of(before + after)
     assert (earlier + added) - earlier == added
     if added.num_steps:
-        with pytest.raises(ValueError, match="cannot be"):
+        with pytest.raises(ValueError, match="no earlier reading"):
             earlier - (earlier + added)
 
 
@@ -96,18 +95,3 @@ def test_heads_are_counted_side_by_side_and_the_majority_is_current():
     votes = [report("a", "old"), report("b", "new"), report("c", "new")]
     assert tracker.update(votes).head == "new"
     assert tracker.update(votes[:2]).head == "new"
-
-
-@pytest.mark.parametrize(
-    "counts",
-    [
-        Counts([1], [1], [2]),
-        Counts([1, 2], [1, 0], [1, 0]),
-        Counts([1], [1], [-1]),
-        Counts([1], [], []),
-    ],
-)
-def test_a_report_of_impossible_counts_is_refused(counts):
-    for damaged in (WorkloadCounts(counts=counts), WorkloadCounts(num_started=-1)):
-        with pytest.raises(ValueError, match="cannot be|must have"):
-            report("a", x=damaged).check()

@@ -1,7 +1,6 @@
 """The choice of K: against brute force at one time, steady over time, and what becomes of reports and updates."""
 
 import json
-import logging
 import pickle
 from dataclasses import replace
 from itertools import pairwise, product
@@ -274,24 +273,6 @@ def test_the_fixed_policy_chooses_nothing_and_shows_what_is_accepted() -> None:
     assert " - " not in line
     update = found.make_update(1)
     assert (update.workloads, update.choices) == (("chat", "code"), {})
-
-
-def test_a_bad_report_is_logged_and_the_others_count(caplog: pytest.LogCaptureFixture) -> None:
-    """Fault 14: what a report says must never fail the caller."""
-    impossible = WorkloadCounts(counts=Counts([1], [1], [5]))
-    bad = [
-        report("bad", workloads={"code": impossible}),
-        report("bad", workloads=None),
-        report("bad", workloads={"code": None}),
-        report("bad", step_latency=StepLatency(((0.1,),), 0.1)),
-        None,
-    ]
-    found = k_policy()
-    with caplog.at_level(logging.WARNING):
-        found.observe([*bad, report("good")], 0.0)
-    assert len([record for record in caplog.records if "is left out" in record.message]) == len(bad)
-    assert choose(found, "code").source == "learned"
-    assert found.document(1.0)["workloads"]
 
 
 def test_the_latency_of_replicas_that_are_gone_ends() -> None:

@@ -62,7 +62,7 @@ def _polls_follow_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def monitor_of(*answers: Any, on_reports: Any = lambda _: None) -> Any:
-    return ReplicaMonitor(Handle(lambda: list(answers)), int, on_reports)
+    return ReplicaMonitor(Handle(lambda: list(answers)), on_reports)
 
 
 def test_a_replica_that_cannot_report_still_serves(caplog: pytest.LogCaptureFixture) -> None:
@@ -101,7 +101,7 @@ def test_a_monitor_goes_on_after_an_error(caplog: pytest.LogCaptureFixture) -> N
         return [says(num_asked)]
 
     async def run() -> None:
-        monitor: Any = ReplicaMonitor(Handle(answers), int, lambda _: None)
+        monitor: Any = ReplicaMonitor(Handle(answers))
         monitor.start()
         await until(lambda: (num_asked > 3 and monitor.reports[0] > 3) or monitor._task.done())
         assert not monitor._task.done()
