@@ -41,10 +41,8 @@ MAX_HEADS, MAX_WORKLOADS = 4, 64
 """Numbers of heads, and of workloads of each, whose evidence is kept: those with the latest steps."""
 
 
-def check_rates(rates: Sequence[float], owner: str, max_k: int = 0) -> None:
-    """Raises ValueError naming the `owner` where `rates`, S_1, S_2, ..., are none, or fewer than `max_k`."""
-    if len(rates) < max_k:
-        raise ValueError(f"{owner} may get {max_k} drafts but has acceptance rates of {len(rates)} positions")
+def check_rates(rates: Sequence[float], owner: str) -> None:
+    """Raises ValueError naming the `owner` where `rates`, S_1, S_2, ..., are none."""
     for position, (before, rate) in enumerate(pairwise([1.0, *rates]), start=1):
         if not 0.0 <= rate <= before:
             raise ValueError(

@@ -187,15 +187,6 @@ def test_a_latency_travels_as_text():
     assert (found.num_steps, found.is_measured) == (30, True)
 
 
-@pytest.mark.parametrize(
-    "changed", [{"table": [[1.0]]}, {"table": 7}, {"prompt_row_s": -1.0}, {"prompt_row_s": None}, {"table": [["x"]]}]
-)
-def test_what_is_no_latency_is_refused(changed):
-    for text in (json.dumps(guessed_latency(True).to_wire() | changed), "nonsense", "{}", "[[1]]", "7"):
-        with pytest.raises(ValueError, match="step latency"):
-            StepLatency.from_wire(text)
-
-
 def test_engines_are_averaged_by_their_steps():
     slow, fast = StepLatencyModel(False), StepLatencyModel(False)
     run(slow, lambda *cell: 2 * cpu(*cell), 1000)
@@ -205,8 +196,6 @@ def test_engines_are_averaged_by_their_steps():
     assert both.num_steps == 2000
     new = average_latency([slow.latency, guessed_latency(False)])
     assert new.seconds(8, 32) == pytest.approx(slow.latency.seconds(8, 32), rel=0.01)
-    with pytest.raises(ValueError, match="no step latencies"):
-        average_latency([])
 
 
 @pytest.mark.parametrize(
