@@ -321,13 +321,7 @@ class LearnedDepths:
 
         while True:
             latency = StepLatency.from_wire(self._recorder.step_costs) if self._recorder.step_costs else None
-            report = TargetReport(
-                "engine",
-                head="head",
-                workloads=self._recorder.workloads(),
-                context_tokens=self._recorder.context_tokens(),
-                step_latency=latency,
-            )
+            report = TargetReport("engine", "head", workloads=self._recorder.workloads(), step_latency=latency)
             self._k_policy.observe([report], time.monotonic())
             await asyncio.sleep(0.5)
 
@@ -339,7 +333,7 @@ class LearnedDepths:
         from cluster.request import Drafting
         from peagle.vllm.request_args import DEPTH_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 
-        drafting = self._k_policy.resolve(Drafting(workload, self._k_max, "default"), time.monotonic())
+        drafting = self._k_policy.make_update(1).choose(Drafting(workload, self._k_max, "default"), self._k_max)
         args = {DEPTH_KEY: drafting.max_k, WORKLOAD_KEY: drafting.workload}
         return {**args, SURVIVAL_KEY: list(drafting.survival)} if drafting.survival else args
 

@@ -12,6 +12,7 @@ the KV cache, prefix caching, several replicas.
 """
 
 import json
+import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -170,7 +171,7 @@ class Fixed:
 
     k: int
 
-    def admit(self, workload: str, now_s: float) -> Drafting:
+    def admit(self, workload: str) -> Drafting:
         return Drafting(workload, self.k, "request")
 
     def depths(self, requests: Sequence[Request], prompt_tokens: int) -> list[int]:
@@ -191,16 +192,17 @@ class Learned:
     REPORT_S = 1.0
 
     def __init__(self, on_gpu: bool, document: Mapping[str, Any] | None = None) -> None:
-        self.k_policy = KPolicy(DepthPolicy(K_MAX, K_MAX, 3), on_gpu=on_gpu, seed=0)
+        random.seed(0)  # of exploration requests
+        self.k_policy = KPolicy(DepthPolicy(K_MAX, K_MAX, 3), on_gpu=on_gpu)
         self.draft_budget = DraftBudget(StepLatencyModel(on_gpu, document))
         self._on_gpu = on_gpu
         self._counts: dict[str, WorkloadCounts] = {}
         self._reported_s = 0.0
         self._report(0.0)
 
-    def admit(self, workload: str, now_s: float) -> Drafting:
+    def admit(self, workload: str) -> Drafting:
         self._counts.setdefault(workload, WorkloadCounts()).num_started += 1
-        return self.k_policy.resolve(Drafting(workload, 3, "default"), now_s)
+        return self.k_policy.make_update(1).choose(Drafting(workload, 3, "default"), K_MAX)
 
     def depths(self, requests: Sequence[Request], prompt_tokens: int) -> list[int]:
         for request in requests:
@@ -273,7 +275,7 @@ def simulate(engine: Engine, pools: Mapping[str, Sequence[Answer]], policy: Poli
         admitted: list[Request] = []
         while len(running) + len(admitted) < load.concurrency and arrivals:
             number, (name, index) = arrivals.popleft()
-            admitted.append(Request(str(number), name, pools[name][index], policy.admit(name, now_s)))
+            admitted.append(Request(str(number), name, pools[name][index], policy.admit(name)))
         prompt_tokens = len(admitted) * load.prompt_tokens
         depths = policy.depths(running, prompt_tokens) if running else []
         depths = [0] * len(running) if is_drafted is False else depths

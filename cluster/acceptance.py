@@ -41,10 +41,8 @@ MAX_HEADS, MAX_WORKLOADS = 4, 64
 """Numbers of heads, and of workloads of each, whose evidence is kept: those with the latest steps."""
 
 
-def check_rates(rates: Sequence[float], owner: str, max_k: int = 0) -> None:
-    """Raises ValueError naming the `owner` where `rates`, S_1, S_2, ..., are none, or fewer than `max_k`."""
-    if len(rates) < max_k:
-        raise ValueError(f"{owner} may get {max_k} drafts but has acceptance rates of {len(rates)} positions")
+def check_rates(rates: Sequence[float], owner: str) -> None:
+    """Raises ValueError naming the `owner` where `rates`, S_1, S_2, ..., are none."""
     for position, (before, rate) in enumerate(pairwise([1.0, *rates]), start=1):
         if not 0.0 <= rate <= before:
             raise ValueError(
@@ -64,54 +62,18 @@ class AcceptanceRates:
     num_steps: float
 
     def acceptance_length(self, k: int) -> float:
-        """Expected tokens of a step at K = `k`. Raises ValueError outside 0..K_max."""
-        if not 0 <= k <= len(self.mean):
-            raise ValueError(f"k must be from 0 to {len(self.mean)}, not {k}")
+        """Expected tokens of a step at K = `k`."""
         return 1.0 + sum(self.mean[:k])
 
 
-class WeightedCounts(msgspec.Struct):
-    """Steps weighted by age: in all, and trials and successes of each conditional rate a_i (index i - 1)."""
-
-    steps: float
-    reached: list[float]
-    accepted: list[float]
-
-    @classmethod
-    def zeros(cls, max_draft_tokens: int) -> "WeightedCounts":
-        return cls(0.0, [0.0] * max_draft_tokens, [0.0] * max_draft_tokens)
-
-    def age_and_add(self, later: Counts, half_life: float) -> None:
-        """Add later steps, and let each step weigh 2^(-steps since / half-life).
-
-        The n later steps are taken as evenly mixed: each weighs their mean, (1 - 2^(-n/h)) / (n (1 - 2^(-1/h))). So it
-        does not matter how steps are cut into reports, and processes that read at different times agree.
-        """
-        num_steps, rate = later.num_steps, math.log(2) / half_life
-        kept, weight = math.exp(-rate * num_steps), math.expm1(-rate * num_steps) / (math.expm1(-rate) * num_steps)
-        self.steps = kept * self.steps + weight * num_steps
-        # Positions beyond K_max are left out: they say nothing about the others.
-        for row, new in ((self.reached, later.reached), (self.accepted, later.accepted)):
-            row[:] = [kept * old + weight * count for old, count in zip(row, [*new, *[0] * len(row)], strict=False)]
-
-    def check(self, max_draft_tokens: int) -> None:
-        """Raises ValueError where no steps can have these counts."""
-        before, is_possible = self.steps, 0 <= self.steps < math.inf
-        for reached, accepted in zip(self.reached, self.accepted, strict=True):
-            # Sums of weighted steps are rounded.
-            is_possible &= 0 <= accepted <= reached * (1 + 1e-6) <= before * (1 + 2e-6)
-            before = accepted
-        if len(self.reached) != max_draft_tokens or not is_possible:
-            raise ValueError(f"no steps can have these counts of {max_draft_tokens} positions: {self!r:.200}")
-
-
 class AcceptanceSnapshot(msgspec.Struct):
-    """Everything learned, by head and workload. Settings are not in it."""
+    """Everything learned. `evidence`: by head and workload, trials and successes of each a_i. Settings are not in
+    it."""
 
     max_draft_tokens: int
     head: str
     heads: dict[str, str]
-    evidence: dict[str, dict[str, WeightedCounts]]
+    evidence: dict[str, dict[str, tuple[list[float], list[float]]]]
 
 
 class AcceptancePosteriors:
@@ -128,13 +90,15 @@ class AcceptancePosteriors:
         self._prior_K: Array = conditionals[np.minimum(np.arange(max_draft_tokens), len(PUBLISHED_RATES) - 1)]
         self.head = ""
         self.heads: dict[str, str] = {}
-        # By head and workload, those with the latest steps last.
-        self._evidence: dict[str, dict[str, WeightedCounts]] = {}
+        # By head and workload, those with the latest steps last: trials and successes of each a_i, weighted by age.
+        self._evidence: dict[str, dict[str, Array]] = {}
+        self._none_2K: Array = np.zeros((2, max_draft_tokens))
         self._rates: dict[tuple[str, str], AcceptanceRates] = {}  # until there is further evidence
 
     def update(self, deltas: CounterDeltas) -> None:
         """Take in a whole round of reports, so that no replica's steps count as later than another's."""
-        self.head, self.heads = deltas.head, dict(deltas.heads)
+        if deltas.head:
+            self.head, self.heads = deltas.head, dict(deltas.heads)
         for head, counts_by_workload in deltas.by_head.items():
             self._add(head, counts_by_workload)
         self._rates.clear()
@@ -155,22 +119,27 @@ class AcceptancePosteriors:
     @property
     def num_steps(self) -> float:
         """Independent steps of all workloads of the head that drafts by default, after forgetting."""
-        return sum(counts.steps for counts in self._evidence.get(self.head, {}).values()) / DESIGN_EFFECT
+        return sum(map(_count_steps, self._evidence.get(self.head, {}).values()))
 
     def rates(self, workload: str) -> AcceptanceRates:
         """What is believed of a workload; of an unknown one, what its head's other workloads say together."""
         head = self.head_of(workload)
         if (head, workload) not in self._rates:
             evidence = self._evidence.get(head, {})
-            own = evidence.get(workload) or WeightedCounts.zeros(self.max_draft_tokens)
+            own_2K = evidence.get(workload, self._none_2K)
             # The parent leaves the workload itself out, or it would count twice.
-            parent = _posterior(self._prior_K, [counts for name, counts in evidence.items() if name != workload])
-            alpha_K, beta_K = _posterior(parent[0] / (parent[0] + parent[1]), [own])
-            self._rates[head, workload] = _describe(alpha_K, beta_K, own.steps / DESIGN_EFFECT)
+            others_2K = sum((found for name, found in evidence.items() if name != workload), self._none_2K)
+            alpha_K, beta_K = _posterior(self._prior_K, others_2K)
+            alpha_K, beta_K = _posterior(alpha_K / (alpha_K + beta_K), own_2K)
+            self._rates[head, workload] = _describe(alpha_K, beta_K, _count_steps(own_2K))
         return self._rates[head, workload]
 
     def snapshot(self) -> AcceptanceSnapshot:
-        return AcceptanceSnapshot(self.max_draft_tokens, self.head, self.heads, self._evidence)
+        evidence = {
+            head: {name: tuple(found_2K.tolist()) for name, found_2K in by_name.items()}
+            for head, by_name in self._evidence.items()
+        }
+        return AcceptanceSnapshot(self.max_draft_tokens, self.head, self.heads, evidence)
 
     def restore(self, snapshot: AcceptanceSnapshot) -> None:
         """Replace everything learned by a snapshot's. Raises ValueError naming what is wrong with it; nothing has
@@ -180,10 +149,11 @@ class AcceptancePosteriors:
                 f"the snapshot is of a head with K_max {snapshot.max_draft_tokens}, but the one served drafts "
                 f"{self.max_draft_tokens}: start without it"
             )
-        for evidence in snapshot.evidence.values():
-            for counts in evidence.values():
-                counts.check(self.max_draft_tokens)
-        self.head, self.heads, self._evidence = snapshot.head, snapshot.heads, snapshot.evidence
+        evidence = {
+            head: {name: _checked(rows, self.max_draft_tokens) for name, rows in by_name.items()}
+            for head, by_name in snapshot.evidence.items()
+        }
+        self.head, self.heads, self._evidence = snapshot.head, snapshot.heads, evidence
         self._rates.clear()
 
     def _add(self, head: str, counts_by_workload: Mapping[str, Counts]) -> None:
@@ -193,21 +163,47 @@ class AcceptancePosteriors:
             return
         evidence = self._evidence[head] = self._evidence.pop(head) if head in self._evidence else {}
         for name, counts in sorted(active, key=lambda item: item[1].num_steps):
-            is_known = name in evidence
-            evidence[name] = evidence.pop(name) if is_known else WeightedCounts.zeros(self.max_draft_tokens)
-            evidence[name].age_and_add(counts, self._half_life_steps)
+            evidence[name] = _age_and_add(evidence.pop(name, self._none_2K), counts, self._half_life_steps)
         for latest_last, most in ((evidence, MAX_WORKLOADS), (self._evidence, MAX_HEADS)):
             while len(latest_last) > most:
                 del latest_last[next(iter(latest_last))]
 
 
-def _posterior(mean_K: Array, evidence: Sequence[WeightedCounts]) -> tuple[Array, Array]:
+def _age_and_add(earlier_2K: Array, later: Counts, half_life: float) -> Array:
+    """Earlier and later steps, each of which weighs 2^(-steps since / half-life).
+
+    The n later steps are taken as evenly mixed: each weighs their mean, (1 - 2^(-n/h)) / (n (1 - 2^(-1/h))). So it does
+    not matter how steps are cut into reports, and processes that read at different times agree.
+    """
+    num_steps, rate, later_2K = later.num_steps, math.log(2) / half_life, np.zeros_like(earlier_2K)
+    # Positions beyond K_max are left out: they say nothing about the others.
+    for row, counts in zip(later_2K, (later.reached, later.accepted), strict=True):
+        row[: len(counts)] = counts[: len(row)]
+    weight = math.expm1(-rate * num_steps) / (math.expm1(-rate) * num_steps)
+    return math.exp(-rate * num_steps) * earlier_2K + weight * later_2K
+
+
+def _count_steps(evidence_2K: Array) -> float:
+    """Independent steps: each that drafts is a trial of a_1."""
+    return float(evidence_2K[0, :1].sum()) / DESIGN_EFFECT
+
+
+def _checked(rows: tuple[list[float], list[float]], max_draft_tokens: int) -> Array:
+    """Raises ValueError where no steps can have these counts."""
+    if {len(row) for row in rows} == {max_draft_tokens}:
+        reached_K, accepted_K = found_2K = np.array(rows)
+        before_K = np.concatenate([reached_K[:1], accepted_K[:-1]])
+        # Sums of weighted steps are rounded.
+        is_possible = (accepted_K >= 0) & (accepted_K <= reached_K * (1 + 1e-6)) & (reached_K <= before_K * (1 + 2e-6))
+        if is_possible.all() and np.isfinite(found_2K).all():
+            return found_2K
+    raise ValueError(f"no steps can have these counts of {max_draft_tokens} positions: {rows!r:.200}")
+
+
+def _posterior(mean_K: Array, evidence_2K: Array) -> tuple[Array, Array]:
     """Beta parameters of a_1 .. a_K_max: a prior of `PRIOR_STEPS` trials around `mean_K` with the evidence, all of it
     over the design effect."""
-    reached_K, accepted_K = np.zeros_like(mean_K), np.zeros_like(mean_K)
-    for counts in evidence:
-        reached_K += counts.reached
-        accepted_K += counts.accepted
+    reached_K, accepted_K = evidence_2K
     alpha_K = PRIOR_STEPS * mean_K + accepted_K
     beta_K = PRIOR_STEPS * (1 - mean_K) + np.maximum(reached_K - accepted_K, 0.0)
     return alpha_K / DESIGN_EFFECT, beta_K / DESIGN_EFFECT

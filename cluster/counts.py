@@ -8,7 +8,6 @@ Counters only grow while a replica lives, and they travel as they are, never as 
 lost or read twice then loses or adds nothing.
 """
 
-import math
 import operator
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -16,12 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
-import msgspec
-
 from cluster.step_latency import StepLatency
-
-MAX_DEPTH = 64
-"""The deepest draft that a report may count."""
 
 MAX_GAP_S = 60.0
 """Counts of a replica that has not reported for longer are not recent: the times of what they count are not known."""
@@ -91,26 +85,10 @@ class Counts:
         """What came on top of `earlier`, a previous reading of the same counts; ValueError when it is none."""
         rows = zip(self.rows, earlier.rows, strict=True)
         found = Counts(*([a - b for a, b in zip_longest(*row, fillvalue=0)] for row in rows))
-        found.check()
+        if any(count < 0 for row in found.rows for count in row):
+            raise ValueError(f"{earlier} is no earlier reading of {self}")
         num_depths = sum(count > 0 for count in found.drafted)
         return Counts(*(row[:num_depths] for row in found.rows))
-
-    def check(self) -> None:
-        """Raises ValueError naming the depth where no steps can have such counts."""
-        if not len(self.drafted) == len(self.reached) == len(self.accepted) <= MAX_DEPTH:
-            raise ValueError(
-                f"drafted, reached and accepted must have one length of at most {MAX_DEPTH}: {self!r:.200}"
-            )
-        drafted_before, accepted_before = math.inf, math.inf
-        rows = zip(self.drafted, self.reached, self.accepted, strict=True)
-        for depth, (drafted, reached, accepted) in enumerate(rows, start=1):
-            is_possible = 0 <= accepted <= reached <= drafted <= drafted_before and reached <= accepted_before
-            if not is_possible or (depth == 1 and reached != drafted):
-                raise ValueError(
-                    f"drafted {drafted}, reached {reached}, accepted {accepted} at depth {depth} cannot be: a draft is "
-                    "accepted only if reached, and reached only if drafted with the draft before it accepted"
-                )
-            drafted_before, accepted_before = drafted, accepted
 
 
 @dataclass(slots=True)
@@ -145,14 +123,9 @@ class WorkloadCounts:
     def __sub__(self, earlier: "WorkloadCounts") -> "WorkloadCounts":
         """What came on top of `earlier`; ValueError where it is no previous reading of the same counts."""
         found = self._combine(earlier, operator.sub)
-        found.check()
+        if any(getattr(found, name) < 0 for name in NUMBERS):
+            raise ValueError(f"{earlier} is no earlier reading of {self}")
         return found
-
-    def check(self) -> None:
-        """Raises ValueError where nothing can have such counts."""
-        if any(getattr(self, name) < 0 for name in NUMBERS):
-            raise ValueError(f"counts of a workload cannot be negative: {self}")
-        self.counts.check()
 
     def _combine(self, other: "WorkloadCounts", operation: Callable[[Any, Any], Any]) -> "WorkloadCounts":
         values = {name: operation(getattr(self, name), getattr(other, name)) for name in (*NUMBERS, "counts")}
@@ -171,7 +144,6 @@ class TargetReport:
         head: digest of the head that drafts; "" without one, or while the replica does not know it yet.
         heads: digests by workload where these have heads of their own.
         workloads: cumulative counts by workload. One that is missing has ended its counts.
-        context_tokens: mean context of the running requests, 0 where unknown.
         step_latency: what the scheduler has learned of step times; None before the first step.
         links: to remote drafters (`deployments.replicas.link_reports`).
         num_output_tokens: of all sequences, running ones included.
@@ -184,11 +156,9 @@ class TargetReport:
     """
 
     replica: str
-    model: str = ""
     head: str = ""
     heads: Mapping[str, str] = field(default_factory=dict)
     workloads: Mapping[str, WorkloadCounts] = field(default_factory=dict)
-    context_tokens: float = 0.0
     step_latency: StepLatency | None = None
     links: tuple[Mapping[str, Any], ...] = ()
     num_output_tokens: int = 0
@@ -208,15 +178,6 @@ class TargetReport:
         """Requests in the engine, waiting ones included."""
         return sum(counts.num_running for counts in self.workloads.values())
 
-    def check(self) -> None:
-        """Raises ValueError where no replica can report this."""
-        for counts in self.workloads.values():
-            counts.check()
-        if not 0 <= self.context_tokens < math.inf:
-            raise ValueError(f"context_tokens is {self.context_tokens}")
-        if self.step_latency is not None:
-            self.step_latency.check()
-
 
 # ---- differences between reports
 
@@ -226,32 +187,23 @@ class CounterDeltas:
     """What some reports bring that was not counted before.
 
     Attributes:
-        workloads: by workload, whatever head drafted.
-        recent: of these, what was counted in the last `MAX_GAP_S`; the rest has come at times that are not known.
+        workloads: by workload, whatever head drafted, what came in at most `MAX_GAP_S`: when older counts came is not
+            known.
         by_head: steps by head and workload. Steps between two reports of which only the second names the head are
             left out, because whose they were is not known.
         replicas: that reported.
         tokens, seconds: by replica, new output tokens and the time they took, where it is at most `MAX_GAP_S`.
-        head, heads: digests of the heads that most replicas of the newest round drafted with, by default and by
-            workload; "" until one is known.
+        head, heads: digests of the heads that most of the replicas drafted with, by default and by workload; "" where
+            none named one.
     """
 
     workloads: dict[str, WorkloadCounts] = field(default_factory=dict)
-    recent: dict[str, WorkloadCounts] = field(default_factory=dict)
     by_head: dict[str, dict[str, Counts]] = field(default_factory=dict)
     replicas: list[str] = field(default_factory=list)
     tokens: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     head: str = ""
     heads: dict[str, str] = field(default_factory=dict)
-
-
-class TrackerState(msgspec.Struct):
-    """The last report of each replica, the least recent first, and the heads of the newest round."""
-
-    head: str
-    heads: dict[str, str]
-    replicas: list[TargetReport]
 
 
 class DeltaTracker:
@@ -264,9 +216,12 @@ class DeltaTracker:
     MAX_REPLICAS = 256
 
     def __init__(self) -> None:
-        self.head = ""
-        self.heads: dict[str, str] = {}
-        self._last: OrderedDict[str, TargetReport] = OrderedDict()  # least recently reported first
+        self._last: OrderedDict[str, TargetReport] = OrderedDict()
+
+    @property
+    def last_reports(self) -> list[TargetReport]:
+        """The least recent first."""
+        return list(self._last.values())
 
     def update(self, reports: Iterable[TargetReport]) -> CounterDeltas:
         """Take in a round of reports, at most one of each replica."""
@@ -288,32 +243,23 @@ class DeltaTracker:
                 deltas.seconds[report.replica] = seconds
             for name, total in report.workloads.items():
                 counts = counts_since(total, before.get(name))
-                for sums in (deltas.workloads, deltas.recent) if is_recent else (deltas.workloads,):
-                    sums[name] = sums[name] + counts if name in sums else counts
+                if is_recent:
+                    deltas.workloads[name] = deltas.workloads.get(name, WorkloadCounts()) + counts
                 head = report.head_of(name)
                 if head and counts.counts.num_steps and (last is None or last.head_of(name) == head):
                     of_head = deltas.by_head.setdefault(head, {})
                     of_head[name] = of_head.get(name, Counts()) + counts.counts
             if report.head:
                 votes[report.head] += 1
-            self._remember(report)
+            self.remember(report)
         if votes:
             # The last that was named wins a tie: the head that a fleet changes to.
-            self.head = max(reversed(votes), key=votes.__getitem__)
-            self.heads = dict(next(report.heads for report in reports if report.head == self.head))
-        deltas.head, deltas.heads = self.head, dict(self.heads)
+            deltas.head = max(reversed(votes), key=votes.__getitem__)
+            deltas.heads = dict(next(report.heads for report in reports if report.head == deltas.head))
         return deltas
 
-    @property
-    def state(self) -> TrackerState:
-        return TrackerState(self.head, dict(self.heads), list(self._last.values()))
-
-    def restore(self, state: TrackerState) -> None:
-        self.head, self.heads = state.head, dict(state.heads)
-        for report in state.replicas:
-            self._remember(report)
-
-    def _remember(self, report: TargetReport) -> None:
+    def remember(self, report: TargetReport) -> None:
+        """Count only what comes on top of this report of a replica."""
         workloads = {name: counts.copy() for name, counts in report.workloads.items()}
         self._last.pop(report.replica, None)
         self._last[report.replica] = TargetReport(

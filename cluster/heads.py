@@ -4,8 +4,9 @@
                   |            |                    |
                refused      dropped            rolled back
 
-A trial is an A/B comparison: the candidate drafts for a share of the requests. A promoted head, and one that a
-`user_config` brings, is watched: it is compared with the head before it, and rolled back when it is worse.
+A trial is an A/B comparison: the candidate drafts for a share of the requests of one configured head. A promoted head
+takes that head's place. It is watched, as one that a `user_config` brings: it is compared with the head before it, and
+rolled back when it is worse.
 
 Enters: counts of all targets, once a second, and reports of the drafter replicas. Leaves: `DesiredHeads` for the
 drafters, `HeadRouting` for the targets, and events for the log. Never knows: Ray, files' contents, the engine.
@@ -19,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-import msgspec
 import numpy as np
 
 from cluster.counts import CounterDeltas, Counts
@@ -51,8 +51,8 @@ class HeadRef:
 @dataclass(frozen=True)
 class DesiredHeads:
     """The desired state of every drafter replica. replacements: by the digest of a configured head (of settings or
-    `user_config`), the head that drafts in its place; so a `user_config` with another head always wins. extra: heads in
-    spare slots: those of workloads that were given one, and the last candidate."""
+    `user_config`), the head that drafts in its place; so a `user_config` with another head always wins. extra: the last
+    candidate, in a spare slot."""
 
     replacements: Mapping[str, HeadRef] = field(default_factory=dict)
     extra: tuple[HeadRef, ...] = ()
@@ -79,18 +79,12 @@ class DrafterReport:
 
 @dataclass(frozen=True)
 class HeadRouting:
-    """Which requests draft with a head that the settings do not name, for the targets. by_workload: digests of heads
-    that workloads were given. trial: the candidate's, "" without one; it drafts for `share` of the requests of
-    `workloads` (() for all that have the default head), whose workload then has `TRIAL_SUFFIX`."""
+    """Which requests draft with a candidate, for the targets. trial: its digest, "" without one. It drafts for `share`
+    of the requests of `workloads` (() for all that have the default head), whose workload then has `TRIAL_SUFFIX`."""
 
-    by_workload: Mapping[str, str] = field(default_factory=dict)
     trial: str = ""
     share: float = 0.0
     workloads: tuple[str, ...] = ()
-
-    def head_of(self, workload: str) -> str:
-        """The head that is named for a workload, "" for that of the settings."""
-        return self.trial if workload.endswith(TRIAL_SUFFIX) else self.by_workload.get(workload, "")
 
 
 # ---- proposals, and what becomes of them
@@ -104,8 +98,9 @@ the head before, or an operator said so. `refused`: it cannot be loaded."""
 @dataclass(frozen=True)
 class HeadProposal:
     """A candidate, for `Router.propose`. source: its directory, which the router reads unless there are `files` (name
-    -> content of config.json and the safetensors). workloads: whose requests it is for; () for all that draft with the
-    default head. parent: digest of the head that it was trained from. provenance: shown in `GET /drafting`."""
+    -> content of config.json and the safetensors). workloads: some that share the configured head whose place it is to
+    take; () for the default head's. parent: digest of the head that it was trained from. provenance: shown in
+    `GET /drafting`."""
 
     source: str
     files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
@@ -114,14 +109,14 @@ class HeadProposal:
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
 
-INTERNAL = ("is_compared", "evidence", "control", "kind", "previous")
+INTERNAL = ("is_compared", "evidence", "control", "key", "previous")
 """Fields of a `HeadChange` that nobody is shown."""
 
 
 @dataclass
 class HeadChange:
-    """One head in the place of another: a candidate (name, workloads, parent and provenance as proposed), or the head
-    of a new `user_config`.
+    """One head in the place of another: a candidate (name, parent and provenance as proposed, workloads: those of the
+    configured head, () of the default head), or the head of a new `user_config`.
 
     Attributes:
         head, against: digests of the new head and of the one before, "" until the new one is loaded.
@@ -130,7 +125,7 @@ class HeadChange:
         begun_s, changed_s: Unix times of the proposal and of the state.
         is_compared: a trial that runs, or a promoted head that is watched.
         evidence, control: since the comparison began, by workload: of the new head and of the one before.
-        kind, previous: the table of `HeadState` that a promotion changes, and what stood there before, by key.
+        key, previous: of a promoted head, the digest of the configured head, and what replaced that one before.
     """
 
     name: str
@@ -150,8 +145,8 @@ class HeadChange:
     is_compared: bool = False
     evidence: dict[str, "HeadEvidence"] = field(default_factory=dict)
     control: dict[str, "HeadEvidence"] = field(default_factory=dict)
-    kind: Literal["replacements", "by_workload"] = "replacements"
-    previous: dict[str, HeadRef | None] = field(default_factory=dict)
+    key: str = ""
+    previous: HeadRef | None = None
 
     @property
     def ref(self) -> HeadRef:
@@ -270,7 +265,7 @@ class HeadState:
     Attributes:
         weights: digest of the target's weights that the evidence was counted with.
         configured: as drafters report.
-        replacements, by_workload: what drafts instead, by digest of a configured head, and by workload.
+        replacements: what drafts instead, by digest of a configured head.
         candidate: the last one. Of a trial that is over, requests may still run.
         changes: the newest last.
         evidence: by head and workload, the head that drafted last at the end.
@@ -279,7 +274,6 @@ class HeadState:
     weights: str
     configured: tuple[HeadRef, ...]
     replacements: dict[str, HeadRef]
-    by_workload: dict[str, HeadRef]
     candidate: HeadRef | None
     changes: list[HeadChange]
     evidence: dict[str, dict[str, HeadEvidence]]
@@ -300,7 +294,7 @@ class HeadManager:
     ) -> None:
         self._index_of, self._num_spare, self._trial_share, self._clock = dict(index_of), num_spare, trial_share, clock
         self._index_of[""] = 0
-        self._state = HeadState("", (), {}, {}, None, [], {})
+        self._state = HeadState("", (), {}, None, [], {})
         self._num_running: Mapping[str, int] = {}
         self._num_uncounted: Counter[str] = Counter()
         """Requests by workload that started and have verified nothing yet. Their steps come with a later report."""
@@ -317,18 +311,16 @@ class HeadManager:
 
     @property
     def desired(self) -> DesiredHeads:
-        candidate = [] if self._state.candidate is None else [self._state.candidate]
-        extra = tuple(dict.fromkeys((*self._state.by_workload.values(), *candidate)))
+        extra = () if self._state.candidate is None else (self._state.candidate,)
         return DesiredHeads(dict(self._state.replacements), extra[: self._num_spare])
 
     @property
     def routing(self) -> HeadRouting:
-        own = {workload: head.digest for workload, head in self._state.by_workload.items()}
         candidate, trial = self._state.candidate, self._trial()
         digest = "" if candidate is None else candidate.digest
         if trial is None or trial.state == "loading":
-            return HeadRouting(own, digest)
-        return HeadRouting(own, digest, self._trial_share, trial.workloads)
+            return HeadRouting(digest)
+        return HeadRouting(digest, self._trial_share, trial.workloads)
 
     @property
     def assignment(self) -> dict[str, HeadRef]:
@@ -336,16 +328,14 @@ class HeadManager:
         drafters have said what they are configured with."""
         if not self.is_ready:
             raise ValueError("no drafter has said yet which heads draft: try again")
-        state = self._state
-        drafting = [state.replacements.get(head.digest, head) for head in state.configured]
-        return {workload: drafting[index] for workload, index in self._index_of.items()} | state.by_workload
+        drafting = [self._state.replacements.get(head.digest, head) for head in self._state.configured]
+        return {workload: drafting[index] for workload, index in self._index_of.items()}
 
     @property
     def names_in_use(self) -> set[str]:
         """Names of heads that draft, or that a roll-back would bring back."""
-        state = self._state
-        previous = [head for change in state.changes for head in change.previous.values() if head is not None]
-        return {head.name for head in (*state.replacements.values(), *state.by_workload.values(), *previous)}
+        previous = [change.previous for change in self._state.changes if change.previous is not None]
+        return {head.name for head in (*self._state.replacements.values(), *previous)}
 
     def get_change(self, name: str) -> HeadChange:
         """The newest of a head, as it is now. Raises ValueError for a name that is not known (any more)."""
@@ -363,17 +353,12 @@ class HeadManager:
             rows.append({name: value for name, value in row.items() if name not in INTERNAL})
         return rows
 
-    def snapshot(self) -> dict[str, Any]:
-        """What must outlive a restart, as JSON, for `restore`."""
-        document: dict[str, Any] = msgspec.to_builtins(self._state)
-        return document
+    def snapshot(self) -> HeadState:
+        """What must outlive a restart, for `restore`. It changes with the manager."""
+        return self._state
 
-    def restore(self, snapshot: Any) -> None:
-        """Raises ValueError naming what is wrong with the snapshot; nothing has changed then."""
-        try:
-            self._state = msgspec.convert(snapshot, HeadState)
-        except msgspec.ValidationError as error:
-            raise ValueError(f"the snapshot of heads cannot be used: {error}") from error
+    def restore(self, state: HeadState) -> None:
+        self._state = state
 
     # ---- what others say
 
@@ -381,17 +366,17 @@ class HeadManager:
         """Begin a trial. Raises ValueError with the reason where there can be none now."""
         if not self._num_spare:
             raise ValueError("drafter.spare_heads is 0: drafters have no slot for a candidate beside their heads")
-        heads = self.assignment
-        old = {heads.get(workload, heads[""]) for workload in proposal.workloads or ("",)}
+        if not self.is_ready:
+            raise ValueError("no drafter has said yet which heads draft: try again")
         if (trial := self._trial()) is not None:
             raise ValueError(f"a trial is under way, of {trial.name}: one at a time")
-        if len(set(self._state.by_workload.values())) >= self._num_spare:
-            raise ValueError(f"all {self._num_spare} of drafter.spare_heads draft for workloads of their own")
-        if len(old) > 1:
-            raise ValueError(
-                f"the workloads {', '.join(proposal.workloads)} draft with {len(old)} heads: propose for one"
-            )
-        change = HeadChange(name, proposal.workloads, proposal.parent, dict(proposal.provenance))
+        indices = {self._index_of.get(workload, 0) for workload in proposal.workloads or ("",)}
+        if len(indices) > 1 or (proposal.workloads and indices == {0}):
+            named = ", ".join(proposal.workloads)
+            raise ValueError(f"the workloads {named} share no head of their own: see drafter.heads_by_workload")
+        index = indices.pop()
+        workloads = tuple(name for name, other in self._index_of.items() if other == index) if index else ()
+        change = HeadChange(name, workloads, proposal.parent, dict(proposal.provenance))
         self._state.candidate = change.ref
         self._set_state(change, "loading", "drafters load it")
         return change
@@ -484,8 +469,7 @@ class HeadManager:
 
     def _record_loading(self, trial: HeadChange, reports: Sequence[DrafterReport]) -> None:
         """Begin to route requests to a candidate that all drafters have loaded."""
-        heads = self.assignment
-        old = heads.get(trial.workloads[0], heads[""]) if trial.workloads else heads[""]
+        old = self.assignment[trial.workloads[0] if trial.workloads else ""]
         problems = [report.problems[trial.name] for report in reports if trial.name in report.problems]
         digests = {{head.name: head.digest for head in report.heads}.get(trial.name, "") for report in reports}
         if digests == {old.digest}:
@@ -500,17 +484,11 @@ class HeadManager:
             self._begin_comparison(trial)
 
     def _promote(self, change: HeadChange, reason: str) -> None:
-        """Let a candidate replace the configured head of all its workloads; where others draft with that one too, its
-        workloads get it as a head of their own."""
-        state, workloads = self._state, change.workloads
-        index = self._index_of.get(workloads[0], 0) if workloads else 0
-        sharing = {name for name, other in self._index_of.items() if other == index}
-        if not workloads or (index and sharing == set(workloads) and not sharing & state.by_workload.keys()):
-            table, keys = state.replacements, [state.configured[index].digest]
-        else:
-            change.kind, table, keys = "by_workload", state.by_workload, list(workloads)
-        change.previous = {key: table.get(key) for key in keys}
-        table |= dict.fromkeys(keys, change.ref)
+        """Let a candidate draft in the place of the configured head."""
+        index = self._index_of[change.workloads[0] if change.workloads else ""]
+        change.key = self._state.configured[index].digest
+        change.previous = self._state.replacements.get(change.key)
+        self._state.replacements[change.key] = change.ref
         self._set_state(change, "promoted", reason)
         self._begin_comparison(change)
 
@@ -521,16 +499,15 @@ class HeadManager:
             return  # the operator wants what drafts already
         self._drop_trial_against(old.digest, "a user_config changed the head that it was compared with")
         change = HeadChange(head.name, parent=old.digest, head=head.digest, against=old.digest)
-        change.previous = {head.digest: old}
+        change.key, change.previous = head.digest, old
         self._set_state(change, "promoted", "by a user_config")
         self._begin_comparison(change)
 
     def _undo(self, change: HeadChange, reason: str) -> None:
         """Roll back a promoted head."""
-        table = getattr(self._state, change.kind)
-        for key, head in change.previous.items():
-            table.pop(key, None)
-            table |= {} if head is None else {key: head}
+        self._state.replacements.pop(change.key, None)
+        if change.previous is not None:
+            self._state.replacements[change.key] = change.previous
         self._num_cold = dict(self._num_running)
         self._set_state(change, "rolled back", reason)
         self._drop_trial_against(change.head, "the head that it was compared with was rolled back")
@@ -570,6 +547,6 @@ class HeadManager:
 
     def _stands(self, change: HeadChange) -> bool:
         """Whether a promoted head drafts where it was put."""
-        configured, table = {head.digest: head for head in self._state.configured}, getattr(self._state, change.kind)
-        drafting = (table.get(key, configured.get(key)) for key in change.previous)
-        return change.state == "promoted" and all(head == change.ref for head in drafting)
+        configured = {head.digest: head for head in self._state.configured}
+        drafting = self._state.replacements.get(change.key, configured.get(change.key))
+        return change.state == "promoted" and drafting == change.ref

@@ -132,7 +132,7 @@ class ServiceHistory:
             if (row := self._replicas.get(name)) is not None and seconds > 0:
                 weight, rate = 1.0 - math.exp(-seconds / RATE_S), deltas.tokens[name] / seconds
                 row["tokens_per_s"] = _rounded(row["tokens_per_s"] + weight * (rate - row["tokens_per_s"]))
-        counts = sum((found.counts for found in deltas.recent.values()), Counts())
+        counts = sum((found.counts for found in deltas.workloads.values()), Counts())
         self._now += decoded(sum(deltas.tokens.values()), counts, load, latency)
         self._readings.append((sum(r.num_running for r in reports), sum(r.num_queued for r in reports)))
 

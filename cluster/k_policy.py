@@ -14,36 +14,28 @@ b requests and sum b_c k_c drafts. `best_ks` gives the most tokens per second:
    ranked by S, and only the first 0, 1, 2, ... of this ranking are compared. That is the optimum where each further
    draft takes the same time.
 2. With no draft at all the drafter's pass is left out too. K = 0 wins where drafting does not pay.
-3. A workload may have a limit of TPOT, its seconds per token t / L_c. Plans that keep all limits come first, and are
-   also taken from a ranking in which the drafts of workloads with a limit stand first.
-
-The router decides so for all targets (`KPolicy.observe`), changes K only for a gain of `MIN_GAIN`, and hands its
-decision to the front ends (`make_update`, `apply_update`). A front end then answers for each request (`resolve`): a K
-that the client or the operator fixed stays, and a caller's limit caps a learned K. The scheduler verifies all drafts of
-a fixed K in every step. A learned K is a plan: each step verifies what pays at its own load
-(`cluster.step_allocation`), up to `max_k`, or up to K where a workload has a limit of TPOT. At K = 0 nothing would be
-measured any more, so few requests explore: they get the largest K.
+The router decides so for all targets (`KPolicy.observe`), changes K only for a gain of `MIN_GAIN`, and hands a
+`PolicyUpdate` to the front ends. A front end then answers for each request (`PolicyUpdate.choose`): a K that the client
+or the operator fixed stays, and a caller's limit caps a learned K. The scheduler verifies all drafts of a fixed K in
+every step. A learned K is a plan: each step verifies what pays at its own load (`cluster.step_allocation`), up to
+`max_k`. At K = 0 nothing would be measured any more, so few requests explore: they get the largest K.
 """
 
 import dataclasses
-import logging
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from cluster.acceptance import AcceptancePosteriors, AcceptanceSnapshot
-from cluster.counts import CounterDeltas, DeltaTracker, TargetReport, TrackerState
+from cluster.counts import CounterDeltas, DeltaTracker, TargetReport
 from cluster.heads import HeadRouting, base_workload
 from cluster.request import DEFAULT_WORKLOAD, DepthPolicy, Drafting
 from cluster.spending import DaySpending
 from cluster.step_latency import StepLatency, average_latency, guessed_latency
-
-logger = logging.getLogger(__name__)
 
 MIN_GAIN = 0.03
 """Expected gain in tokens per second for which K changes, as a share of the tokens of the workloads that change."""
@@ -58,13 +50,10 @@ MIN_SHARED = 1.5
 """Mean requests of a step from which workloads share steps. A mean of readings of 1 may lie a little above 1."""
 
 MAX_REPORT_AGE_S = 30.0
-"""Reports and policy updates older than this decide nothing: K is then the operator's default."""
+"""The step latency of a replica that has not reported for longer does not count."""
 
 LOAD_WEIGHT = 0.5
 """Weight of the newest reading in the mean load; readings come about once a second."""
-
-FORMAT = 3
-"""Version of the snapshot."""
 
 
 # ---- the best K of each workload, at one time
@@ -78,7 +67,6 @@ class Demand:
         num_requests: mean number of its requests in a step, above 0; a fraction where traffic is thin.
         rates: cumulative acceptance rates S_1, S_2, ..., at least `max_k`.
         min_k, max_k: the fewest and the most drafts that its requests may get; equal where K is pinned.
-        max_tpot_s: limit of seconds per output token.
     """
 
     workload: str
@@ -86,81 +74,64 @@ class Demand:
     rates: Sequence[float]
     max_k: int
     min_k: int = 0
-    max_tpot_s: float = math.inf
 
     def pinned(self, k: int) -> "Demand":
         k = min(max(k, self.min_k), self.max_k)
         return dataclasses.replace(self, min_k=k, max_k=k)
 
+    def acceptance_length(self, k: int) -> float:
+        return 1.0 + sum(self.rates[:k])
+
 
 @dataclass(frozen=True)
 class Plan:
-    """K by workload, and what is expected of it: output tokens per second of the replica, seconds of a step and per
-    output token. `excess`: the greatest TPOT / limit of any workload, 1.0 where every limit is kept."""
+    """K by workload, and what is expected of it: output tokens per second of the replica, and seconds per output token
+    of each workload."""
 
     ks: Mapping[str, int]
     tokens_per_s: float
-    step_s: float
     tpot_s: Mapping[str, float]
-    excess: float
     reason: str = field(default="", compare=False)
 
 
 def best_ks(demands: Sequence[Demand], latency: StepLatency) -> Plan:
-    """K of each workload that gives the most tokens per second within the limits of TPOT; at a tie, fewer drafts.
+    """K of each workload that gives the most tokens per second; at a tie, fewer drafts.
 
     `demands`: at least one, and each workload once."""
-    names = [demand.workload for demand in demands]
     scale = 1.0 / min(1.0, sum(demand.num_requests for demand in demands))  # a step that runs has a request
-    loads = [scale * demand.num_requests for demand in demands]
-    num_requests, undrafted_s = sum(loads), float(latency.curve(sum(loads), 0)[0])
-    most = math.ceil(sum(load * demand.max_k for load, demand in zip(loads, demands, strict=True)))
-    curve = latency.curve(num_requests, most, is_drafted=True)
-    drafts = [(index, rate) for index, each in enumerate(demands) for rate in each.rates[each.min_k : each.max_k]]
-    is_limited = [demand.max_tpot_s < math.inf for demand in demands]
-    best: tuple[tuple[float, ...], Plan] | None = None
-    for limited_first in {False, any(is_limited)}:
-        ks = [demand.min_k for demand in demands]
-        lengths = [1.0 + sum(demand.rates[: demand.min_k]) for demand in demands]
-        ranking = sorted(drafts, key=lambda draft: (limited_first and not is_limited[draft[0]], -draft[1]))
-        for index, rate in [(-1, 0.0), *ranking]:
-            if index >= 0:
-                ks[index], lengths[index] = ks[index] + 1, lengths[index] + rate
-            num_drafts = sum(load * k for load, k in zip(loads, ks, strict=True))
-            step_s = float(np.interp(num_drafts, range(most + 1), curve)) if num_drafts else undrafted_s
-            tokens_per_s = sum(load * length for load, length in zip(loads, lengths, strict=True)) / step_s
-            tpots_s = [step_s / length for length in lengths]
-            excess = max(tpot_s / demand.max_tpot_s for tpot_s, demand in zip(tpots_s, demands, strict=True))
-            excess = excess if excess > 1.0 + 1e-9 else 1.0
-            # Rounded, so that differences in the last digits do not decide.
-            rank = (round(excess, 9), round(-tokens_per_s * undrafted_s / num_requests, 9), num_drafts)
-            if best is None or rank < best[0]:
-                by_name = dict(zip(names, tpots_s, strict=True))
-                best = rank, Plan(dict(zip(names, ks, strict=True)), tokens_per_s, step_s, by_name, excess)
-    assert best is not None
-    plan = best[1]
-    reason = f"{plan.tokens_per_s:.0f} tokens/s expected at {num_requests:.3g} request{'s' * (num_requests != 1)}, "
-    reason += f"{num_requests / undrafted_s:.0f} without drafts" if any(plan.ks.values()) else "no draft pays"
-    if plan.excess > 1.0:
-        worst = max(demands, key=lambda demand: plan.tpot_s[demand.workload] / demand.max_tpot_s)
-        reason += f"; no K meets {1e3 * worst.max_tpot_s:.3g} ms per token of {worst.workload}"
-        reason += f", the fastest gives {1e3 * plan.tpot_s[worst.workload]:.3g} ms"
-    elif any(is_limited):
-        reason += "; within the TPOT limits"
-    return dataclasses.replace(plan, reason=reason)
+    loads = np.array([scale * demand.num_requests for demand in demands])
+    num_requests, least = float(loads.sum()), [demand.min_k for demand in demands]
+    drafts = [(rate, index) for index, each in enumerate(demands) for rate in each.rates[each.min_k : each.max_k]]
+    # Stable: a workload's own drafts keep their order at equal rates.
+    ranking = sorted(drafts, key=lambda draft: -draft[0])
+    owners, rates = [index for _, index in ranking], np.array([rate for rate, _ in ranking])
+    lengths = np.array([each.acceptance_length(each.min_k) for each in demands])
+    tokens = np.cumsum([loads @ lengths, *(loads[owners] * rates)])
+    num_drafts = np.cumsum([loads @ least, *loads[owners]])
+    curve = latency.curve(num_requests, math.ceil(num_drafts[-1]), is_drafted=True)
+    seconds = np.interp(num_drafts, range(len(curve)), curve)
+    undrafted_s = float(latency.curve(num_requests, 0)[0])
+    if not any(least):
+        seconds[0] = undrafted_s
+    # Rounded, so that differences in the last digits do not decide.
+    best = int(np.argmax(np.round(tokens / seconds * undrafted_s / num_requests, 9)))
+    ks = {each.workload: each.min_k + owners[:best].count(index) for index, each in enumerate(demands)}
+    tpot_s = {each.workload: float(seconds[best]) / each.acceptance_length(ks[each.workload]) for each in demands}
+    tokens_per_s = float(tokens[best] / seconds[best])
+    reason = f"{tokens_per_s:.0f} tokens/s expected at {num_requests:.3g} request{'s' * (num_requests != 1)}, "
+    reason += f"{num_requests / undrafted_s:.0f} without drafts" if any(ks.values()) else "no draft pays"
+    return Plan(ks, tokens_per_s, tpot_s, reason)
 
 
 def steady_ks(demands: Sequence[Demand], latency: StepLatency, ks: Mapping[str, int]) -> Plan:
-    """The best plan, or the one with the `ks` in force while the best one gains less than `MIN_GAIN`, or brings TPOT
-    nearer to a missed limit by less. Workloads without a K in force get the best."""
+    """The best plan, or the one with the `ks` in force while the best one gains less than `MIN_GAIN`. Workloads without
+    a K in force get the best."""
     best = best_ks(demands, latency)
     kept = best_ks([demand.pinned(ks.get(demand.workload, best.ks[demand.workload])) for demand in demands], latency)
-    if kept.ks == best.ks or kept.excess / best.excess > 1.0 + MIN_GAIN:
-        return best
     tokens = {demand.workload: demand.num_requests / kept.tpot_s[demand.workload] for demand in demands}
     changed = sum(rate for name, rate in tokens.items() if kept.ks[name] != best.ks[name]) / sum(tokens.values())
     gain = best.tokens_per_s / kept.tokens_per_s - 1.0
-    if kept.excess >= best.excess and gain > MIN_GAIN * changed:
+    if kept.ks == best.ks or gain > MIN_GAIN * changed:
         return best
     return dataclasses.replace(kept, reason=f"kept, for a change gains only {max(gain, 0.0):.1%}: {kept.reason}")
 
@@ -175,8 +146,7 @@ class PolicyUpdate:
     Attributes:
         num_targets: target replicas that run.
         workloads: names that any of them has told apart.
-        choices: what requests get by workload, that of `default` for every other; {} where K is not chosen, or on no
-            fresh reports.
+        choices: what requests get by workload, that of `default` for every other; {} where K is not chosen.
         exploration_share: of the requests whose K is 0.
         heads: requests that draft with a head which the settings do not name.
         spending: what callers have used today.
@@ -189,50 +159,40 @@ class PolicyUpdate:
     heads: HeadRouting = field(default_factory=HeadRouting)
     spending: DaySpending = field(default_factory=DaySpending)
 
-
-class Snapshot(msgspec.Struct):
-    """What a restarted router needs: the posteriors, and what was counted for them."""
-
-    format: int
-    tracker: TrackerState
-    acceptance: AcceptanceSnapshot
+    def choose(self, drafting: Drafting, max_k: int) -> Drafting:
+        """`drafting` as it is where the request or the operator fixed K, or nothing was chosen yet. Else with the K
+        that was chosen, at most `max_k` (the limit of the operator, and of the request's caller)."""
+        if drafting.source != "default" or not self.choices:
+            return drafting
+        choice = self.choices.get(drafting.workload) or self.choices[DEFAULT_WORKLOAD]
+        choice = dataclasses.replace(choice, workload=drafting.workload)
+        if choice.max_k == 0 < max_k and random.random() < self.exploration_share:
+            reason = f"{self.exploration_share:.2g} of requests explore: they get K={max_k} instead of 0"
+            return Drafting(drafting.workload, max_k, "probe", reason)
+        if choice.k > max_k:  # the time per token that was expected is of another K
+            reason = f"{choice.reason}; the caller's limit"
+            choice = dataclasses.replace(choice, k=max_k, reason=reason, expected_tpot_s=None)
+        return dataclasses.replace(choice, max_k=min(choice.max_k, max_k))
 
 
 class KPolicy:
-    """Learns acceptance under every policy, and decides K where neither the request nor the operator did.
-
-    Not thread-safe.
+    """Learns acceptance, and decides K where neither the request nor the operator did. Not thread-safe.
 
     Args:
-        policy: the operator's limits, defaults and pinned workloads.
-        is_adaptive: K is chosen; else the operator's default stands, and what is learned is shown only.
+        policy: the operator's limits, defaults and pinned workloads, which may change.
         on_gpu: of the targets' engines: what is guessed of their steps until they report what these take.
-        max_tpot_ms: limits of TPOT by workload.
         max_num_seqs: sequences that one engine runs at a time; what it has beyond them waits, and is no load of a step.
-        seed: of the draws of exploration requests.
     """
 
-    def __init__(
-        self,
-        policy: DepthPolicy,
-        *,
-        is_adaptive: bool = True,
-        on_gpu: bool = False,
-        max_tpot_ms: Mapping[str, float] | None = None,
-        max_num_seqs: float = math.inf,
-        seed: int | None = None,
-    ) -> None:
-        self.policy, self.is_adaptive = policy, is_adaptive
-        self.tracker = DeltaTracker()
+    def __init__(self, policy: DepthPolicy, *, on_gpu: bool = False, max_num_seqs: float = math.inf) -> None:
+        self.policy, self.max_num_seqs = policy, max_num_seqs
+        self._tracker = DeltaTracker()
         self.posteriors = AcceptancePosteriors(policy.max_draft_tokens)
-        self._max_tpot_ms, self._max_num_seqs, self._on_gpu = max_tpot_ms or {}, max_num_seqs, on_gpu
-        self._guess = guessed_latency(on_gpu)
-        self._random = random.Random(seed)
+        self._on_gpu, self._guess = on_gpu, guessed_latency(on_gpu)
         self._latencies: dict[str, tuple[float, StepLatency]] = {}
         self._load: dict[str, float] = {}
-        self._context_tokens, self._exploration_share = 0.0, 0.0
         self._choices: dict[str, Drafting] = {}
-        self._observed_s = self._applied_s = -math.inf
+        self._observed_s = -math.inf
 
     @property
     def latency(self) -> StepLatency:
@@ -244,42 +204,32 @@ class KPolicy:
         """Mean requests of a replica's step."""
         return sum(self._load.values())
 
-    def observe(self, reports: Iterable[TargetReport], now_s: float) -> CounterDeltas | None:
+    def observe(self, reports: Sequence[TargetReport], now_s: float) -> CounterDeltas | None:
         """Take in what the replicas say, all of them at once, and decide anew; `now_s` is monotonic. What is new in the
-        reports, None without any. A report that cannot be is logged and left out, and never raises."""
-        observed = []
-        for report in reports:
-            try:
-                report.check()
-                observed.append(report)
-            except (AttributeError, TypeError, ValueError) as error:
-                name = getattr(report, "replica", "?")
-                logger.warning("the report of target replica %s is left out: %s", name, error)
-        if not observed:
+        reports, None without any."""
+        if not reports:
             return None
-        deltas = self.tracker.update(observed)
+        deltas = self._tracker.update(reports)
         self.posteriors.update(deltas)
-        self._latencies |= {r.replica: (now_s, r.step_latency) for r in observed if r.step_latency is not None}
+        self._latencies |= {r.replica: (now_s, r.step_latency) for r in reports if r.step_latency is not None}
         self._latencies = {
             name: found for name, found in self._latencies.items() if 0 <= now_s - found[0] <= MAX_REPORT_AGE_S
         }
         mean: dict[str, float] = {}
-        for report in observed:
+        for report in reports:
             for workload, counts in report.workloads.items():
-                mean[workload] = mean.get(workload, 0.0) + max(0, counts.num_running) / len(observed)
-        share_running = min(1.0, self._max_num_seqs / max(1.0, sum(mean.values())))
+                mean[workload] = mean.get(workload, 0.0) + max(0, counts.num_running) / len(reports)
+        share_running = min(1.0, self.max_num_seqs / max(1.0, sum(mean.values())))
         for workload in {*self._load, *mean}:
             before = self._load.get(workload, 0.0)
             self._load[workload] = before + LOAD_WEIGHT * (share_running * mean.get(workload, 0.0) - before)
         self._load = {workload: num for workload, num in self._load.items() if num > 0.01}
-        contexts = [report.context_tokens for report in observed if report.context_tokens > 0]
-        self._context_tokens = sum(contexts) / len(contexts) if contexts else 0.0
         self._observed_s = now_s
-        if self.is_adaptive:
-            self._decide()
+        self._choices = self._choose() if self.policy.is_adaptive else {}
         return deltas
 
-    def _decide(self) -> None:
+    def _choose(self) -> dict[str, Drafting]:
+        """What requests get, by workload."""
         ks, latency = {name: choice.k for name, choice in self._choices.items()}, self.latency
         is_cold, num_requests = self.posteriors.num_steps < MIN_STEPS, self.num_requests
         loaded = [self._demand(name, load, is_cold) for name, load in self._load.items()]
@@ -293,59 +243,26 @@ class KPolicy:
                 found = steady_ks([*beside, demand], latency, ks)
             k, rates = found.ks[name], tuple(round(rate, 4) for rate in demand.rates)
             # On a GPU the drafter's pass is left out only where no request may be drafted, on a CPU step by step.
-            steps_decide = not self._max_tpot_ms and (k > 0 or not self._on_gpu)
+            may_draft = k > 0 or not self._on_gpu
             choices[name] = Drafting(
                 name,
                 k,
                 "default" if is_cold else "learned",
                 f"nothing measured yet: {found.reason}" if is_cold else found.reason,
-                rates if steps_decide else rates[:k],
+                rates if may_draft else (),
                 found.tpot_s[name],
-                self.policy.max_k if steps_decide or k > 0 else 0,
+                self.policy.max_k if may_draft else 0,
             )
-        self._choices, self._exploration_share = choices, EXPLORED_STEPS / max(1.0, num_requests)
+        return choices
 
     def _demand(self, name: str, num_requests: float, is_cold: bool) -> Demand:
-        max_k, max_tpot_ms = self.policy.max_k, self._max_tpot_ms.get(name, math.inf)
-        rates = self.posteriors.rates(name).mean[:max_k]
-        return Demand(name, num_requests, rates, max_k, min(1, max_k) if is_cold else 0, max_tpot_ms / 1e3)
+        max_k = self.policy.max_k
+        return Demand(name, num_requests, self.posteriors.rates(name).mean[:max_k], max_k, int(is_cold and max_k > 0))
 
-    def resolve(self, drafting: Drafting, now_s: float, max_k: int | None = None) -> Drafting:
-        """`drafting` as it is where the request or the operator fixed K; else with the K that was chosen, at most
-        `max_k` (the limit of the request's caller; None: the operator's)."""
-        if drafting.source != "default" or not self.is_adaptive:
-            return drafting
-        silent_s = now_s - max(self._observed_s, self._applied_s)
-        if not self._choices or not 0 <= silent_s <= MAX_REPORT_AGE_S:
-            since = f"for {abs(silent_s):.0f} s" if self._choices else "yet"
-            return dataclasses.replace(drafting, reason=f"no target has reported {since}: the default K")
-        choice = self._choices.get(drafting.workload) or self._choices[DEFAULT_WORKLOAD]
-        choice = dataclasses.replace(choice, workload=drafting.workload)
-        if choice.max_k == 0 < self.policy.max_k and self._random.random() < self._exploration_share:
-            reason = f"{self._exploration_share:.2g} of requests explore: they get K={self.policy.max_k} instead of 0"
-            choice = Drafting(drafting.workload, self.policy.max_k, "probe", reason)
-        max_k = self.policy.max_k if max_k is None else min(max_k, self.policy.max_k)
-        if choice.k > max_k:  # the time per token that was expected is of another K
-            reason = f"{choice.reason}; the caller's limit"
-            choice = dataclasses.replace(choice, k=max_k, reason=reason, expected_tpot_s=None)
-        return dataclasses.replace(choice, max_k=min(choice.max_k, max_k))
-
-    def make_update(self, num_targets: int, now_s: float) -> PolicyUpdate:
-        """What `num_targets` target replicas are to `apply_update`."""
+    def make_update(self, num_targets: int) -> PolicyUpdate:
+        """What `num_targets` target replicas are to choose K by."""
         workloads = tuple(sorted({*self.posteriors.workloads(), *self._load}))
-        if not self.is_adaptive or not 0 <= now_s - self._observed_s <= MAX_REPORT_AGE_S:
-            return PolicyUpdate(num_targets, workloads)
-        return PolicyUpdate(num_targets, workloads, self._choices, self._exploration_share)
-
-    def apply_update(self, update: PolicyUpdate, now_s: float) -> None:
-        """Choose by this from now on. An update without choices leaves the last one, until it is too old."""
-        if update.choices:
-            self._choices, self._exploration_share = dict(update.choices), update.exploration_share
-            self._applied_s = now_s
-
-    def is_following(self, now_s: float) -> bool:
-        """Whether the last policy update decides."""
-        return 0 <= now_s - self._applied_s <= MAX_REPORT_AGE_S
+        return PolicyUpdate(num_targets, workloads, self._choices, EXPLORED_STEPS / max(1.0, self.num_requests))
 
     def document(self, now_s: float) -> dict[str, Any]:
         """What is believed and chosen, as JSON: see `deployments.view`."""
@@ -358,12 +275,11 @@ class KPolicy:
         step_s = latency.seconds(max(1.0, load), max(1.0, load) * (1 + drafts / load)) if engines and load else None
         return {
             "max_draft_tokens": self.policy.max_draft_tokens,
-            "policy": "adaptive" if self.is_adaptive else "fixed",
+            "policy": "adaptive" if self.policy.is_adaptive else "fixed",
             "step_times": f"step times {start if engines else 'guessed, no engine has reported any'}",
             "step_s": None if step_s is None else round(step_s, 6),
-            "head": self.tracker.head or None,
+            "head": self.posteriors.head or None,
             "seconds_since_report": None if math.isinf(silent_s) else round(silent_s, 1),
-            "context_tokens": round(self._context_tokens, 1),
             "workloads": rows,
         }
 
@@ -385,25 +301,14 @@ class KPolicy:
             "survival": {end: [round(value, 4) for value in getattr(rates, end)] for end in ("mean", "low", "high")},
         }
 
-    def inherit(self, before: "KPolicy") -> None:
-        """Go on from what a policy with other settings has learned, seen and chosen."""
-        self.tracker, self.posteriors = before.tracker, before.posteriors
-        self._latencies, self._load, self._context_tokens = before._latencies, before._load, before._context_tokens
-        self._choices, self._exploration_share = before._choices, before._exploration_share
-        self._observed_s, self._applied_s = before._observed_s, before._applied_s
+    @property
+    def last_reports(self) -> list[TargetReport]:
+        """Of each replica, what is counted already."""
+        return self._tracker.last_reports
 
-    def snapshot(self) -> dict[str, Any]:
-        """What was learned, as JSON, for `restore` after a restart."""
-        found: dict[str, Any] = msgspec.to_builtins(Snapshot(FORMAT, self.tracker.state, self.posteriors.snapshot()))
-        return found
-
-    def restore(self, document: Any) -> None:
-        """Raises ValueError naming what is wrong with the snapshot; nothing has changed then."""
-        if not isinstance(document, Mapping) or document.get("format") != FORMAT:
-            raise ValueError(f"the snapshot is not of format {FORMAT}: start without it")
-        try:
-            snapshot = msgspec.convert(document, Snapshot)
-        except msgspec.ValidationError as error:
-            raise ValueError(f"the snapshot cannot be read: {error}") from error
-        self.posteriors.restore(snapshot.acceptance)
-        self.tracker.restore(snapshot.tracker)
+    def restore(self, reports: Iterable[TargetReport], acceptance: AcceptanceSnapshot) -> None:
+        """Go on from `last_reports` and the posteriors' snapshot of an earlier policy. Raises ValueError naming what is
+        wrong with the snapshot; nothing has changed then."""
+        self.posteriors.restore(acceptance)
+        for report in reports:
+            self._tracker.remember(report)

@@ -1,14 +1,14 @@
 """How many replicas of target and drafter: from demand and acceptance, a decision with its reason.
 
-Enters: counter deltas and reports of the targets, acceptance posteriors and step latency as the choice of K has them,
-and what Serve says of the deployments. Leaves: a `Decision`. Never knows: Ray, files, the time of day.
+Enters: counter deltas and reports of the targets, what the choice of K has learned of acceptance and step latency, and
+what Serve says of the deployments. Leaves: a `Decision`. Never knows: Ray, files, the time of day.
 
     D = sum_c rate_c length_c
     N_target = ceil(max(D / (utilisation mu), (D + backlog / DRAIN_S) / mu))
 
-D is the demand and mu the capacity of one replica (`cluster.capacity`), both in output tokens per second. The backlog
+D is the demand and mu the capacity of one replica (`replica_capacity`), both in output tokens per second. The backlog
 is what will wait when a replica that is ordered now begins to serve. It has two parts: what no wanted replica has in
-its best batch, and what comes until then beyond what is planned for.
+its full batch, and what comes until then beyond what is planned for.
 
 The number goes up when the need exceeds the wanted number by more than `UP_TOLERANCE`. It goes down only when D fits in
 fewer replicas at `DEAD_BAND` of the utilisation, every replica reports, none is starting, and the newest one is warm.
@@ -18,16 +18,16 @@ step needs one pass, whatever it accepts.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from cluster.acceptance import AcceptancePosteriors
-from cluster.capacity import CapacityModel, WorkloadDemand
+import numpy as np
+
 from cluster.counts import CounterDeltas, TargetReport
+from cluster.k_policy import Demand, KPolicy, best_ks
 from cluster.settings import STALE_AFTER_S, AutoscalingSettings, ReplicaRange
-from cluster.step_latency import StepLatency
-from cluster.traffic import TrafficHistory
+from cluster.traffic import TrafficHistory, WorkloadTraffic
 
 DEAD_BAND = 0.9
 """A replica goes only when the demand fits in the others at this share of the utilisation."""
@@ -74,7 +74,7 @@ class Decision:
         ongoing_requests: mean number of requests in the targets, waiting ones included.
         demand_tokens_per_s: D, None where it is not known; likewise the following.
         capacity_tokens_per_s: mu, after the limit of its change.
-        acceptance_length: mean AL of a replica at its capacity.
+        acceptance_length: mean AL of a replica's steps at its capacity.
         needed: replicas of the target that the demand needs, before dead band and bounds; a fraction.
     """
 
@@ -89,12 +89,46 @@ class Decision:
     needed: float | None = None
 
 
+def replica_capacity(k_policy: KPolicy, traffic: Mapping[str, WorkloadTraffic]) -> tuple[float, float]:
+    """Output tokens per second of one target replica with a full batch, and the mean acceptance length of its steps.
+
+        mu = 1 / (1 / R + p tau),   R = sum_c b_c L_c(k_c) / t(b, n)
+
+    b is `max_num_seqs`, of which a workload has its share of the tokens in steps: b_c ~ d_c / L_c. k_c is the plan of
+    `best_ks`. It is not the K in force, so that the choice of K and the number of replicas do not chase each other. p
+    is the number of prompts per output token, and tau the time that one prompt adds to a step. So 1 - mu / R is the
+    share of time that prompts take.
+
+    `traffic`: at least one workload.
+    """
+    policy, latency, num_requests = k_policy.policy, k_policy.latency, k_policy.max_num_seqs
+    demands = []
+    for name in traffic:
+        is_free = policy.is_adaptive and name not in policy.by_workload
+        low, high = (0, policy.max_k) if is_free else (policy.k_of(name)[0],) * 2
+        demands.append(Demand(name, 1.0, k_policy.posteriors.rates(name).mean, high, low))
+    tokens_C = np.array([each.tokens_per_s for each in traffic.values()])
+    ks = [demand.max_k for demand in demands]
+    for _ in range(2):  # K follows from the shares of a batch, and they from K
+        shares_C = tokens_C / [each.acceptance_length(k) for each, k in zip(demands, ks, strict=True)]
+        shares_C /= shares_C.sum()
+        loads = (num_requests * shares_C).tolist()
+        plan = best_ks([replace(each, num_requests=load) for each, load in zip(demands, loads, strict=True)], latency)
+        ks = list(plan.ks.values())
+    length = float(shares_C @ [each.acceptance_length(k) for each, k in zip(demands, ks, strict=True)])
+    requests_C = np.array([each.requests_per_s for each in traffic.values()])
+    prompt_tokens = float(requests_C @ [each.prompt_tokens for each in traffic.values()] / requests_C.sum())
+    rows = num_requests * (1.0 + float(shares_C @ ks)), prompt_tokens
+    prompt_s = latency.seconds(num_requests, *rows) - latency.seconds(num_requests, rows[0])
+    prompts_per_token = float(requests_C.sum() / tokens_C.sum())
+    return 1.0 / (1.0 / plan.tokens_per_s + prompts_per_token * prompt_s), length
+
+
 class ScalingPolicy:
     """Decides replica counts. Not thread-safe; `now_s` is monotonic."""
 
-    def __init__(self, settings: AutoscalingSettings, model: CapacityModel) -> None:
-        """`model`: limits of a target replica."""
-        self.settings, self.model = settings, model
+    def __init__(self, settings: AutoscalingSettings) -> None:
+        self.settings = settings
         self._traffic = TrafficHistory()
         self._reported_s: dict[str, float] = {}
         self._observed_s = self._starting_s = -math.inf
@@ -112,15 +146,13 @@ class ScalingPolicy:
         self._ongoing, self._is_busy = kept * self._ongoing + (1 - kept) * ongoing, ongoing > 0
         self._observed_s = now_s
         if deltas is not None:
-            self._traffic.add(deltas.recent, queued, now_s)
+            self._traffic.add(deltas.workloads, queued, now_s)
 
     def note_waiting(self, now_s: float) -> None:
         """A request found no replica."""
         self._traffic.note_busy(now_s)
 
-    def decide(
-        self, now_s: float, target: Pool, drafter: Pool | None, posteriors: AcceptancePosteriors, latency: StepLatency
-    ) -> Decision:
+    def decide(self, now_s: float, target: Pool, drafter: Pool | None, k_policy: KPolicy) -> Decision:
         """The wanted numbers of replicas at `now_s`. `drafter`: None where it is not known."""
         if target.num_running < target.num_wanted or self._starting_s == -math.inf:
             self._starting_s = now_s
@@ -130,12 +162,8 @@ class ScalingPolicy:
         num_silent = max(0, target.num_running - len(self._reported_s))
         if settings.target.min == 0 and not self._is_busy and idle_s >= settings.idle_s and not num_silent:
             return Decision(0, self._num_drafters(0), "idle", f"no request for {idle_s:.0f} s: scaled to zero")
-        demands = [
-            WorkloadDemand(name, *rate, posteriors.rates(name).mean[: self.model.max_k])
-            for name, rate in self._traffic.rates(now_s).items()
-            if rate[0] > 0
-        ]
-        missing = self._find_missing(demands, target.num_running, num_silent, posteriors, latency, now_s)
+        traffic = self._traffic.by_workload(now_s)
+        missing = self._find_missing(traffic, target.num_running, num_silent, k_policy, now_s)
         if missing or settings.policy == "queue_length":
             num_drafters = self._num_drafters(target.num_wanted)
             if missing and drafter is not None and num_drafters is not None:
@@ -151,20 +179,19 @@ class ScalingPolicy:
             kept = f"{target.num_wanted - target.num_running} replicas are starting"
         elif now_s - self._starting_s < WARMUP_S:
             kept = "the newest replica is not warm yet"
-        if not demands:
+        if not traffic:
             number, why = _apply_dead_band(0.0, 0.0, target.num_wanted, settings.target, kept)
             reason = f"no arrivals for {idle_s:.0f} s{why}"
             drafters = self._num_drafters(number)
             return Decision(number, drafters, "acceptance", reason, self._ongoing, 0.0, self._capacity, needed=0.0)
-        return self._decide_by_acceptance(demands, latency, target, num_silent, kept)
+        return self._decide_by_acceptance(traffic, k_policy, target, num_silent, kept)
 
     def _find_missing(
         self,
-        demands: Sequence[WorkloadDemand],
+        traffic: Mapping[str, WorkloadTraffic],
         num_running: int,
         num_silent: int,
-        posteriors: AcceptancePosteriors,
-        latency: StepLatency,
+        k_policy: KPolicy,
         now_s: float,
     ) -> str:
         """Why acceptance cannot decide; "" where it can."""
@@ -173,25 +200,30 @@ class ScalingPolicy:
             return f"only {num_reporting} of {num_running} replicas report"
         if history_s < MIN_HISTORY_S:
             return f"arrivals have been counted for {history_s:.0f} s only"
-        if not demands:
+        if not traffic:
             return "requests run, but no replica has counted one that ended" if self._is_busy else ""
+        latency, num_steps = k_policy.latency, k_policy.posteriors.num_steps
         if not (latency.is_measured or latency.num_steps >= MIN_TIMED_STEPS):
             return "no replica knows yet what its steps take"
-        num_steps = posteriors.num_steps
         return f"{num_steps:.0f} verified steps tell too little of acceptance" if num_steps < MIN_STEPS else ""
 
     def _decide_by_acceptance(
-        self, demands: Sequence[WorkloadDemand], latency: StepLatency, target: Pool, num_silent: int, kept: str
+        self,
+        traffic: Mapping[str, WorkloadTraffic],
+        k_policy: KPolicy,
+        target: Pool,
+        num_silent: int,
+        kept: str,
     ) -> Decision:
-        settings, capacity = self.settings, self.model.capacity(latency, demands)
-        excess = max(0.0, self._ongoing - target.num_wanted * capacity.num_requests)
-        before = capacity.tokens_per_s if self._capacity is None else self._capacity
-        used = min(max(capacity.tokens_per_s, before * (1 - MAX_CHANGE)), before * (1 + MAX_CHANGE))
+        settings, (capacity, length) = self.settings, replica_capacity(k_policy, traffic)
+        excess = max(0.0, self._ongoing - target.num_wanted * k_policy.max_num_seqs)
+        before = capacity if self._capacity is None else self._capacity
+        used = min(max(capacity, before * (1 - MAX_CHANGE)), before * (1 + MAX_CHANGE))
         if excess:  # where requests pile up, a fall of capacity is not in doubt
-            used = min(used, capacity.tokens_per_s)
+            used = min(used, capacity)
         self._capacity = used
-        counted = sum(demand.tokens_per_s for demand in demands)
-        tokens_each = counted / sum(demand.requests_per_s for demand in demands)
+        counted = sum(each.tokens_per_s for each in traffic.values())
+        tokens_each = counted / sum(each.requests_per_s for each in traffic.values())
         arriving = counted * target.num_running / (target.num_running - num_silent)
         # Half of the starting replicas count as serving, because it is not known when they were ordered.
         serving = (target.num_running + target.num_wanted) / 2
@@ -205,18 +237,17 @@ class ScalingPolicy:
         full = f"{100 * settings.utilisation:.0f} %" if planned >= drained else "the full, until the backlog is gone"
         parts = f" ({backlog:.0f} of it backlog)" if backlog else ""
         parts += f", a replica gives {used:.0f}"
-        parts += "" if used == capacity.tokens_per_s else f" (on the way to {capacity.tokens_per_s:.0f})"
-        why += f"; {', '.join(capacity.missed)} cannot keep max_tpot_ms on any number" if capacity.missed else ""
+        parts += "" if used == capacity else f" (on the way to {capacity:.0f})"
         return Decision(
             target=number,
             drafter=self._num_drafters(number),
             source="acceptance",
-            reason=f"{arriving + backlog:.0f} tokens/s wanted{parts} at AL {capacity.acceptance_length:.2f} and batch "
-            f"{capacity.num_requests}, planned to {full}: {needed:.2f} replicas{why}",
+            reason=f"{arriving + backlog:.0f} tokens/s wanted{parts} at AL {length:.2f} and batch "
+            f"{k_policy.max_num_seqs:.0f}, planned to {full}: {needed:.2f} replicas{why}",
             ongoing_requests=self._ongoing,
             demand_tokens_per_s=arriving + backlog,
             capacity_tokens_per_s=used,
-            acceptance_length=capacity.acceptance_length,
+            acceptance_length=length,
             needed=needed,
         )
 

@@ -57,7 +57,7 @@ OWNED_DRAFT_KEYS = {
     "model": "set drafter.head",
     "method": "set drafter.method",
     "num_speculative_tokens": "set drafter.max_draft_tokens",
-    "parallel_drafting": "set drafter.parallel_drafting",
+    "parallel_drafting": "the head's file says it: leave it out",
     "tensor_parallel_size": "set draft_tensor_parallel_size, as in vLLM",
     "num_speculative_tokens_per_batch_size": "each request has a K of its own, which follows the load: see depth",
     "enable_adaptive_verification": "the engine's own rule chooses the drafts of a step: leave it out",
@@ -270,8 +270,10 @@ class LinkSettings(Section):
 
 
 class DrafterSettings(Section):
-    """The drafter. `replicas`, `links`, `heads_by_workload` and `spare_heads` are for `placement: remote`. Spare heads
-    get an equal share of the cache: a candidate on trial, and heads that workloads were given after a trial."""
+    """The drafter. `replicas`, `links`, `heads_by_workload` and `spare_heads` are for `placement: remote`. A candidate
+    on trial gets an equal share of the cache."""
+
+    removed: ClassVar[Mapping[str, str]] = {"parallel_drafting": "the head's file says it"}
 
     method: Literal["eagle3", "eagle", "mtp", "dflash", "dspark", "draft_model", "ngram"] = Field(
         default="eagle3",
@@ -283,9 +285,6 @@ class DrafterSettings(Section):
     )
     max_draft_tokens: int | None = Field(
         default=None, ge=1, le=64, description="K_max, proposed in one pass; default: the head's `num_depths`."
-    )
-    parallel_drafting: bool | None = Field(
-        default=None, description="One pass (P-EAGLE) or one token after another; default: the head's."
     )
     engine_options: dict[str, Any] = Field(
         default_factory=dict, description="Further keys of vLLM's `speculative_config`."
@@ -373,7 +372,12 @@ class DrafterSettings(Section):
                 problems.append(f".heads_by_workload.{workload}{error}" if workload else f".head{error}")
         Problems.check(problems)
         name, head = found.pop("")
-        problems = self._kind_problems(head)
+        problems = []
+        if self.is_remote and head is not None and head.ptd_token_id is None:
+            problems.append(
+                f".placement: remote is for P-EAGLE heads, which draft in one pass, and the head {self.head} is an "
+                "EAGLE-3 head, which drafts one token after another: write colocated"
+            )
         max_draft_tokens = self.max_draft_tokens or (None if head is None else head.num_depths)
         if max_draft_tokens is None:
             problems.append(".max_draft_tokens is missing: the head is not here yet, so its depths are not known")
@@ -392,14 +396,9 @@ class DrafterSettings(Section):
 
     def _read_others(self, catalog: Catalog) -> "DrafterSettings":
         """Resolve the name of a drafter that only vLLM reads, and refuse what is for P-EAGLE heads."""
-        problems = [
-            f".{key} is for P-EAGLE and EAGLE-3 heads: leave it out with method: {self.method}"
-            for key, is_given in (
-                ("placement", self.is_remote),
-                ("parallel_drafting", self.parallel_drafting is not None),
-            )
-            if is_given
-        ]
+        problems = []
+        if self.is_remote:
+            problems.append(f".placement: remote is for P-EAGLE heads: leave it out with method: {self.method}")
         if self.max_draft_tokens is None:
             problems.append(
                 f".max_draft_tokens is missing: with method: {self.method} nothing says how many are drafted"
@@ -414,19 +413,6 @@ class DrafterSettings(Section):
             problems.append(f".head is {name!r:.80}, but method: {self.method} has no files of its own: leave it out")
         Problems.check(problems)
         return self.model_copy(update={"head": name})
-
-    def _kind_problems(self, head: Head | None) -> list[str]:
-        parallel = self.parallel_drafting
-        is_parallel = parallel if head is None else head.ptd_token_id is not None
-        if self.is_remote and False in (parallel, is_parallel):
-            return [
-                f".placement: remote is for P-EAGLE heads, which draft in one pass, and the head {self.head} is an "
-                "EAGLE-3 head, which drafts one token after another: write colocated"
-            ]
-        if parallel in (None, is_parallel):
-            return []
-        kind = "an EAGLE-3 head, without a mask token: write false" if parallel else "a P-EAGLE head: write true"
-        return [f".parallel_drafting is {str(parallel).lower()}, but the head {self.head} is {kind}"]
 
 
 def _misfits(key: str, own: Head, default: Head | None, max_draft_tokens: int) -> list[str]:
@@ -448,22 +434,13 @@ def _misfits(key: str, own: Head, default: Head | None, max_draft_tokens: int) -
     return problems
 
 
-class Objective(Section):
-    """What a workload needs. While a workload has a limit, K is the most that any request verifies."""
-
-    removed: ClassVar[Mapping[str, str]] = {
-        "kind": "K follows from the tokens per second of all requests together",
-        "weight": "every workload's tokens count the same",
-    }
-
-    max_tpot_ms: float | None = Field(
-        default=None, gt=0, allow_inf_nan=False, description="Limit of the mean time per output token."
-    )
-
-
 class DepthSettings(Section):
     """K of requests: how many draft tokens a step verifies. `state` also keeps which heads were put into others' place;
     without it both end with the Ray cluster."""
+
+    removed: ClassVar[Mapping[str, str]] = {
+        "objectives": "a learned K has the least time per token already; to bound that time, lower engine.max_num_seqs",
+    }
 
     policy: Literal["adaptive", "fixed"] = Field(
         default="adaptive", description="Whether K of the other workloads is learned."
@@ -472,17 +449,6 @@ class DepthSettings(Section):
     max: int | None = Field(default=None, ge=0, description="Largest K of any request; by default K_max.")
     by_workload: dict[Tag, int] = Field(default_factory=dict, description="Pinned K by workload.")
     state: str | None = Field(default=None, description="File for what was learned; by default Ray's key-value store.")
-    objectives: dict[Tag, Objective] = Field(
-        default_factory=dict, description="Limits of a workload; with `policy: adaptive` only."
-    )
-
-    @model_validator(mode="after")
-    def _check_meaning(self) -> typing.Self:
-        if self.policy == "fixed" and self.objectives:
-            raise ValueError(".objectives is read by the adaptive policy only: write depth.policy: adaptive")
-        if both := sorted(self.by_workload.keys() & self.objectives.keys()):
-            raise ValueError(f".by_workload pins K of {both[0]}, so depth.objectives.{both[0]} decides nothing")
-        return self
 
 
 class IngressSettings(Section):
@@ -679,6 +645,7 @@ class AutoscalingSettings(Section):
         "warmup_s": "a replica counts as warm 30 s after its start",
         "spare_replicas": "lower utilisation, or raise target.min",
         "scale_to_zero": "write target: {min: 0}",
+        "max_tpot_ms": "lower engine.max_num_seqs, the batch at which a replica's capacity counts",
     }
 
     policy: Literal["acceptance", "queue_length"] = Field(
@@ -695,12 +662,6 @@ class AutoscalingSettings(Section):
     )
     start_time_s: float = Field(
         default=180.0, ge=0, allow_inf_nan=False, description="From the decision to a replica that serves."
-    )
-    max_tpot_ms: float | None = Field(
-        default=None,
-        gt=0,
-        allow_inf_nan=False,
-        description="Only batches within this time per token count as capacity.",
     )
     idle_s: Finite = Field(
         default=600.0, description="Time without a request before the last target ends, with `target.min: 0`."
@@ -722,8 +683,6 @@ class AutoscalingSettings(Section):
                 f".downscale_delay_s is {self.downscale_delay_s:g}: it must be more than {STALE_AFTER_S:g}, after "
                 "which a silent replica counts as missing, or silence would look like traffic that went away"
             )
-        if self.policy == "queue_length" and self.max_tpot_ms is not None:
-            problems.append(".max_tpot_ms is read by the acceptance policy only: write policy: acceptance")
         Problems.check(problems)
         return self
 
@@ -1055,7 +1014,8 @@ class ClusterSettings(Section):
         """The operator's choice of K, with its defaults filled in."""
         max_k, _ = _max_k(self.drafter, self.depth)
         default_k = max_k if self.depth.default is None else self.depth.default
-        return DepthPolicy(self.max_draft_tokens, max_k, default_k, dict(self.depth.by_workload))
+        is_adaptive = self.depth.policy == "adaptive" and self.max_draft_tokens > 0
+        return DepthPolicy(self.max_draft_tokens, max_k, default_k, dict(self.depth.by_workload), is_adaptive)
 
     def caller_table(self, keys: Mapping[str, Sequence[str]] = MappingProxyType({})) -> Callers | None:
         """None: everyone is served. `keys`: those of files (`read_key_files`)."""
@@ -1095,7 +1055,7 @@ class ClusterSettings(Section):
         of_callers = {caller.workload for caller in (self.callers or {}).values() if caller.workload is not None}
         drafted = () if self.drafter is None else self.drafter.heads_by_workload
         learned = None if self.learning is None else self.learning.workloads
-        named = {*self.depth.by_workload, *self.depth.objectives, *self.model.aliases.values(), *of_callers, *drafted}
+        named = {*self.depth.by_workload, *self.model.aliases.values(), *of_callers, *drafted}
         return frozenset({*named, *(learned if isinstance(learned, list) else ())})
 
 
@@ -1183,7 +1143,7 @@ def _with_drafter(raw: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, A
         options = {str(key): item for key, item in value.items()}
         known = typing.get_args(DrafterSettings.model_fields["method"].annotation)
         if (method := options.pop("method", None)) not in known:
-            said = f'{name} must say "method": "eagle3" (with "parallel_drafting": true for a P-EAGLE head)'
+            said = f'{name} must say "method": "eagle3" (for P-EAGLE heads too)'
             raise Problems([f"{said} or another of {listed(known)}; it says method {method!r}"])
         needed = ("num_speculative_tokens",) if method in METHODS_WITHOUT_HEAD else ("model", "num_speculative_tokens")
         Problems.check([f"missing key {name}.{key}" for key in needed if options.get(key) is None])
@@ -1191,7 +1151,7 @@ def _with_drafter(raw: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, A
         if "model" in options:
             drafter["head"] = options.pop("model")
         if method == "eagle3":
-            drafter["parallel_drafting"] = options.pop("parallel_drafting", False)  # as vLLM reads its absence
+            options.pop("parallel_drafting", None)  # the head's file says it
         sections["drafter"] = {**drafter, "engine_options": options}
     return sections
 

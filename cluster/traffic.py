@@ -13,6 +13,7 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,6 +32,18 @@ LENGTH_HALF_LIFE = 200
 
 POOLED_REQUESTS = 10
 """Requests that the mean of all workloads counts as for one of them."""
+
+
+class WorkloadTraffic(NamedTuple):
+    """Arrivals of one workload, and mean tokens of its requests."""
+
+    requests_per_s: float
+    output_tokens: float
+    prompt_tokens: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.requests_per_s * self.output_tokens
 
 
 @dataclass(slots=True)
@@ -88,9 +101,8 @@ class TrafficHistory:
         """Seconds without an arrival."""
         return now_s - max(self._busy_s, self._started_s)
 
-    def rates(self, now_s: float) -> dict[str, tuple[float, float, float]]:
-        """Arrivals per second, and mean output and prompt tokens of a request, of each workload that had an arrival in
-        the longest window; {} while no request of any workload has ended."""
+    def by_workload(self, now_s: float) -> dict[str, WorkloadTraffic]:
+        """The workloads with arrivals; {} while no request of any workload has ended."""
         pooled = sum(self._ended.values(), np.zeros(3))
         if not pooled[0]:
             return {}
@@ -98,7 +110,8 @@ class TrafficHistory:
         for name in sorted(self._names()):
             own = self._ended.get(name, np.zeros(3)) + pooled * (POOLED_REQUESTS / pooled[0])
             num, output_tokens, prompt_tokens = own.tolist()
-            found[name] = self._rate(name, now_s), max(1.0, output_tokens / num), prompt_tokens / num
+            if (rate := self._rate(name, now_s)) > 0:
+                found[name] = WorkloadTraffic(rate, max(1.0, output_tokens / num), prompt_tokens / num)
         return found
 
     def _names(self) -> set[str]:

@@ -19,7 +19,6 @@ from typing import Any
 from ray import serve
 from ray.serve.config import AutoscalingContext
 
-from cluster.capacity import CapacityModel
 from cluster.counts import CounterDeltas, TargetReport
 from cluster.k_policy import KPolicy
 from cluster.scaling import Decision, Pool, ScalingPolicy
@@ -36,9 +35,9 @@ MAX_STREAM_S = 600.0
 
 DECISION_INTERVAL_S = 5.0
 
-RECORD, RECORD_VERSION = "replicas", 1
-"""Name of the record among the documents of the application, and the version of its fields: `version`, `time_s` and
-the wanted number of replicas by deployment, null where the queue length decides."""
+RECORD = "replicas"
+"""Name of the record among the documents of the application. Its fields: `time_s`, and by deployment the wanted number
+of replicas, null where the queue length decides."""
 
 
 def target_autoscaling(settings: ClusterSettings) -> dict[str, Any] | None:
@@ -73,16 +72,6 @@ def _config(scaling: AutoscalingSettings, bounds: ReplicaRange, kwargs: dict[str
 # ---- in the router
 
 
-def capacity_model(settings: ClusterSettings) -> CapacityModel:
-    """The limits of a target replica."""
-    policy, scaling = settings.depth_policy(), settings.autoscaling
-    assert scaling is not None
-    default_k = policy.default_k if settings.depth.policy == "fixed" else None
-    return CapacityModel(
-        settings.max_num_seqs, policy.max_k, dict(policy.by_workload), default_k, max_tpot_ms=scaling.max_tpot_ms
-    )
-
-
 def read_pools(app_name: str) -> dict[str, Pool]:
     """The deployments of an application by name. Asks Serve's controller."""
     pools = {}
@@ -101,7 +90,7 @@ class Autoscaler:
     ) -> None:
         assert settings.autoscaling is not None
         self._settings, self._channel, self._read_pools = settings.autoscaling, channel, read_pools
-        self.policy = ScalingPolicy(settings.autoscaling, capacity_model(settings))
+        self.policy = ScalingPolicy(settings.autoscaling)
         self._decided_s, self._num_decisions = -math.inf, 0
         self._deciding: asyncio.Task[None] | None = None
         self._problem = ""
@@ -128,9 +117,9 @@ class Autoscaler:
         try:
             pools = await asyncio.to_thread(self._read_pools)
             target, drafter = pools[TARGET_NAME], pools.get(DRAFTER_NAME)
-            decision = self.policy.decide(now_s, target, drafter, k_policy.posteriors, k_policy.latency)
+            decision = self.policy.decide(now_s, target, drafter, k_policy)
             numbers = {TARGET_NAME: decision.target, DRAFTER_NAME: decision.drafter}
-            record = {"version": RECORD_VERSION, "time_s": time.time(), **numbers}
+            record = {"time_s": time.time(), **numbers}
             await asyncio.to_thread(self._channel.put, RECORD, record)
             self._problem = ""
         except Exception as error:
@@ -229,5 +218,5 @@ class ReplicaPolicy:
         if self._reading is not None and self._reading.done():
             reading, self._reading = self._reading, None
             record = reading.result() or {}
-            if record.get("version") == RECORD_VERSION and record["time_s"] != self._record.get("time_s"):
+            if record.get("time_s") != self._record.get("time_s"):
                 self._record, self._seen_s = record, now_s

@@ -25,7 +25,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 
 from cluster.admission import Admission, BodyBudget, BusyError
 from cluster.heads import TRIAL_SUFFIX, HeadRouting, base_workload
-from cluster.k_policy import KPolicy
+from cluster.k_policy import PolicyUpdate
 from cluster.request import (
     ANYONE,
     DEFAULT_WORKLOAD,
@@ -173,7 +173,6 @@ class FrontEnd:
     """The front end of one replica.
 
     Args:
-        k_policy: chooses K where neither the request nor the operator did.
         max_running: sequences that the engines behind this front end run well at a time, at most `limits`'.
         usage_log: gets a line for each request, if there is one.
         replica: name of the replica, for these lines.
@@ -182,7 +181,6 @@ class FrontEnd:
     def __init__(
         self,
         settings: ClusterSettings,
-        k_policy: KPolicy | None = None,
         max_running: int | None = None,
         usage_log: UsageLog | None = None,
         replica: str = "",
@@ -201,11 +199,12 @@ class FrontEnd:
         self.heads: tuple[str, ...] = ()
         """Digests of the heads that draft: those of `drafter.heads`, then those that only the router names."""
         self.routing = HeadRouting()
-        self.apply_settings(settings, k_policy)
+        self.update = PolicyUpdate()
+        """The router's last one with choices: K where neither the request nor the operator fixed it."""
+        self.apply_settings(settings)
 
-    def apply_settings(self, settings: ClusterSettings, k_policy: KPolicy | None) -> None:
+    def apply_settings(self, settings: ClusterSettings) -> None:
         """Go on with other limits, callers, depths and aliases; requests that run keep theirs."""
-        self.k_policy = k_policy
         names, aliases = settings.named_workloads(), settings.model.aliases
         if (names, aliases) != (self._settings.named_workloads(), self._settings.model.aliases):
             self._workloads = Workloads(known=names, aliases=aliases)
@@ -317,9 +316,10 @@ class FrontEnd:
             raise ApiError(403, error.message, param=error.field, code="tag_not_allowed") from error
         except DraftingError as error:
             raise ApiError(400, error.message, param=error.field) from error
-        if self.k_policy is not None:
-            drafting = self.k_policy.resolve(drafting, time.monotonic(), caller.max_k)
-        return drafting
+        if not self._policy.is_adaptive:
+            return drafting
+        most = self._policy.max_k
+        return self.update.choose(drafting, most if caller.max_k is None else min(most, caller.max_k))
 
     def _assign_trial(self, drafting: Drafting) -> Drafting:
         """The request, now and then with the head that its workload tries. K stays: both heads get the same."""
@@ -331,8 +331,8 @@ class FrontEnd:
 
     def _head_index(self, workload: str) -> int:
         """The place in `heads` of the head that drafts for a workload."""
-        if (head := self.routing.head_of(workload)) in self.heads:
-            return self.heads.index(head)
+        if workload.endswith(TRIAL_SUFFIX) and self.routing.trial in self.heads:
+            return self.heads.index(self.routing.trial)
         drafter = self._settings.drafter
         return 0 if drafter is None else drafter.head_index(base_workload(workload))
 

@@ -42,8 +42,7 @@ REPLAY_SHARE = 0.3
 """Share of a round's tokens from the mix of before."""
 
 HELD_OUT_FACTOR = 2
-"""A head is judged by up to this number times `learning.min_held_out` answers of each mix; of each workload, where one
-may get a head of its own."""
+"""A head is judged by up to this number times `learning.min_held_out` answers of each mix."""
 
 
 class Learner:
@@ -120,11 +119,7 @@ class Learner:
         before = self._buffer.draw(workloads, held_out=False, newest=False, max_tokens=num_before)
         if not recent:
             return
-        drafter = self._settings.drafter
-        assert drafter is not None
-        # A workload can get a head of its own where a spare slot is left for the next candidate.
-        may_split = len(set(heads.values())) + 1 < len(drafter.heads) + drafter.spare_heads
-        num_judged = HELD_OUT_FACTOR * self._learning.min_held_out * (len(workloads) if may_split else 1)
+        num_judged = HELD_OUT_FACTOR * self._learning.min_held_out
         draw_judged = functools.partial(self._buffer.draw, workloads, held_out=True, max_answers=num_judged)
         judged = draw_judged(), draw_judged(newest=False)
         self._phase = "training"
@@ -133,7 +128,7 @@ class Learner:
         found = await asyncio.to_thread(self._trainer.train, head, [*recent, *before], self._buffer.target, in_use)
         self._counters["busy_seconds"] += found["busy_s"]
         self._phase = "judging"
-        found |= await asyncio.to_thread(self._trainer.judge, head.digest, *judged, may_split)
+        found |= await asyncio.to_thread(self._trainer.judge, head.digest, *judged)
         self._counters["busy_seconds"] += found["judging_s"]
         found["parent"], found["parent_digest"] = head.name, head.digest
         found["num_recent"] = dict(Counter(answer.workload for answer in recent))
@@ -146,7 +141,7 @@ class Learner:
             self._phase = "trial"
             own = [name for name, other in heads.items() if name and other == head != heads[""]]
             files = await asyncio.to_thread(candidate_files, folder)  # the router may be on another node
-            proposal = HeadProposal(folder.name, files, tuple(found.get("alone", own)), head.digest, found)
+            proposal = HeadProposal(folder.name, files, tuple(own), head.digest, found)
             self._trainer.end_trial(head.digest, folder, await self._try_head(proposal))
 
     async def _try_head(self, proposal: HeadProposal) -> HeadChange:
@@ -190,34 +185,21 @@ class HeadTrainer:
             self._heads[head.digest] = self._load(head)
         return dict(self._heads[head.digest].train(conversations(answers), self._rest))
 
-    def judge(self, digest: str, recent: list[KeptAnswer], before: list[KeptAnswer], may_split: bool) -> dict[str, Any]:
-        """Figures on held-out answers, and the verdict. A head that got worse is dropped.
-
-        may_split: where the new head is no better for all, the workload that gains most on recent answers is judged by
-        itself; where it passes, the verdict is on it, and its figures are under `alone`.
-        """
+    def judge(self, digest: str, recent: list[KeptAnswer], before: list[KeptAnswer]) -> dict[str, Any]:
+        """Figures on held-out answers, and the verdict. A head that got worse is dropped."""
         began_s, limits = time.monotonic(), self._learning
 
         def compare(answers: list[KeptAnswer]) -> dict[str, Any]:
             names = [answer.workload for answer in answers]
             return self._heads[digest].compare(conversations(answers), self._settings.max_draft_tokens, names)
 
-        def judge_mixes(recent: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-            verdict = judge_gain(recent, before, limits.min_held_out, limits.min_gain, limits.max_loss)
-            return {"recent": recent, "before": before, "verdict": verdict}
-
-        found = judge_mixes(compare(recent), compare(before))
-        parts = found["recent"]["by_workload"]
-        if may_split and found["verdict"] != BETTER and parts:
-            best = max(parts, key=lambda name: parts[name]["ratio"])
-            own = judge_mixes(parts[best], found["before"]["by_workload"].get(best, found["before"]))
-            if own["verdict"] == BETTER:
-                found |= {"alone": {best: own}, "verdict": BETTER}
-        if found["verdict"].startswith("worse"):
+        found = {"recent": compare(recent), "before": compare(before)}
+        verdict = judge_gain(found["recent"], found["before"], limits.min_held_out, limits.min_gain, limits.max_loss)
+        if verdict.startswith("worse"):
             del self._heads[digest]
         took_s = time.monotonic() - began_s
         self._rest(took_s)
-        return found | {"judging_s": round(took_s, 1)}
+        return {**found, "verdict": verdict, "judging_s": round(took_s, 1)}
 
     def save(self, digest: str, provenance: dict[str, Any]) -> Path:
         heads_dir = Path(self._learning.heads_dir) if self._learning.heads_dir else cache_root() / "learned"

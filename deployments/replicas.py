@@ -58,10 +58,10 @@ class ReplicaMonitor(Generic[ReportT]):
     """
 
     def __init__(
-        self, handle: DeploymentHandle[Any], kind: type[ReportT], on_reports: Callable[[Sequence[ReportT]], Any]
+        self, handle: DeploymentHandle[Any], on_reports: Callable[[Sequence[ReportT]], Any] = lambda _: None
     ) -> None:
-        """`kind`: what a report is. `on_reports` gets the reports each time that they have come."""
-        self._handle, self._kind, self._on_reports = handle, kind, on_reports
+        """`on_reports` gets the reports each time that they have come."""
+        self._handle, self._on_reports = handle, on_reports
         self._num_asked, self._newest = 0, 0
         self._problems: set[str] = set()
         self._task: asyncio.Task[None] | None = None
@@ -96,11 +96,11 @@ class ReplicaMonitor(Generic[ReportT]):
             self._log("a replica does not report; it goes on serving", problem)
         if not problems:
             self._problems.clear()
-        num_ready = len(problems) + sum(isinstance(answer, self._kind) for answer in answers)
+        reports = [answer for answer in answers if not isinstance(answer, BaseException)]
+        num_ready = len(problems) + len(reports)
         if num_ready != self.num_ready:
             logger.info("%s: %d replicas ready", self._handle.deployment_name, num_ready)
-        self.num_ready = num_ready
-        self.reports = [answer for answer in answers if isinstance(answer, self._kind)]
+        self.num_ready, self.reports = num_ready, reports
         try:
             self._on_reports(self.reports)
         except Exception as error:  # noqa: BLE001  # the replicas are up all the same

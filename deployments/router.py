@@ -33,11 +33,11 @@ from cluster.heads import (
     base_workload,
 )
 from cluster.history import POINT_S, ServiceHistory
-from cluster.k_policy import PolicyUpdate
+from cluster.k_policy import KPolicy, PolicyUpdate
 from cluster.learning import LearnerReport
 from cluster.settings import ClusterSettings, live_config
 from deployments import DRAFTER_NAME, TARGET_NAME, compat
-from deployments.autoscaling import Autoscaler, capacity_model, read_pools
+from deployments.autoscaling import Autoscaler, read_pools
 from deployments.replicas import POLL_TIMEOUT_S, REPLICA_LOST, ReplicaMonitor, settings_with
 from deployments.telemetry import (
     HeadCounts,
@@ -50,7 +50,6 @@ from deployments.telemetry import (
     labelled,
     learner_metrics,
     live_heads,
-    make_k_policy,
     prometheus_text,
     scaling_metrics,
     spending_metrics,
@@ -97,18 +96,19 @@ class Router:
         # The targets stand before this deployment in the application, so it cannot be bound to them.
         self._target = serve.get_deployment_handle(TARGET_NAME, app_name=context.app_name)
         self._channel = compat.KVChannel(context.app_name)
-        self._state = StateStore(settings.depth.state, self._channel)
-        self.k_policy = make_k_policy(settings)
+        on_gpu = settings.target.has_gpu
+        self.k_policy = KPolicy(settings.depth_policy(), on_gpu=on_gpu, max_num_seqs=settings.max_num_seqs)
         self._heads = make_head_manager(settings)
-        self._spending = self._state.restore(self.k_policy, self._heads)
+        self._state = StateStore(settings.depth.state, self.k_policy, self._heads, self._channel)
+        self._state.restore()
         self._head_counts, self._counts_are_new = HeadCounts(), False
         self._history = ServiceHistory()
         self._history.add_event("router", "the router has started")
-        self._monitor = ReplicaMonitor(self._target, TargetReport, self._observe)
+        self._monitor = ReplicaMonitor[TargetReport](self._target, self._observe)
         self._drafter = drafter
-        self._drafters = None if drafter is None else ReplicaMonitor(drafter, DrafterReport, self._observe_drafters)
+        self._drafters = None if drafter is None else ReplicaMonitor[DrafterReport](drafter, self._observe_drafters)
         self._handing_out: asyncio.Task[None] | None = None
-        self._learner = None if learner is None else ReplicaMonitor(learner, LearnerReport, lambda _: None)
+        self._learner = None if learner is None else ReplicaMonitor[LearnerReport](learner)
         self._autoscaler: Autoscaler | None = None
         if settings.autoscaling is not None:
             self._autoscaler = Autoscaler(settings, self._channel, functools.partial(read_pools, context.app_name))
@@ -128,9 +128,7 @@ class Router:
         if user_config is None or user_config == live_config(self._settings):
             return
         self._settings = settings_with(self._settings, user_config)
-        self.k_policy = make_k_policy(self._settings, self.k_policy)
-        if self._autoscaler is not None:
-            self._autoscaler.policy.model = capacity_model(self._settings)
+        self.k_policy.policy = self._settings.depth_policy()
         self._warn_without_callers()
 
     def _warn_without_callers(self) -> None:
@@ -142,9 +140,9 @@ class Router:
 
     async def policy_update(self) -> PolicyUpdate:
         """What targets choose K by, and candidates, as of the last reports."""
-        update = self.k_policy.make_update(self._monitor.num_ready or 0, time.monotonic())
+        update = self.k_policy.make_update(self._monitor.num_ready or 0)
         routing = update.heads if self._heads is None else self._heads.routing
-        return dataclasses.replace(update, heads=routing, spending=self._spending.today)
+        return dataclasses.replace(update, heads=routing, spending=self._state.spending.today)
 
     # ---- heads
 
@@ -191,7 +189,7 @@ class Router:
                 logger.warning("%s", event)
                 self._history.add_event("head", event)
             self._heads.events.clear()
-            self._state.save_soon(self.k_policy, self._heads, self._spending, is_urgent=True)
+            self._state.save_soon(is_urgent=True)
 
     def _observe_drafters(self, drafters: Sequence[DrafterReport]) -> None:
         assert self._drafters is not None
@@ -231,12 +229,13 @@ class Router:
     async def metrics(self) -> bytes:
         """Prometheus text over all replicas. Only counts by head begin anew in a restarted router."""
         reports = await self._monitor.refresh()
-        families = target_metrics(reports, self._monitor.num_ready or 0)
+        model = self._settings.model.id
+        families = target_metrics(reports, self._monitor.num_ready or 0, model)
         families += head_metrics(self._head_counts.by_head())
         families += [] if self._heads is None else change_metrics(self._heads.document())
-        families += depth_metrics(self._document(), self._settings.model.id)
+        families += depth_metrics(self._document(), model)
         families += scaling_metrics(self._scaling_document())
-        families += spending_metrics(self._spending.today)
+        families += spending_metrics(self._state.spending.today)
         if self._drafters is not None:
             families += drafter_metrics(await self._drafters.refresh(), reports)
         if self._learner is not None:
@@ -298,7 +297,7 @@ class Router:
     def _observe(self, reports: Sequence[TargetReport]) -> None:
         now_s, policy = time.monotonic(), self.k_policy
         self._history.observe_replicas(TARGET_NAME, reports, self._monitor.num_ready or 0, now_s)
-        self._spending.observe(reports, time.time())
+        self._state.spending.observe(reports, time.time())
         deltas = policy.observe(reports, now_s)
         if self._autoscaler is not None:
             self._autoscaler.observe(deltas, reports, self.k_policy)
@@ -312,4 +311,4 @@ class Router:
             self._heads.record_counts(deltas, self._num_running(reports), weights)
             self._save_head_events()
         self._counts_are_new = True
-        self._state.save_soon(self.k_policy, self._heads, self._spending)
+        self._state.save_soon()

@@ -57,7 +57,7 @@ from deployments.replicas import (
     settings_with,
 )
 from deployments.routes import Entrance, make_app
-from deployments.telemetry import engine_metrics, make_k_policy
+from deployments.telemetry import engine_metrics
 from deployments.usage_log import UsageLog
 from peagle.heads import head_digest, target_digest
 from peagle.schema import SettingsError
@@ -130,7 +130,7 @@ class TargetServer(LLMServer):
         self._grammars = GrammarChecker(client.vllm_config, grammar_limits(settings.limits))
         self._grammars.start()
         max_running = QUEUED_PER_RUNNING * settings.max_num_seqs
-        self.front_end = FrontEnd(settings, make_k_policy(settings), max_running, self._usage_log, self._replica)
+        self.front_end = FrontEnd(settings, max_running, self._usage_log, self._replica)
         self.front_end.set_keys(keys)
         if self._front_ends is None:
             self._generate = EngineAnswers.attach(self.engine, self._recorder, charge, self._grammars).generate
@@ -146,7 +146,7 @@ class TargetServer(LLMServer):
         # Once: an engine takes its memory at its start, and each question holds up a step.
         self._devices = tuple(await self._client.collective_rpc("describe_device"))
         self._router, self._num_targets = router, 1
-        self._learning = asyncio.get_running_loop().create_task(self._learn_forever())
+        self._following = asyncio.get_running_loop().create_task(self._follow_forever())
         self._links: DrafterLinks | None = None
         if drafter is not None:
             admission = self.front_end.admission
@@ -173,35 +173,8 @@ class TargetServer(LLMServer):
         """Take other limits, callers, depths and aliases while requests run (`cluster.settings.live_config`)."""
         if user_config is not None:
             self._settings = settings_with(self._settings, user_config)
-            self.front_end.apply_settings(self._settings, make_k_policy(self._settings, self.front_end.k_policy))
+            self.front_end.apply_settings(self._settings)
             self._grammars.limits = grammar_limits(self._settings.limits)
-
-    async def _make_report(self) -> TargetReport:
-        if self._front_ends is not None:
-            await self._front_ends.refresh_counts()
-        latency = None
-        try:
-            latency = StepLatency.from_wire(self._recorder.step_costs) if self._recorder.step_costs else None
-        except ValueError:  # the counts go out all the same
-            logger.exception("the scheduler's step latency is left out of the report")
-        counted = self._recorder.workloads()
-        return TargetReport(
-            replica=self._replica,
-            model=self.front_end.model,
-            head=self.front_end.head_of(),
-            heads=self.front_end.own_heads(counted),
-            workloads=counted,
-            context_tokens=self._recorder.context_tokens(),
-            step_latency=latency,
-            links=() if self._links is None else self._links.links,
-            num_output_tokens=self._recorder.num_output_tokens,
-            weights=self._weights,
-            num_queued=self.front_end.admission.num_queued,
-            spent=dict(self.front_end.admission.spent),
-            uptime_s=time.monotonic() - self._started_s,
-            node=socket.gethostname(),
-            devices=self._devices,
-        )
 
     async def check_health(self) -> None:
         """Raises EngineLost when the engine has died. vLLM's own exception would make whoever gets it, Serve's
@@ -216,7 +189,25 @@ class TargetServer(LLMServer):
     async def report(self) -> TargetReport:
         """What this replica has counted. Raises EngineLost, see `check_health`."""
         await self.check_health()
-        return await self._make_report()
+        if self._front_ends is not None:
+            await self._front_ends.refresh_counts()
+        latency = StepLatency.from_wire(self._recorder.step_costs) if self._recorder.step_costs else None
+        counted = self._recorder.workloads()
+        return TargetReport(
+            replica=self._replica,
+            head=self.front_end.head_of(),
+            heads=self.front_end.own_heads(counted),
+            workloads=counted,
+            step_latency=latency,
+            links=() if self._links is None else self._links.links,
+            num_output_tokens=self._recorder.num_output_tokens,
+            weights=self._weights,
+            num_queued=self.front_end.admission.num_queued,
+            spent=dict(self.front_end.admission.spent),
+            uptime_s=time.monotonic() - self._started_s,
+            node=socket.gethostname(),
+            devices=self._devices,
+        )
 
     def _keep(self, workload: str, caller: str, prompt: list[int], answer: list[int]) -> None:
         assert self._answers is not None
@@ -236,9 +227,8 @@ class TargetServer(LLMServer):
             *([] if others is None else others.families(self._replica)),
         ]
 
-    async def _learn_forever(self) -> None:
-        """Once a second apply the router's policy update; without any, learn from this replica's own counts. And read
-        callers' keys again."""
+    async def _follow_forever(self) -> None:
+        """Once a second apply the router's policy update, and read callers' keys again."""
         problem, key_problem = "", ""
         while True:
             await asyncio.sleep(POLL_INTERVAL_S)
@@ -251,12 +241,6 @@ class TargetServer(LLMServer):
                 if repr(error) != problem:
                     problem = repr(error)
                     logger.warning("the router gives no policy update", exc_info=error)
-            try:
-                policy, now_s = self.front_end.k_policy, time.monotonic()
-                if policy is not None and not policy.is_following(now_s):
-                    policy.observe([await self._make_report()], now_s)
-            except Exception:
-                logger.exception("this replica's own counts cannot be taken in")
 
     async def _refresh_keys(self, known_problem: str) -> str:
         """Take other keys of callers' files. With files that cannot be used, the keys before stay, and the problem is
@@ -280,8 +264,8 @@ class TargetServer(LLMServer):
         self.front_end.admission.spending = update.spending
         for workload in update.workloads:
             self.front_end.remember_workload(workload)
-        if self.front_end.k_policy is not None:
-            self.front_end.k_policy.apply_update(update, time.monotonic())
+        if update.choices:  # none come of a router that has just started: the last ones stand
+            self.front_end.update = update
 
     # ---- what the HTTP API shows besides answers
 
@@ -384,7 +368,6 @@ def engine_config(
         head_dir,
         method="eagle3" if drafter is None else drafter.method,
         max_draft_tokens=None if drafter is None else drafter.max_draft_tokens,
-        parallel_drafting=None if drafter is None else drafter.parallel_drafting,
         dtype=dtype,
         on_cpu=on_cpu,
         remote=None if links is None else RemoteSettings(links.min_deadline_ms / 1000, links.max_deadline_ms / 1000),

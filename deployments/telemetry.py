@@ -29,11 +29,11 @@ from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from cluster.acceptance import AcceptanceSnapshot
 from cluster.counts import CounterDeltas, Counts, TargetReport
-from cluster.heads import DrafterReport, HeadManager
+from cluster.heads import DrafterReport, HeadManager, HeadState
 from cluster.k_policy import KPolicy
 from cluster.learning import LearnerReport
-from cluster.settings import ClusterSettings
 from cluster.spending import DaySpending, SpendingTracker
 from deployments.compat import KVChannel
 from deployments.metrics import FAMILIES, Families
@@ -47,20 +47,6 @@ MAX_NUM_HEADS = 16
 SAVE_INTERVAL_S = 30.0
 LEARNED = "learned"
 """Name of the saved state among the documents of the cluster."""
-
-
-def make_k_policy(settings: ClusterSettings, before: KPolicy | None = None) -> KPolicy:
-    """What chooses K in one replica, with what `before` has learned."""
-    policy = KPolicy(
-        settings.depth_policy(),
-        is_adaptive=settings.depth.policy == "adaptive" and settings.max_draft_tokens > 0,
-        on_gpu=settings.target.has_gpu,
-        max_tpot_ms={name: one.max_tpot_ms for name, one in settings.depth.objectives.items() if one.max_tpot_ms},
-        max_num_seqs=settings.max_num_seqs,
-    )
-    if before is not None:
-        policy.inherit(before)
-    return policy
 
 
 class HeadCounts:
@@ -165,15 +151,15 @@ def engine_metrics(folder: str | None = None) -> list[Metric]:
     return found
 
 
-def target_metrics(reports: Sequence[TargetReport], num_ready: int) -> list[Metric]:
-    """What targets have counted by workload, every counter from zero on at each replica's start."""
+def target_metrics(reports: Sequence[TargetReport], num_ready: int, model: str) -> list[Metric]:
+    """What targets of `model` have counted by workload, every counter from zero on at each replica's start."""
     found = Families()
     found.add("target_replicas", num_ready)
     for report in reports:
-        found.add("running_requests", report.num_running, report.model, report.replica)
-        found.add("generated_tokens", report.num_output_tokens, report.model, report.replica)
+        found.add("running_requests", report.num_running, model, report.replica)
+        found.add("generated_tokens", report.num_output_tokens, model, report.replica)
         for workload, counted in sorted(report.workloads.items()):
-            labels = report.model, workload, report.replica
+            labels = model, workload, report.replica
             found.add("requests", counted.num_finished, *labels, "finished")
             found.add("requests", counted.num_aborted, *labels, "aborted")
             found.add("output_tokens", counted.num_output_tokens, *labels)
@@ -297,34 +283,48 @@ def spending_metrics(today: DaySpending) -> list[Metric]:
 # ---- what was learned, kept over restarts
 
 
+class SavedState(msgspec.Struct):
+    """What a restarted router needs: what was learned, the reports that were counted for it, which heads were put in
+    others' place, and what callers have used."""
+
+    reports: list[TargetReport]
+    acceptance: AcceptanceSnapshot
+    spending: SpendingTracker
+    heads: HeadState | None = None
+
+
 class StateStore:
-    """Saves what a policy has learned, and which heads it was left with, at most every `SAVE_INTERVAL_S`, and finds it
-    again: in the file that `depth.state` names, else in the key-value store of the Ray cluster, which outlives every
-    replica and needs no disk. It ends with the cluster, unless that keeps it in a Redis.
+    """Saves the state of a router, at most every `SAVE_INTERVAL_S`, and finds it again: in the file that `depth.state`
+    names, else in the key-value store of the Ray cluster, which outlives every replica and needs no disk. It ends with
+    the cluster, unless that keeps it in a Redis.
 
     A router that takes another's place may write beside it for a moment: each writes a file of its own first.
     """
 
-    def __init__(self, path: str | None, channel: KVChannel | None = None) -> None:
-        """With neither nothing is saved."""
+    def __init__(
+        self, path: str | None, policy: KPolicy, heads: HeadManager | None = None, channel: KVChannel | None = None
+    ) -> None:
+        """Without path and channel nothing is saved."""
         self._path, self._channel = None if path is None else Path(path), channel
+        self._policy, self._heads = policy, heads
+        self.spending = SpendingTracker()
         self._name = "the state in Ray's key-value store" if path is None else f"depth.state: {path}"
         self._saved_s = time.monotonic()
         self._task: asyncio.Task[None] | None = None
         self._fails = False
 
-    def restore(self, policy: KPolicy, heads: HeadManager | None = None) -> SpendingTracker:
-        """Begin where the last replica stopped; what callers have used until then is returned. A state that is damaged
-        or of another version is logged and not used; its file is put aside."""
-        spending = SpendingTracker()
+    def restore(self) -> None:
+        """Begin where the last router stopped. A state that is damaged or of another version is logged and not used;
+        its file is put aside."""
         try:
-            snapshot = self._read()
-            if snapshot is None:
-                return spending
-            spending = msgspec.convert(snapshot.get("spending", {}), SpendingTracker)
-            if heads is not None and "heads" in snapshot:
-                heads.restore(snapshot["heads"])  # first: heads are kept where what was learned is of another version
-            policy.restore(snapshot)
+            document = self._read()
+            if document is None:
+                return
+            saved = msgspec.convert(document, SavedState)
+            self.spending = saved.spending
+            if self._heads is not None and saved.heads is not None:
+                self._heads.restore(saved.heads)
+            self._policy.restore(saved.reports, saved.acceptance)  # last: what was learned may be of another K_max
         except Exception as error:  # noqa: BLE001  # the service starts without it, whatever is wrong
             kept = ""
             if self._path is not None:
@@ -333,7 +333,6 @@ class StateStore:
                     self._path.replace(aside)
                     kept = f"; it is kept as {aside}"
             logger.warning("%s cannot be used (%s)%s", self._name, error, kept)
-        return spending
 
     def _read(self) -> Any:
         """None where there is none."""
@@ -341,14 +340,7 @@ class StateStore:
             return json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else None
         return None if self._channel is None else self._channel.get(LEARNED)
 
-    def save_soon(
-        self,
-        policy: KPolicy,
-        heads: HeadManager | None = None,
-        spending: SpendingTracker | None = None,
-        *,
-        is_urgent: bool = False,
-    ) -> None:
+    def save_soon(self, *, is_urgent: bool = False) -> None:
         """Save in a thread, when it is time again and the last save is done: a slow disk holds up no request.
         `is_urgent`: it is time."""
         if is_urgent:
@@ -357,19 +349,24 @@ class StateStore:
         if not is_due or (self._task is not None and not self._task.done()):
             return
         self._saved_s = time.monotonic()
-        snapshot = policy.snapshot() | ({} if heads is None else {"heads": heads.snapshot()})
-        snapshot |= {} if spending is None else {"spending": msgspec.to_builtins(spending)}
-        work = asyncio.to_thread(self.write, snapshot)
-        self._task = asyncio.get_running_loop().create_task(work)
+        self._task = asyncio.get_running_loop().create_task(asyncio.to_thread(self.write, self.document()))
 
-    def write(self, snapshot: Mapping[str, Any]) -> None:
-        """Replace the state by this snapshot, at once and as a whole. The first of several failures in a row is logged,
-        and their end."""
+    def document(self) -> dict[str, Any]:
+        """The state of now, as JSON."""
+        heads, acceptance = self._heads and self._heads.snapshot(), self._policy.posteriors.snapshot()
+        document: dict[str, Any] = msgspec.to_builtins(
+            SavedState(self._policy.last_reports, acceptance, self.spending, heads)
+        )
+        return document
+
+    def write(self, document: Mapping[str, Any]) -> None:
+        """Replace the saved state by this one, at once and as a whole. Of several failures in a row the first is
+        logged, and their end."""
         try:
             if self._path is not None:
-                self._replace_file(self._path, json.dumps(snapshot).encode())
+                self._replace_file(self._path, json.dumps(document).encode())
             elif self._channel is not None:
-                self._channel.put(LEARNED, snapshot)
+                self._channel.put(LEARNED, document)
         except Exception as error:  # noqa: BLE001  # of a disk or of Ray
             if not self._fails:
                 again = f"the service goes on, and tries again every {SAVE_INTERVAL_S:.0f} s"

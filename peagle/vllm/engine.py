@@ -47,7 +47,6 @@ def engine_kwargs(
     *,
     method: str = "eagle3",
     max_draft_tokens: int | None = None,
-    parallel_drafting: bool | None = None,
     dtype: str = "auto",
     on_cpu: bool,
     remote: RemoteSettings | None = None,
@@ -62,8 +61,6 @@ def engine_kwargs(
             to vLLM unread, None if the method has no files.
         max_draft_tokens: K_max, from 1 to the head's `num_depths`, if known. None: `num_depths`; vLLM's own methods
             have no such number.
-        parallel_drafting: all drafts in one pass (P-EAGLE) or one after another (EAGLE-3). None: one pass if the head
-            has a mask token.
         dtype: of target and drafter. On a CPU without bf16 arithmetic: "float32".
         on_cpu: the engine runs on a CPU, with our worker also without a head, which repairs sampling there. vLLM has
             asynchronous scheduling on GPUs only.
@@ -91,7 +88,7 @@ def engine_kwargs(
         kwargs["speculative_config"] = {"method": method, **model, "num_speculative_tokens": max_draft_tokens}
     elif head_dir is not None:
         head = read_head_config(head_dir)
-        kwargs["speculative_config"] = _speculative_config(head, str(head_dir), max_draft_tokens, parallel_drafting)
+        kwargs["speculative_config"] = _speculative_config(head, str(head_dir), max_draft_tokens)
         if remote is not None:
             kwargs |= _remote_engine(kwargs, head, remote, on_cpu)
     has_own_sizes = CAPTURE_KEYS & {*extra, *(extra.get("compilation_config") or {})}
@@ -115,14 +112,8 @@ def capture_sizes(num_tokens: int) -> list[int]:
     return [*(size for size in sizes if size < most), most]
 
 
-def _speculative_config(
-    head: DrafterConfig, head_dir: str, max_draft_tokens: int | None, parallel_drafting: bool | None
-) -> dict[str, Any]:
+def _speculative_config(head: DrafterConfig, head_dir: str, max_draft_tokens: int | None) -> dict[str, Any]:
     """vLLM's setting of the same name for this head."""
-    parallel = head.ptd_token_id is not None
-    if parallel_drafting is not None and parallel_drafting != parallel:
-        kind = "has a mask token (P-EAGLE)" if parallel else "has no mask token (EAGLE-3)"
-        raise ValueError(f"parallel_drafting is {parallel_drafting}, but head {head_dir} {kind}: write {parallel}")
     wanted = head.num_depths if max_draft_tokens is None else max_draft_tokens
     if type(wanted) is not int or not 1 <= wanted <= head.max_depths:
         raise ValueError(
@@ -133,7 +124,7 @@ def _speculative_config(
         "method": "eagle3",
         "model": head_dir,
         "num_speculative_tokens": wanted,
-        "parallel_drafting": parallel,
+        "parallel_drafting": head.ptd_token_id is not None,
     }
 
 

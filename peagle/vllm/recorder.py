@@ -54,15 +54,11 @@ class RecorderDelta:
     Attributes:
         workloads: new counts by workload.
         num_output_tokens: new output tokens.
-        num_live: sequences in the engine now.
-        context_tokens: tokens of context of these, all together.
         step_costs: the newest step latency model, as text; "" before the first.
     """
 
     workloads: dict[str, WorkloadCounts] = field(default_factory=dict)
     num_output_tokens: int = 0
-    num_live: int = 0
-    context_tokens: int = 0
     step_costs: str = ""
 
 
@@ -101,7 +97,7 @@ class DraftingRecorder:
         """The newest step latency model of the scheduler, as text (`STEP_COSTS_HEADER`); "" before the first."""
         self._taken: dict[str, WorkloadCounts] = {}
         self._num_tokens_taken = 0
-        self._sources: dict[int, tuple[Counter[str], int, int]] = {}  # sequences by workload, all, context tokens
+        self._sources: dict[int, Counter[str]] = {}  # running sequences of other clients, by workload
 
     def attach(self, engine: Any) -> None:
         """Start recording `engine`: an `AsyncLLM`, an `LLMEngine` or an `LLM`, before its first request."""
@@ -171,26 +167,12 @@ class DraftingRecorder:
             found[workload].counts += counts_of_steps(steps, of_survival=True)
         return found
 
-    def context_tokens(self) -> float:
-        """Mean tokens of context of the sequences in the engine, waiting ones included; 0.0 without any."""
-        num_live, num_tokens = self._count_live()
-        return num_tokens / num_live if num_live else 0.0
-
-    def _count_live(self) -> tuple[int, int]:
-        """Sequences in the engine, and their tokens of context."""
-        num_tokens = sum(live.num_prompt_tokens + live.num_output_tokens for live in self._live.values())
-        sources = self._sources.values()
-        return len(self._live) + sum(one[1] for one in sources), num_tokens + sum(one[2] for one in sources)
-
     def take_delta(self) -> RecorderDelta:
         """What was counted since the last call."""
         now, before = self.workloads(), self._taken
-        num_live, context_tokens = self._count_live()
         delta = RecorderDelta(
             {name: counts_since(found, before.get(name)) for name, found in now.items() if found != before.get(name)},
             self.num_output_tokens - self._num_tokens_taken,
-            num_live,
-            context_tokens,
             self.step_costs,
         )
         self._taken, self._num_tokens_taken = now, self.num_output_tokens
@@ -198,20 +180,19 @@ class DraftingRecorder:
 
     def add_delta(self, source: int, delta: RecorderDelta) -> None:
         """Count what the recorder of another client of the same engine has counted. `source`: which one."""
-        running = self._sources[source][0] if source in self._sources else Counter[str]()
+        running = self._sources.setdefault(source, Counter())
         for name, added in delta.workloads.items():
             name = self._counted_as(name)
             self._workloads[name] = self._workloads.get(name, WorkloadCounts()) + added
             self._workloads.move_to_end(name)
             running[name] += added.num_running
-        self._sources[source] = running, delta.num_live, delta.context_tokens
         self.num_output_tokens += delta.num_output_tokens
         self.step_costs = delta.step_costs or self.step_costs
 
     def drop_source(self, source: int, lost: Mapping[str, int]) -> None:
         """Count the sequences that a lost client had running as aborted. `lost`: how many of each workload. Some of
         them may have begun, and others have ended, since its last delta."""
-        running = self._sources.pop(source, (Counter[str](), 0, 0))[0]
+        running = self._sources.pop(source, Counter[str]())
         lost_now = Counter[str]()
         for workload, number in lost.items():
             lost_now[self._counted_as(workload)] += number

@@ -77,8 +77,7 @@ class HeadTraffic:
             routing, news = self.manager.routing, CounterDeltas()
             share = routing.share if routing.trial else 0.0
             for task, num in zip(TASKS, self._random.multinomial(at_a_time, self.weights), strict=True):
-                is_asked = task in routing.workloads if routing.workloads else task not in routing.by_workload
-                num_tried = self._random.binomial(num, share) if is_asked else 0
+                num_tried = self._random.binomial(num, share)
                 name = workload or task
                 self._add(news, name, task, self.head, int(num - num_tried))
                 self._add(news, name + TRIAL_SUFFIX, task, routing.trial, int(num_tried))
@@ -88,7 +87,6 @@ class HeadTraffic:
     def _add(self, news: CounterDeltas, name: str, task: str, head: str, num: int) -> None:
         if not num:
             return
-        head = self.manager.routing.by_workload.get(name, head)
         rows = requests_of(task, self.losses[head])
         row = rows[self._random.integers(len(rows), size=num)].sum(0)
         depths = int((row[:K] > 0).sum())

@@ -46,20 +46,6 @@ def add(posteriors: AcceptancePosteriors, **counts: Counts) -> None:
     posteriors.update(CounterDeltas(by_head={"": counts}))
 
 
-def test_mean_converges_to_the_true_rates() -> None:
-    posteriors = AcceptancePosteriors(K_MAX, half_life_steps=1e9)
-    errors = []
-    for seed in range(3):
-        add(posteriors, code=steps(CODE, 100 * 30**seed, seed))
-        errors.append(np.abs(np.array(posteriors.rates("code").mean) - np.cumprod(CODE)).max())
-    assert errors[0] > errors[2]
-    assert errors[2] < 0.01
-    assert posteriors.rates("code").acceptance_length(7) == pytest.approx(1 + np.cumprod(CODE).sum(), abs=0.03)
-    for k in (-1, 8):
-        with pytest.raises(ValueError, match="k must be from 0 to 7"):
-            posteriors.rates("code").acceptance_length(k)
-
-
 def test_posterior_worked_by_hand() -> None:
     """Position 1 only: 300 of 400 and 0 of 100 accepted; every prior is worth 40 trials."""
     posteriors, published = AcceptancePosteriors(1, half_life_steps=1e12), PUBLISHED_RATES[0]
@@ -122,30 +108,6 @@ def test_forgetting_follows_a_change() -> None:
     assert posteriors.rates("w").num_steps == pytest.approx(1000 / np.log(2) / 4, rel=0.01)
 
 
-def test_a_pause_and_the_steps_of_others_forget_nothing() -> None:
-    posteriors = AcceptancePosteriors(K_MAX, half_life_steps=100)
-    add(posteriors, w=steps(CODE, 300, 0))
-    num_steps = posteriors.rates("w").num_steps
-    for seed in range(20):
-        add(posteriors, other=steps(CODE, 300, seed))
-        add(posteriors, w=Counts())
-    assert posteriors.rates("w").num_steps == num_steps
-
-
-def test_little_data_sits_near_the_parent() -> None:
-    posteriors = AcceptancePosteriors(K_MAX)
-    for index in range(4):
-        add(posteriors, **{f"w{index}": steps(CHAT, 3000, index)})
-    add(posteriors, rare=steps(CODE, 12, 9))
-    unseen, rare, much = (posteriors.rates(name) for name in ("unseen", "rare", "w0"))
-    assert unseen.mean == pytest.approx(np.cumprod(CHAT), abs=0.03)
-    assert rare.mean[0] == pytest.approx(CHAT[0], abs=0.05)
-    assert unseen.num_steps == 0
-    assert unseen.high[0] - unseen.low[0] > 3 * (much.high[0] - much.low[0])
-    add(posteriors, rare=steps(CODE, 20_000, 10))
-    assert posteriors.rates("rare").mean == pytest.approx(np.cumprod(CODE), abs=0.03)
-
-
 def report(replica: str, head: str, totals: dict[str, Counts]) -> TargetReport:
     return TargetReport(
         replica, head=head, workloads={name: WorkloadCounts(counts=each) for name, each in totals.items()}
@@ -185,7 +147,8 @@ def test_each_head_has_evidence_of_its_own_and_a_change_back_voids_nothing() -> 
     posteriors.update(CounterDeltas(head="old"))
     assert posteriors.rates("code") == old
     posteriors.update(CounterDeltas(head="new"))
-    assert posteriors.rates("code") == new
+    posteriors.update(CounterDeltas())
+    assert posteriors.rates("code") == new, "also where no replica names its head"
     posteriors.update(CounterDeltas(head="new", heads={"code": "old"}))
     assert posteriors.rates("code") == old
     for index in range(10):
@@ -221,13 +184,6 @@ def test_reports_deeper_than_k_max_count_to_k_max() -> None:
     assert len(shallow.rates("w").mean) == K_MAX
 
 
-def test_without_a_drafter_there_is_nothing_to_learn() -> None:
-    posteriors = AcceptancePosteriors(0)
-    add(posteriors, w=Counts())
-    assert posteriors.rates("w").mean == ()
-    assert posteriors.rates("w").acceptance_length(0) == 1.0
-
-
 def test_a_snapshot_is_everything_and_a_damaged_one_changes_nothing() -> None:
     posteriors, restored = AcceptancePosteriors(K_MAX), AcceptancePosteriors(K_MAX)
     for index, name in enumerate(("a", "b", "c")):
@@ -237,9 +193,9 @@ def test_a_snapshot_is_everything_and_a_damaged_one_changes_nothing() -> None:
     restored.restore(msgspec.convert(document, AcceptanceSnapshot))
     assert restored.snapshot() == posteriors.snapshot()
     assert all(restored.rates(name) == posteriors.rates(name) for name in ("a", "b", "c", "new"))
-    for counts in ([5, [9] * 7, [1] * 7], [5, [1] * 7, [2] * 7], [-1, [0] * 7, [0] * 7], [9, [1], [1]]):
+    for rows in ([[9] * 7, [1] * 7], [[1] * 7, [2] * 7], [[-1] * 7, [-1] * 7], [[1], [1]]):
         damaged = json.loads(json.dumps(document))
-        damaged["evidence"]["one"]["b"] = dict(zip(("steps", "reached", "accepted"), counts, strict=True))
+        damaged["evidence"]["one"]["b"] = rows
         with pytest.raises(ValueError, match="no steps can have these counts"):
             restored.restore(msgspec.convert(damaged, AcceptanceSnapshot))
         assert restored.snapshot() == posteriors.snapshot()

@@ -1,13 +1,10 @@
 """Counts of drafts and requests, and what is new in each report."""
 
-import json
-
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.counts import Counts, DeltaTracker, TargetReport, TrackerState, WorkloadCounts
+from cluster.counts import Counts, DeltaTracker, TargetReport, WorkloadCounts
 from tests.support.counted import counts_of
 
 STEPS = st.lists(
@@ -21,7 +18,7 @@ def workload(steps, num_started=0, num_finished=0, num_aborted=0):
 
 
 def report(replica="a", head="h", *, heads=None, **workloads):
-    return TargetReport(replica, "m", head, heads or {}, workloads)
+    return TargetReport(replica, head, heads or {}, workloads)
 
 
 @given(STEPS)
@@ -36,7 +33,6 @@ def test_counts_are_the_definition_step_by_step(steps):
     assert counts.num_steps == sum(verified > 0 for verified, _ in steps)
     assert counts.num_draft_tokens == sum(verified for verified, _ in steps)
     assert counts.num_accepted_tokens == sum(taken for _, taken in steps)
-    counts.check()
 
 
 @given(STEPS, STEPS)
@@ -45,7 +41,7 @@ def test_a_difference_is_what_came_on_top(before, after):
     assert earlier + added == counts_of(before + after)
     assert (earlier + added) - earlier == added
     if added.num_steps:
-        with pytest.raises(ValueError, match="cannot be"):
+        with pytest.raises(ValueError, match="no earlier reading"):
             earlier - (earlier + added)
 
 
@@ -56,7 +52,7 @@ def test_every_step_counts_once_whatever_was_polled_when(events):
     for replica, name, steps in events:
         mine = counted.setdefault(replica, {})
         mine[name] = mine.get(name, WorkloadCounts()) + workload(steps, num_started=1)
-        deltas = tracker.update([TargetReport(replica, "m", "h", {}, mine)])
+        deltas = tracker.update([TargetReport(replica, "h", {}, mine)])
         for each, counts in deltas.workloads.items():
             found[each] = found.get(each, WorkloadCounts()) + counts
     assert found == {
@@ -99,28 +95,3 @@ def test_heads_are_counted_side_by_side_and_the_majority_is_current():
     votes = [report("a", "old"), report("b", "new"), report("c", "new")]
     assert tracker.update(votes).head == "new"
     assert tracker.update(votes[:2]).head == "new"
-    assert tracker.update([report("b", "")]).head == "new"
-
-
-def test_a_tracker_goes_on_after_a_restart_of_its_own():
-    tracker, restored = DeltaTracker(), DeltaTracker()
-    tracker.update([report("a", heads={"x": "own"}, x=workload([(3, 1)] * 9, 4)), report("b")])
-    state = json.loads(msgspec.json.encode(tracker.state))
-    restored.restore(msgspec.convert(state, TrackerState))
-    assert restored.state == tracker.state
-    assert restored.update([report("a", x=workload([(3, 1)] * 9, 4))]).workloads["x"] == WorkloadCounts()
-
-
-@pytest.mark.parametrize(
-    "counts",
-    [
-        Counts([1], [1], [2]),
-        Counts([1, 2], [1, 0], [1, 0]),
-        Counts([1], [1], [-1]),
-        Counts([1], [], []),
-    ],
-)
-def test_a_report_of_impossible_counts_is_refused(counts):
-    for damaged in (WorkloadCounts(counts=counts), WorkloadCounts(num_started=-1)):
-        with pytest.raises(ValueError, match="cannot be|must have"):
-            report("a", x=damaged).check()

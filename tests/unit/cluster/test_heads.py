@@ -1,9 +1,9 @@
 """The head manager: chance rolls no good head back and promotes none, what is worse goes, an operator's word wins."""
 
 import itertools
-import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from cluster.counts import CounterDeltas, Counts, WorkloadCounts
@@ -16,6 +16,7 @@ from cluster.heads import (
     HeadProposal,
     HeadRef,
     HeadRouting,
+    HeadState,
     compare_heads,
 )
 from tests.support.head_traffic import HeadTraffic, acceptance_length, requests_of
@@ -41,11 +42,11 @@ def swapped(seed: int, loss: float, num_after: int = 3000) -> HeadTraffic:
     return traffic
 
 
-def tried(seed: int, now: float, then: float, num_requests: int, **proposal: Any) -> tuple[HeadTraffic, HeadChange]:
+def tried(seed: int, now: float, then: float, num_requests: int) -> tuple[HeadTraffic, HeadChange]:
     """A service and what became of a candidate within some requests."""
     traffic = HeadTraffic(make_manager(), seed, {"a": now, "c": then})
     traffic.run(600)
-    traffic.manager.propose(C, HeadProposal("/heads/c", **proposal))
+    traffic.manager.propose(C, HeadProposal("/heads/c"))
     while traffic.num_requests < num_requests and not traffic.manager.get_change(C).is_over:
         traffic.run(60)
     return traffic, traffic.manager.get_change(C)
@@ -82,10 +83,6 @@ def test_a_worse_head_is_rolled_back_the_sooner_the_worse_it_is(loss: float, mos
         assert "rolled back" in traffic.manager.events[-1]
 
 
-def test_a_slightly_worse_head_is_rolled_back_after_some_thousand_requests() -> None:
-    assert [swapped(seed, 0.05, 7200).head for seed in range(10)].count("a") >= 7
-
-
 def test_the_same_user_config_does_not_bring_it_again_and_another_one_does() -> None:
     traffic = swapped(0, 0.5, 120)
     traffic.run(120)
@@ -101,19 +98,9 @@ def test_the_same_user_config_does_not_bring_it_again_and_another_one_does() -> 
     assert traffic.head == "a"
 
 
-def test_without_evidence_on_the_head_before_nothing_is_decided() -> None:
-    traffic = HeadTraffic(make_manager(0), 0, {"a": 0.0, "b": 0.5})
-    traffic.report()
-    traffic.configured = HeadRef("b", "b")
-    traffic.run(1200)
-    assert traffic.head == "b"
-    assert traffic.manager.document()[0]["gain"] is None
-
-
 def test_what_was_rolled_back_outlives_a_restart() -> None:
     traffic = swapped(0, 0.5, 120)
-    again = make_manager(0)
-    again.restore(json.loads(json.dumps(traffic.manager.snapshot())))
+    again = restarted(traffic.manager, 0)
     assert again.desired == DesiredHeads({"b": HeadRef("a", "a")})
     assert again.document() == traffic.manager.document()
     without_its_state = make_manager(0)
@@ -125,7 +112,7 @@ def test_what_was_rolled_back_outlives_a_restart() -> None:
 def restarted(manager: HeadManager, num_spare: int) -> HeadManager:
     """The one of the next router."""
     again = make_manager(num_spare)
-    again.restore(json.loads(json.dumps(manager.snapshot())))
+    again.restore(msgspec.json.decode(msgspec.json.encode(manager.snapshot()), type=HeadState))
     return again
 
 
@@ -168,16 +155,6 @@ def test_a_trial_begins_anew_with_another_target() -> None:
     assert (trial.state, trial.num_steps < num_before) == ("running", True)
 
 
-@pytest.mark.parametrize(
-    "damage", [{"changes": None}, {"replacements": {"b": {"nam": "a"}}}, {"evidence": {"a": {"x": [1]}}}]
-)
-def test_a_damaged_snapshot_is_refused_and_changes_nothing(damage: dict[str, Any]) -> None:
-    snapshot, manager = swapped(0, 0.5, 120).manager.snapshot() | damage, make_manager(0)
-    with pytest.raises(ValueError, match="the snapshot of heads cannot be used"):
-        manager.restore(snapshot)
-    assert not manager.is_ready
-
-
 # ---- trials
 
 
@@ -217,38 +194,13 @@ def test_a_promoted_head_that_turns_out_worse_is_rolled_back() -> None:
     assert traffic.manager.desired.replacements == {}
 
 
-def test_a_workload_is_given_a_head_of_its_own() -> None:
-    traffic, trial = tried(0, 0.2, 0.0, 12_000, workloads=("qa",))
-    assert trial.state == "promoted"
-    assert traffic.head == "a", "the others keep theirs"
-    assert traffic.manager.routing.by_workload == {"qa": "c"}
-    assert traffic.manager.desired == DesiredHeads({}, (HeadRef(C, "c"),))
-    with pytest.raises(ValueError, match="all 1 of drafter.spare_heads draft for workloads"):
-        traffic.manager.propose("candidate-d", HeadProposal("/heads/d"))
-    assert traffic.manager.roll_back().state == "rolled back"
-    assert traffic.manager.routing == HeadRouting(trial="c"), "requests that it has end with it"
-
-
-def test_beside_a_head_of_one_workload_that_head_and_the_others_are_still_replaced() -> None:
-    traffic = HeadTraffic(make_manager(2), 0, {"a": 0.3, "c": 0.2, "d": 0.0, "e": 0.0})
-    traffic.run(600)
-    for name, workloads in (("c", ("qa",)), ("d", ("qa",)), ("e", ())):
-        traffic.manager.propose(f"candidate-{name}", HeadProposal(f"/heads/{name}", workloads=workloads))
-        for _ in range(400):
-            traffic.run(60)
-            if traffic.manager.get_change(f"candidate-{name}").is_over:
-                break
-        assert traffic.manager.get_change(f"candidate-{name}").state == "promoted"
-    assert traffic.manager.routing.by_workload == {"qa": "d"}
-    assert traffic.head == "e"
-
-
 def test_a_candidate_for_all_workloads_of_a_head_takes_its_place() -> None:
     manager = make_manager(1, code=1)
     configured = (HeadRef("a", "a"), HeadRef("b", "b"))
     manager.observe_drafters([report(*configured, configured=configured)])
-    with pytest.raises(ValueError, match="draft with 2 heads"):
-        manager.propose(C, HeadProposal("/heads/c", workloads=("code", "chat")))
+    for workloads in (("code", "chat"), ("chat",)):
+        with pytest.raises(ValueError, match="share no head of their own"):
+            manager.propose(C, HeadProposal("/heads/c", workloads=workloads))
     manager.propose(C, HeadProposal("/heads/c", workloads=("code",)))
     ready = report(*configured, HeadRef(C, "c"), configured=configured, desired=manager.desired)
     slow = report(*configured, configured=configured, desired=manager.desired)
@@ -257,7 +209,7 @@ def test_a_candidate_for_all_workloads_of_a_head_takes_its_place() -> None:
         assert manager.get_change(C).state == "loading", "until all drafters have it"
     manager.observe_drafters([ready, ready])
     assert manager.get_change(C).against == "b"
-    assert manager.routing == HeadRouting({}, "c", 0.1, ("code",))
+    assert manager.routing == HeadRouting("c", 0.1, ("code",))
     for _ in range(200):
         manager.record_counts(news_of({("c", "code/trial"): 0.0, ("b", "code"): 0.5}), {})
     assert manager.get_change(C).state == "promoted"
@@ -299,22 +251,6 @@ def test_why_there_can_be_no_trial() -> None:
     manager.propose(C, HeadProposal("/heads/c"))
     manager.observe_drafters([report(*configured, HeadRef(C, "a"), **given)])
     assert manager.get_change(C).reason == "it is the head that drafts already"
-
-
-def test_all_that_was_seen_of_a_head_counts_when_it_is_replaced_trials_too() -> None:
-    """A young service whose first head is never right, nor is what comes after the candidate that is promoted."""
-    for seed in range(6):
-        manager = HeadManager({}, 1, 0.5)
-        traffic = HeadTraffic(manager, seed, {"a": 1.0, "c": 0.0, "d": 1.0, "e": 1.0})
-        traffic.run(4, at_a_time=2, workload="chat")
-        for name, state in ((C, "promoted"), ("candidate-d", "dropped")):
-            manager.propose(name, HeadProposal("/heads/it"))
-            while not manager.get_change(name).is_over:
-                traffic.run(2, at_a_time=2, workload="chat")
-            assert manager.get_change(name).state == state
-        traffic.configured = HeadRef("e", "e")
-        traffic.run(20, at_a_time=2, workload="chat")
-        assert traffic.head == "c"
 
 
 def test_a_user_config_ends_the_trial_against_the_head_before() -> None:

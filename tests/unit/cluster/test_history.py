@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from cluster.counts import Counts, DeltaTracker, TargetReport, WorkloadCounts
-from cluster.heads import DrafterReport
 from cluster.history import KV_CACHE, MAX_EVENTS, MAX_POINTS, RECENT_POINTS, ServiceHistory, decoded, quantile, speed_up
 from tests.support.counted import counts_of
 from tests.support.scaling_cases import LATENCY
@@ -76,11 +75,6 @@ def test_steps_without_drafts_bring_nothing_and_the_pass_is_paid_where_it_runs()
     assert speed_up(decoded(100, counts_of([(1, 0)] * 50), 64, free)) == pytest.approx(1 / 2, rel=0.05)
 
 
-def test_nothing_is_said_of_the_speed_up_before_steps_were_timed() -> None:
-    guess = latency_of(lambda requests, rows, _: 0.02)
-    assert speed_up(decoded(100, counts_of([(3, 2)] * 30), 1, guess)) is None
-
-
 def test_the_headline_is_about_the_last_minutes_else_about_the_hour() -> None:
     service = Service("a")
     service.run(16)
@@ -148,14 +142,6 @@ def test_a_replica_that_is_silent_keeps_its_row_and_one_that_is_gone_makes_an_ev
     service.run(1)
     assert service.events("replica")[0] == "target c runs (2 running)"
     assert [row["replica"] for row in service.document()["replicas"]] == ["a", "c"]
-
-
-def test_serve_may_leave_a_replica_out_for_a_moment() -> None:
-    history = ServiceHistory()
-    history.observe_replicas("drafter", [DrafterReport("d", "h:1", ())], 1, 0.0)
-    history.observe_replicas("drafter", [], 0, 2.0)
-    history.observe_replicas("drafter", [DrafterReport("d", "h:1", ())], 1, 3.0)
-    assert [event["text"] for event in history.document(3.0)["events"]] == ["drafter d runs (1 running)"]
 
 
 def test_a_change_of_k_is_an_event_with_all_workloads_that_changed() -> None:

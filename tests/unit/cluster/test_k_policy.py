@@ -1,17 +1,18 @@
 """The choice of K: against brute force at one time, steady over time, and what becomes of reports and updates."""
 
 import json
-import logging
-import math
 import pickle
 from dataclasses import replace
 from itertools import pairwise, product
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.acceptance import AcceptanceSnapshot
 from cluster.counts import Counts, TargetReport, WorkloadCounts
 from cluster.k_policy import EXPLORED_STEPS, MAX_REPORT_AGE_S, MIN_GAIN, Demand, KPolicy, best_ks, steady_ks
 from cluster.request import DepthPolicy, Drafting, resolve
@@ -26,70 +27,48 @@ BAD = (0.1, 0.0, 0.0, 0.0, 0.0)
 
 # ---- the best K of each workload, at one time
 
-LIMITS = st.just(math.inf) | st.floats(2, 40).map(lambda ms: ms * MS)
 LOADS = st.lists(st.tuples(st.integers(1, 4), survivals(3), st.integers(0, 3)), min_size=1, max_size=3)
 
 
-def demands_of(loads, limits=()) -> list[Demand]:
-    limits = [*limits, *[math.inf] * len(loads)]
-    return [Demand(str(i), num, rates, k, max_tpot_s=limits[i]) for i, (num, rates, k) in enumerate(loads)]
-
-
-def score(demands, ks, table) -> tuple[float, float]:
-    """Excess over the limits and tokens per second by the formulas of `cluster.k_policy`, written down once more."""
+def tokens_per_s(demands, ks, table) -> float:
+    """By the formula of `cluster.k_policy`, written down once more."""
     num = sum(demand.num_requests for demand in demands)
     drafts = sum(demand.num_requests * k for demand, k in zip(demands, ks, strict=True))
-    seconds, tokens, excess = table.seconds(num, num + drafts), 0.0, 1.0
-    for demand, k in zip(demands, ks, strict=True):
-        length = 1 + sum(demand.rates[:k])
-        tokens += demand.num_requests * length
-        excess = max(excess, seconds / length / demand.max_tpot_s)
-    return (excess if excess > 1 + 1e-9 else 1.0), tokens / seconds
+    tokens = sum(demand.num_requests * (1 + sum(demand.rates[:k])) for demand, k in zip(demands, ks, strict=True))
+    return tokens / table.seconds(num, num + drafts)
 
 
-def optimum(demands, table) -> tuple[float, float]:
+def optimum(demands, table) -> float:
     every = product(*(range(demand.min_k, demand.max_k + 1) for demand in demands))
-    return min((score(demands, ks, table) for ks in every), key=lambda found: (round(found[0], 9), -found[1]))
+    return max(tokens_per_s(demands, ks, table) for ks in every)
 
 
 @settings(max_examples=200)
 @given(LINES, LOADS)
 def test_best_ks_is_the_optimum_where_each_draft_takes_the_same_time(line, loads):
-    demands = demands_of(loads)
+    demands = [Demand(str(index), *load) for index, load in enumerate(loads)]
     plan = best_ks(demands, line)
-    found = score(demands, plan.ks.values(), line)
-    assert found == pytest.approx(optimum(demands, line), rel=1e-8)
-    assert plan.tokens_per_s == pytest.approx(found[1])
+    assert tokens_per_s(demands, plan.ks.values(), line) == pytest.approx(optimum(demands, line), rel=1e-8)
+    assert plan.tokens_per_s == pytest.approx(optimum(demands, line), rel=1e-8)
 
 
 @settings(max_examples=200)
-@given(TABLES, survivals(3), st.integers(1, 12), st.integers(0, 3), LIMITS)
-def test_best_ks_is_the_optimum_of_one_workload_on_any_engine_within_its_limit(table, rates, num, max_k, limit_s):
-    demands = demands_of([(num, rates, max_k)], [limit_s])
-    plan = best_ks(demands, table)
-    best = optimum(demands, table)
-    assert score(demands, plan.ks.values(), table) == pytest.approx(best, rel=1e-8)
-    assert plan.excess == pytest.approx(best[0], rel=1e-8)
+@given(TABLES, survivals(3), st.integers(1, 12), st.integers(0, 3))
+def test_best_ks_is_the_optimum_of_one_workload_on_any_engine(table, rates, num, max_k):
+    demands = [Demand("a", num, rates, max_k)]
+    assert best_ks(demands, table).tokens_per_s == pytest.approx(optimum(demands, table), rel=1e-8)
 
 
-def test_on_staircases_and_with_limits_best_ks_is_nearly_the_optimum_of_all_assignments():
-    """1 % of the tokens off on average, and a limit that some assignment keeps is kept in 29 of 30 instances."""
-    gaps, kept, rng = [], [], np.random.default_rng(0)
+def test_on_staircases_best_ks_is_nearly_the_optimum_of_all_assignments():
+    gaps, rng = [], np.random.default_rng(0)
     for _ in range(300):
         sizes = sorted(rng.choice(np.arange(2, 40), 6, replace=False).tolist()) if rng.random() < 0.5 else ()
         line = rng.uniform(2, 20) * MS, rng.uniform(0.01, 2) * MS, rng.choice([0.0, 0.02, 0.2]) * MS
         engine, demands = Table(*line, sizes=sizes), []
         for name in "abc":
             rates = tuple(np.cumprod(rng.uniform(rng.choice([0.0, 0.3, 0.7]), 1.0, 4)).tolist())
-            limit_s = rng.uniform(2, 40) * MS if rng.random() < 0.3 else math.inf
-            demands.append(Demand(name, int(rng.integers(1, 5)), rates, 4, max_tpot_s=limit_s))
-        excess, rate = score(demands, best_ks(demands, engine).ks.values(), engine)
-        best_excess, best_rate = optimum(demands, engine)
-        if best_excess == 1.0:
-            kept.append(excess == 1.0)
-            gaps += [1 - rate / best_rate] if kept[-1] else []
-    assert len(kept) > 150
-    assert np.mean(kept) > 29 / 30
+            demands.append(Demand(name, int(rng.integers(1, 5)), rates, 4))
+        gaps.append(1 - tokens_per_s(demands, best_ks(demands, engine).ks.values(), engine) / optimum(demands, engine))
     assert np.mean(gaps) < 0.015
 
 
@@ -98,7 +77,7 @@ def test_pinned_workloads_stay_and_others_are_best_beside_them():
     demands = [Demand("a", 4, CODE, 5).pinned(2), Demand("b", 4, CHAT, 5)]
     plan = best_ks(demands, table)
     assert plan.ks["a"] == 2
-    assert score(demands, plan.ks.values(), table) == pytest.approx(optimum(demands, table))
+    assert plan.tokens_per_s == pytest.approx(optimum(demands, table))
 
 
 def test_without_any_draft_the_drafters_pass_is_not_paid():
@@ -108,23 +87,9 @@ def test_without_any_draft_the_drafters_pass_is_not_paid():
     assert "no draft pays" in plan.reason
 
 
-def test_a_tpot_limit_cuts_the_drafts_that_bring_least():
-    table = Table(10 * MS, 2 * MS)
-    free = best_ks(demands_of([(4, CODE, 5), (4, CHAT, 5)]), table)
-    limit_s = 0.9 * free.tpot_s["1"]
-    held = best_ks(demands_of([(4, CODE, 5), (4, CHAT, 5)], [math.inf, limit_s]), table)
-    assert held.excess == 1.0
-    assert held.reason.endswith("; within the TPOT limits")
-    assert held.tpot_s["1"] <= limit_s
-    assert held.tokens_per_s < free.tokens_per_s
-    missed = best_ks(demands_of([(4, CODE, 5), (4, CHAT, 5)], [math.inf, 1 * MS]), table)
-    assert missed.excess > 1.0
-    assert "; no K meets 1 ms per token of 1, the fastest gives " in missed.reason
-
-
 def test_a_fraction_of_a_request_lies_between_whole_ones():
     latency = latency_of(lambda num, rows, is_drafted: 0.01 + 0.001 * rows)
-    steps = [best_ks([Demand("a", num, CODE, 5)], latency).step_s for num in (2, 2.5, 3)]
+    steps = [best_ks([Demand("a", num, CODE, 5)], latency).tpot_s["a"] for num in (2, 2.5, 3)]
     assert steps[1] == pytest.approx((steps[0] + steps[2]) / 2, rel=0.02)
     thin, one = (best_ks([Demand("a", num, CODE, 5)], latency) for num in (0.1, 1))
     assert thin == one, "a step that runs has a request"
@@ -153,19 +118,9 @@ def test_a_small_workload_changes_for_a_gain_of_its_own_tokens():
     assert plan.ks["large"] == 0 < plan.ks["small"]
 
 
-def test_a_limit_that_is_missed_changes_k_without_gain():
-    """8 requests of a workload that accepts much slow down the one that has a limit."""
-    in_force = {"code": 5, "chat": 0}
-    busy = [Demand("code", 8, GOOD, 5), Demand("chat", 1, BAD, 5, max_tpot_s=30 * MS)]
-    assert best_ks([demand.pinned(in_force[demand.workload]) for demand in busy], STEEP).excess > 1.1
-    plan = steady_ks(busy, STEEP, in_force)
-    assert plan.ks["code"] < 5
-    assert plan.tpot_s["chat"] <= 30 * MS
-
-
 def test_noise_around_a_tie_changes_k_rarely():
     """An hour in which K = 1 and K = 2 bring the same, and the counts vary by chance."""
-    rng, found, chosen = np.random.default_rng(0), KPolicy(DepthPolicy(5, 5, 3), seed=0), []
+    rng, found, chosen = np.random.default_rng(0), KPolicy(DepthPolicy(5, 5, 3)), []
     latency = latency_of(STEEP.seconds, num_steps=1000)
     total = Counts()
     for second in range(1200):
@@ -177,7 +132,7 @@ def test_noise_around_a_tie_changes_k_rarely():
         total = total + Counts([200] * 5, reached, accepted)
         report = TargetReport("r", head="h", workloads={"a": WorkloadCounts(4, counts=total)}, step_latency=latency)
         found.observe([report], float(second))
-        chosen.append(found.resolve(Drafting("a", 3, "default"), float(second)).k)
+        chosen.append(choose(found, "a").k)
     assert sum(k != other for k, other in pairwise(chosen[10:])) <= 3
     assert set(chosen[10:]) <= {1, 2}
 
@@ -203,23 +158,28 @@ def report(
     replica: str = "a", head: str = "h", num_steps: int = 5000, per_token_s: float = 0.001, **more
 ) -> TargetReport:
     workloads = {"code": counts(0.95, num_steps), "chat": counts(0.2, num_steps)}
-    return replace(TargetReport(replica, "m", head, {}, workloads, 500.0, linear_latency(per_token_s)), **more)
+    return replace(TargetReport(replica, head, {}, workloads, linear_latency(per_token_s)), **more)
 
 
 def k_policy(**options) -> KPolicy:
-    return KPolicy(POLICY, seed=0, **options)
+    return KPolicy(POLICY, **options)
 
 
-def k_of(found: KPolicy, workload: str, now_s: float) -> int:
-    return found.resolve(resolve(POLICY, {"workload": workload}), now_s).k
+def choose(found: KPolicy, workload: str, max_k: int = K_MAX) -> Drafting:
+    """What a request gets that names no K."""
+    return found.make_update(1).choose(Drafting(workload, 3, "default"), max_k)
+
+
+def k_of(found: KPolicy, workload: str) -> int:
+    return choose(found, workload).k
 
 
 def test_k_follows_what_each_workload_accepts_and_what_a_row_costs() -> None:
     dear, free = k_policy(), k_policy()
     dear.observe([report()], 0.0)
-    assert k_of(dear, "code", 1.0) > 3 > k_of(dear, "chat", 1.0)
+    assert k_of(dear, "code") > 3 > k_of(dear, "chat")
     free.observe([report(per_token_s=0.0)], 0.0)
-    assert k_of(free, "chat", 1.0) == K_MAX
+    assert k_of(free, "chat") == K_MAX
 
 
 def test_without_steps_k_rests_on_the_prior_and_is_at_least_1() -> None:
@@ -228,101 +188,80 @@ def test_without_steps_k_rests_on_the_prior_and_is_at_least_1() -> None:
     for num in (1, 8, 64):
         found = k_policy()
         found.observe([report(workloads={"new": WorkloadCounts(num)})], 0.0)
-        choice = found.resolve(Drafting("new", 3, "default"), 0.0)
+        choice = choose(found, "new")
         assert choice.source == "default"
         assert choice.reason.startswith("nothing measured yet: ")
         by_load[num] = choice.k
     assert by_load[1] > by_load[8] > by_load[64] >= 1
 
 
-def learned(found: KPolicy, workload: str, now_s: float = 1.0) -> Drafting:
-    choice = found.resolve(Drafting(workload, 3, "default"), now_s)
-    assert choice.source == "learned"
-    return choice
-
-
 def test_a_choice_says_why_and_the_engine_may_verify_more() -> None:
     found = k_policy()
     found.observe([report(workloads={"code": counts(0.6, 5000)})], 0.0)
-    choice = learned(found, "code")
+    choice = choose(found, "code")
+    assert choice.source == "learned"
     assert "tokens/s" in choice.reason
     assert len(choice.survival) == K_MAX
     assert choice.expected_tpot_s is not None
     assert 0 < choice.k < choice.max_k == K_MAX
     for engines, max_k in ((k_policy(), K_MAX), (k_policy(on_gpu=True), 0)):
         engines.observe([report(workloads={"chat": counts(0.01, 5000)})], 0.0)
-        choice = learned(engines, "chat")
+        choice = choose(engines, "chat")
         assert (choice.k, choice.max_k) == (0, max_k), "on a GPU a step that may draft runs the drafter's pass"
 
 
-def test_with_a_tpot_limit_steps_usually_verify_no_more_than_k() -> None:
-    found = k_policy(max_tpot_ms={"chat": 50})
-    found.observe([report(workloads={"chat": counts(0.6, 5000)})], 0.0)
-    choice = learned(found, "chat")
-    assert 0 < len(choice.survival) == choice.k < choice.max_k == K_MAX
-    assert "within the TPOT limits" in choice.reason
-
-
 def test_at_k_0_few_requests_explore_so_that_acceptance_stays_known() -> None:
-    router, target = k_policy(on_gpu=True), k_policy(on_gpu=True)
+    router = k_policy(on_gpu=True)
     router.observe([report(workloads={"chat": counts(0.01, 5000, 8), "code": counts(0.6, 5000, 2)})], 0.0)
-    target.apply_update(router.make_update(1, 0.0), 0.0)
-    for found in (router, target):
-        drawn = [found.resolve(Drafting("chat", 3, "default"), 1.0) for _ in range(20_000)]
-        explored = [each for each in drawn if each.source == "probe"]
-        assert {(each.k, each.max_k, each.survival) for each in explored} == {(K_MAX, K_MAX, ())}
-        assert len(explored) / len(drawn) == pytest.approx(EXPLORED_STEPS / 5, rel=0.5), "5 requests share a step"
-        assert {found.resolve(Drafting("code", 3, "default"), 1.0).source for _ in range(5000)} == {"learned"}
-    drawn = [target.resolve(Drafting("chat", 3, "default"), 1.0, 2) for _ in range(5000)]
+    drawn = [choose(router, "chat") for _ in range(20_000)]
+    explored = [each for each in drawn if each.source == "probe"]
+    assert {(each.k, each.max_k, each.survival) for each in explored} == {(K_MAX, K_MAX, ())}
+    assert len(explored) / len(drawn) == pytest.approx(EXPLORED_STEPS / 5, rel=0.5), "5 requests share a step"
+    assert {choose(router, "code").source for _ in range(5000)} == {"learned"}
+    drawn = [choose(router, "chat", 2) for _ in range(5000)]
     assert {each.max_k for each in drawn} == {0, 2}, "the caller's limit holds for them too"
 
 
 def test_a_workload_that_becomes_good_again_is_found_by_its_exploration() -> None:
     found, before = k_policy(on_gpu=True), counts(0.01, 5000)
     found.observe([report(workloads={"chat": before})], 0.0)
-    assert learned(found, "chat").max_k == 0
+    assert choose(found, "chat").max_k == 0
     found.observe([report(workloads={"chat": before + replace(counts(0.9, 9000), num_started=0)})], 1.0)
-    assert learned(found, "chat").k > 3
+    assert choose(found, "chat").k > 3
 
 
 def test_what_the_request_or_the_operator_fixed_stays() -> None:
     found = k_policy()
     found.observe([report()], 0.0)
     for drafting in (resolve(POLICY, {"k": 6}), resolve(POLICY, {"workload": "pinned"})):
-        assert found.resolve(drafting, 1.0) == drafting
+        assert found.make_update(1).choose(drafting, K_MAX) == drafting
 
 
 def test_the_limit_of_a_caller_caps_k() -> None:
     found = k_policy()
     found.observe([report()], 0.0)
     for limit in (0, 1, 4):
-        choice = found.resolve(Drafting("code", 3, "default"), 1.0, limit)
+        choice = choose(found, "code", limit)
         assert choice.k == choice.max_k == limit
         assert "the caller's limit" in choice.reason
         assert choice.expected_tpot_s is None
-    roomy = found.resolve(Drafting("chat", 3, "default"), 1.0, 6)
-    assert (roomy.max_k, roomy.k) == (6, k_of(found, "chat", 1.0))
+    roomy = choose(found, "chat", 6)
+    assert (roomy.max_k, roomy.k) == (6, k_of(found, "chat"))
 
 
-def test_without_fresh_reports_the_default_stands() -> None:
+def test_before_the_first_report_the_default_stands() -> None:
     found = k_policy()
-    drafting = Drafting("code", 3, "default")
-    assert "no target has reported yet" in found.resolve(drafting, 0.0).reason
-    found.observe([report()], 0.0)
-    late = found.resolve(drafting, MAX_REPORT_AGE_S + 1)
-    assert (late.k, late.source) == (3, "default")
-    assert "no target has reported for 31 s" in late.reason
-    assert found.resolve(drafting, -5.0).source == "default", "the clock went back"
-    assert found.observe([], 100.0) is None
-    assert found.resolve(drafting, 100.0).source == "default"
+    assert choose(found, "code") == Drafting("code", 3, "default")
+    assert found.observe([], 0.0) is None
 
 
 def test_the_fixed_policy_chooses_nothing_and_shows_what_is_accepted() -> None:
     """Fault 8: `/drafting` and the view showed 0 requests, 0 steps and no AL under a fixed K."""
-    found = k_policy(is_adaptive=False)
+    found = k_policy()
     found.observe([report()], 0.0)
-    drafting = Drafting("code", 3, "default")
-    assert found.resolve(drafting, 1.0) == drafting
+    found.policy = replace(POLICY, is_adaptive=False)
+    found.observe([report()], 1.0)
+    assert choose(found, "code") == Drafting("code", 3, "default")
     document = {"model": "m", **found.document(1.0)}
     rows = {row["workload"]: row for row in document["workloads"]}
     assert document["policy"] == "fixed"
@@ -332,39 +271,19 @@ def test_the_fixed_policy_chooses_nothing_and_shows_what_is_accepted() -> None:
     assert (rows["code"]["k"], rows["pinned"]["k"]) == (3, 2)
     (line,) = [line for line in as_text(document).splitlines() if line.startswith("code ")]
     assert " - " not in line
-    assert "policy fixed" in as_text({"model": "m", **k_policy(is_adaptive=False).document(0.0)})
-    update = found.make_update(1, 0.0)
+    update = found.make_update(1)
     assert (update.workloads, update.choices) == (("chat", "code"), {})
-
-
-def test_a_bad_report_is_logged_and_the_others_count(caplog: pytest.LogCaptureFixture) -> None:
-    """Fault 14: what a report says must never fail the caller."""
-    impossible = WorkloadCounts(counts=Counts([1], [1], [5]))
-    bad = [
-        report("bad", workloads={"code": impossible}),
-        report("bad", workloads=None),
-        report("bad", workloads={"code": None}),
-        report("bad", context_tokens=float("nan")),
-        report("bad", step_latency=StepLatency(((0.1,),), 0.1)),
-        None,
-    ]
-    found = k_policy()
-    with caplog.at_level(logging.WARNING):
-        found.observe([*bad, report("good")], 0.0)
-    assert len([record for record in caplog.records if "is left out" in record.message]) == len(bad)
-    assert found.resolve(Drafting("code", 3, "default"), 1.0).source == "learned"
-    assert found.document(1.0)["workloads"]
 
 
 def test_the_latency_of_replicas_that_are_gone_ends() -> None:
     found = k_policy()
     found.observe([report("a", per_token_s=0.0), report("b", step_latency=None)], 0.0)
-    assert k_of(found, "chat", 0.1) == K_MAX
+    assert k_of(found, "chat") == K_MAX
     assert "learned over 1000 steps of 1 engine" in found.document(0.0)["step_times"]
     for now_s in range(1, int(MAX_REPORT_AGE_S) + 20):
         found.observe([report("b", step_latency=None)], float(now_s))
     assert "guessed" in found.document(60.0)["step_times"]
-    assert k_of(found, "chat", 49.0) < K_MAX
+    assert k_of(found, "chat") < K_MAX
 
 
 def test_load_follows_the_readings_and_is_a_mean_over_replicas() -> None:
@@ -392,29 +311,30 @@ def test_thin_traffic_is_decided_alone() -> None:
     alone.observe([report(workloads={"code": counts(0.7, 5000, 1)})], 0.0)
     halves = [report("a", workloads={"code": counts(0.7, 5000, 1), "none": counts(0.0, 5000, 0)})]
     thin.observe([*halves, report("b", workloads={"none": counts(0.0, 5000, 1)})], 0.0)
-    assert k_of(thin, "code", 0.0) == k_of(alone, "code", 0.0) > 0
-    assert k_of(thin, "none", 0.0) == 0
+    assert k_of(thin, "code") == k_of(alone, "code") > 0
+    assert k_of(thin, "none") == 0
+
+
+def json_of(found: KPolicy) -> Any:
+    """What `restore` takes, through JSON."""
+    state = found.last_reports, found.posteriors.snapshot()
+    return msgspec.json.decode(msgspec.json.encode(state), type=tuple[list[TargetReport], AcceptanceSnapshot])
 
 
 def test_what_was_learned_is_found_again_after_a_restart() -> None:
     found, restarted = k_policy(), k_policy()
     found.observe([report()], 0.0)
-    restarted.restore(json.loads(json.dumps(found.snapshot())))
+    restarted.restore(*json_of(found))
     deltas = restarted.observe([report()], 0.0)
     assert all(not each.counts.num_steps for each in deltas.workloads.values()), "nothing counts twice"
     old, new = (each.document(0.0)["workloads"] for each in (found, restarted))
     assert [row["survival"] for row in old] == [row["survival"] for row in new]
-    whole = found.snapshot()
-    for damaged in (None, {}, {"format": 2}, {**whole, "tracker": 7}, {**whole, "acceptance": {}}):
-        with pytest.raises(ValueError, match="snapshot"):
-            restarted.restore(damaged)
-    assert restarted.document(0.0)["workloads"] == new
 
 
 def test_the_document_says_what_is_believed_and_the_view_shows_it() -> None:
     found = k_policy()
     found.observe([report()], 0.0)
-    k = k_of(found, "code", 1.0)
+    k = k_of(found, "code")
     document = {"model": "m", **json.loads(json.dumps(found.document(2.0)))}
     by_name = {row["workload"]: row for row in document["workloads"]}
     assert set(by_name) == {"code", "chat", "pinned"}
@@ -431,67 +351,19 @@ def test_the_document_says_what_is_believed_and_the_view_shows_it() -> None:
     assert "step times learned over 1000 steps of 1 engine" in text
 
 
-def test_a_target_chooses_as_the_router_does_whatever_it_has_seen_itself() -> None:
-    router, target = k_policy(), k_policy()
-    router.observe([report()], 0.0)
-    target.observe([report(workloads={"chat": counts(0.95, 5000), "code": counts(0.1, 5000)})], 0.0)
-    assert k_of(target, "chat", 0.1) > k_of(target, "code", 0.1)
-    update = pickle.loads(pickle.dumps(router.make_update(3, 0.5)))
-    assert (update.num_targets, update.workloads) == (3, ("chat", "code"))
-    target.apply_update(update, 0.6)
-    for workload in ("chat", "code"):
-        assert learned(target, workload) == learned(router, workload)
-    unseen = target.resolve(Drafting("never-seen", 3, "default"), 1.0)
-    assert unseen.workload == "never-seen"
-    assert unseen.source == "learned", "judged like all traffic together"
-
-
-def test_a_target_that_hears_nothing_goes_on_with_what_it_heard_and_then_with_its_own() -> None:
-    router, target = k_policy(), k_policy()
-    router.observe([report()], 0.0)
-    target.apply_update(router.make_update(1, 0.0), 0.0)
-    before = k_of(target, "code", 1.0)
-    assert before != k_of(target, "chat", 1.0)
-    silent_s = MAX_REPORT_AGE_S + 1
-    target.apply_update(k_policy().make_update(1, 5.0), 5.0)  # of a router that begins anew and has no reports yet
-    assert not k_policy().make_update(1, 5.0).choices
-    assert k_of(target, "code", MAX_REPORT_AGE_S) == before
-    assert (target.is_following(1.0), target.is_following(silent_s)) == (True, False)
-    assert target.resolve(Drafting("code", 3, "default"), silent_s).source == "default"
-    target.observe([report(workloads={"code": counts(0.05, 5000)})], silent_s)
-    assert k_of(target, "code", silent_s) < before
-
-
-def test_a_workload_without_requests_has_its_own_k_in_the_update() -> None:
-    router, target = k_policy(), k_policy()
-    router.observe([report()], 0.0)
-    idle = {"code": counts(0.95, 5000, num_running=0), "chat": counts(0.2, 5000, num_running=4)}
-    for second in range(1, 12):
-        router.observe([report(workloads=idle)], float(second))
-    target.apply_update(router.make_update(1, 12.0), 12.0)
-    assert k_of(target, "code", 12.0) > k_of(target, "chat", 12.0)
-
-
-def test_an_update_of_a_greater_limit_is_cut_to_the_own_one() -> None:
-    """While a lower `depth.max` reaches router and targets one after the other."""
+def test_an_update_tells_targets_what_the_router_chose() -> None:
     router = k_policy()
     router.observe([report()], 0.0)
-    target = KPolicy(DepthPolicy(K_MAX, 2, 2), seed=0)
-    target.apply_update(router.make_update(1, 0.0), 0.0)
-    choice = target.resolve(Drafting("code", 2, "default"), 0.0)
-    assert choice.k == choice.max_k == 2
+    update = pickle.loads(pickle.dumps(router.make_update(3)))
+    assert (update.num_targets, update.workloads) == (3, ("chat", "code"))
+    unseen = update.choose(Drafting("never-seen", 3, "default"), K_MAX)
+    assert (unseen.workload, unseen.source) == ("never-seen", "learned"), "judged like all traffic together"
 
 
-def test_a_policy_with_other_settings_goes_on_where_the_one_before_was() -> None:
-    router, target, alone = k_policy(), k_policy(), k_policy()
-    router.observe([report()], 0.0)
-    target.observe([report("b")], 0.0)
-    target.apply_update(router.make_update(1, 0.0), 0.0)
-    alone.observe([report()], 0.0)
-    for before in (target, alone):
-        after = KPolicy(DepthPolicy(K_MAX, 3, 2), seed=0)
-        after.inherit(before)
-        choice = after.resolve(Drafting("code", 2, "default"), 1.0)
-        assert (choice.source, choice.k) == ("learned", 3)
-        assert len(choice.survival) >= 3, "the scheduler can lower it"
-        assert after.latency == before.latency
+def test_after_a_change_of_settings_what_was_learned_stays() -> None:
+    found = k_policy()
+    found.observe([report()], 0.0)
+    found.policy = DepthPolicy(K_MAX, 3, 2)
+    found.observe([report()], 1.0)
+    choice = choose(found, "code", 3)
+    assert (choice.source, choice.k, len(choice.survival)) == ("learned", 3, 3)

@@ -75,13 +75,6 @@ def test_a_degenerate_stream_counts_once_or_not_at_all(case: str) -> None:
     assert buffer.counters == {"taken": 300, "duplicate" if kept else "looping": 300 - len(kept)}
 
 
-def test_a_prompt_of_several_callers_counts_for_each() -> None:
-    buffer = TrafficBuffer(1000 * BYTES, keep_s=1e9)
-    for caller in ("a", "b", "a"):
-        buffer.add([answer(0, caller=caller)], 0)
-    assert shares(all_of(buffer)) == {("chat", "a"): 1, ("chat", "b"): 1}
-
-
 def test_an_answer_that_ended_in_a_loop_is_left_out_and_one_that_was_cut_is_kept() -> None:
     body = np.random.default_rng(0).permutation(400).tolist()
     assert not answer(0, tokens=body).is_looping
@@ -129,12 +122,6 @@ def test_stored_answers_stand_for_the_mix_of_before() -> None:
     first, second = (buffer.draw([], held_out=False, newest=False, max_tokens=10 * 80) for _ in range(2))
     assert len(first) == len(second) == 10
     assert first != second, "others each time"
-
-
-def test_prompts_that_training_cannot_hold_are_left_out() -> None:
-    buffer = TrafficBuffer(100 * BYTES, keep_s=1e9, max_prompt_tokens=19)
-    buffer.add([answer(0)], 0)
-    assert buffer.counters == {"taken": 1, "long": 1}
 
 
 def figures(num_answers: int, ratio: float, low: float, high: float) -> dict[str, float]:

@@ -1,29 +1,29 @@
 """The policy of replica counts: what it wants and why, and what bad data does to it."""
 
-import dataclasses
 import math
 import random
 
 import pytest
 
-from cluster.capacity import CapacityModel, WorkloadDemand
 from cluster.counts import CounterDeltas, DeltaTracker, WorkloadCounts
 from cluster.k_policy import KPolicy
 from cluster.request import DepthPolicy
-from cluster.scaling import Decision, Pool, ScalingPolicy
+from cluster.scaling import Decision, Pool, ScalingPolicy, replica_capacity
 from cluster.step_latency import guessed_latency
-from cluster.traffic import TrafficHistory
+from cluster.traffic import TrafficHistory, WorkloadTraffic
 from tests.support.scaling_cases import BAD, GOOD, LATENCY, FakeReplica, settings
 
-MODEL = CapacityModel(max_num_seqs=8, max_k=3)
-LENGTH = 200.0
+
+def k_policy() -> KPolicy:
+    """Of engines that run 8 requests at a time."""
+    return KPolicy(DepthPolicy(3, 3, 3), max_num_seqs=8)
 
 
 class Service:
     """A few replicas and their router, which decides every 10 s; each replica gets `rate` requests a second."""
 
     def __init__(self, num_replicas: int = 2, **changes: object) -> None:
-        self.policy, self.k_policy = ScalingPolicy(settings(**changes), MODEL), KPolicy(DepthPolicy(3, 3, 3))
+        self.policy, self.k_policy = ScalingPolicy(settings(**changes)), k_policy()
         self.replicas = [FakeReplica(f"r{index}") for index in range(num_replicas)]
         self.now_s = 0.0
 
@@ -33,7 +33,7 @@ class Service:
         deltas = self.k_policy.observe(reports, self.now_s)
         self.policy.observe(deltas, reports, self.now_s)
         pool = target or Pool(len(reports), len(reports))
-        return self.policy.decide(self.now_s, pool, drafter, self.k_policy.posteriors, self.k_policy.latency)
+        return self.policy.decide(self.now_s, pool, drafter, self.k_policy)
 
     def run(
         self,
@@ -135,10 +135,10 @@ def test_a_restart_of_the_router_waits_for_data_and_then_says_the_same(is_saved:
     """Hours of counts are no arrivals, and where the posteriors were saved no step is needed again."""
     service = Service(3)
     before = service.run(60, rate=2.0)
-    saved = service.k_policy.snapshot()
-    service.policy, service.k_policy = ScalingPolicy(settings(), MODEL), KPolicy(DepthPolicy(3, 3, 3))
+    saved = service.k_policy.last_reports, service.k_policy.posteriors.snapshot()
+    service.policy, service.k_policy = ScalingPolicy(settings()), k_policy()
     if is_saved:
-        service.k_policy.restore(saved)
+        service.k_policy.restore(*saved)
     assert [service.run(1, rate=2.0).source for _ in range(4)] == [*["queue_length"] * 3, "acceptance"]
     after = service.run(3, rate=2.0)
     assert after.needed == pytest.approx(before.needed, rel=0.05)
@@ -224,48 +224,38 @@ def test_drafters_follow_the_targets_in_proportion() -> None:
 # ---- capacity
 
 
-def demand(survival: tuple[float, ...] = GOOD, name: str = "chat", rate: float = 1.0) -> WorkloadDemand:
-    return WorkloadDemand(name, rate, LENGTH, 100.0, survival)
-
-
 def test_capacity_is_what_the_step_latency_says() -> None:
-    found = MODEL.capacity(LATENCY, [demand()])
+    service = Service(1)
+    service.run(100)
+    capacity, length = replica_capacity(service.k_policy, {"chat": WorkloadTraffic(1.0, 200.0, 100.0)})
     # One workload, K = 3 at the full batch: 8 requests, 2.95 tokens a step; a prompt adds 100 tokens to one step.
     step_s = LATENCY.seconds(8, 32)
     prompt_s = LATENCY.seconds(8, 32, 100.0) - step_s
-    expected = 1 / (step_s / (8 * (1 + sum(GOOD))) + prompt_s / 200)
-    assert (found.num_requests, dict(found.ks)) == (8, {"chat": 3})
-    assert found.tokens_per_s == pytest.approx(expected, rel=1e-6)
-
-
-def test_only_batches_within_the_tpot_limit_count_and_what_misses_it_alone_is_named() -> None:
-    fast = MODEL.capacity(LATENCY, [demand()])
-    limited = dataclasses.replace(MODEL, max_tpot_ms=12.0).capacity(LATENCY, [demand()])
-    assert limited.num_requests < fast.num_requests
-    assert (limited.tokens_per_s < fast.tokens_per_s, limited.missed) == (True, ())
-    hopeless = dataclasses.replace(MODEL, max_tpot_ms=1.0).capacity(LATENCY, [demand()])
-    assert (hopeless.num_requests, hopeless.missed) == (8, ("chat",))
+    assert length == pytest.approx(1 + sum(GOOD), rel=0.01)
+    assert capacity == pytest.approx(1 / (step_s / (8 * length) + prompt_s / 200), rel=1e-6)
+    shared = {"chat": WorkloadTraffic(1.0, 200.0, 100.0), "other": WorkloadTraffic(1.0, 200.0, 100.0)}
+    assert replica_capacity(service.k_policy, shared)[0] == pytest.approx(capacity, rel=0.01)
 
 
 # ---- arrivals
 
 
-def test_only_what_was_counted_in_the_last_minute_is_recent() -> None:
+def test_only_what_was_counted_in_the_last_minute_has_arrived() -> None:
     tracker, replica = DeltaTracker(), FakeReplica("a")
 
-    def recent(now_s: float) -> int | None:
-        counts = tracker.update([replica.report(now_s)]).recent.get("chat")
+    def arrived(now_s: float) -> int | None:
+        counts = tracker.update([replica.report(now_s)]).workloads.get("chat")
         return None if counts is None else counts.num_started
 
     replica.serve("chat", 50)
-    assert recent(3600.0) is None, "an hour of a replica just met"
+    assert arrived(3600.0) is None, "an hour of a replica just met"
     replica.serve("chat", 10)
-    assert recent(3610.0) == 10
+    assert arrived(3610.0) == 10
     replica.serve("chat", 1000)
-    assert recent(4000.0) is None, "when in a long gap they came is not known"
+    assert arrived(4000.0) is None, "when in a long gap they came is not known"
     replica = FakeReplica("a", started_s=4000.0)
     replica.serve("chat", 7)
-    assert recent(4010.0) == 7, "all of a replica that has just started"
+    assert arrived(4010.0) == 7, "all of a replica that has just started"
 
 
 def add(history: TrafficHistory, num: int, queued: float, now_s: float) -> None:
@@ -278,11 +268,11 @@ def test_a_steady_rate_is_averaged_and_a_jump_is_seen_at_once() -> None:
     rates = []
     for index in range(180):
         add(history, sum(rng.random() < 0.2 for _ in range(100)), 0.0, 10.0 * index)
-        rates.append(history.rates(10.0 * index).get("chat", (0.0, 0.0, 0.0)))
+        rates.append(history.by_workload(10.0 * index).get("chat", (0.0, 0.0, 0.0)))
     assert all(rate == pytest.approx((2.0, 200.0, 100.0), rel=0.1) for rate in rates[-90:])
     for index in range(180, 184):
         add(history, 60, 0.0, 10.0 * index)
-    assert history.rates(1830.0)["chat"][0] > 5.0
+    assert history.by_workload(1830.0)["chat"].requests_per_s > 5.0
 
 
 def test_after_a_gap_the_history_begins_anew() -> None:
@@ -291,6 +281,6 @@ def test_after_a_gap_the_history_begins_anew() -> None:
         add(history, 20, 0.0, 10.0 * index)
     assert history.history_s(190.0) == 190.0
     add(history, 5000, 0.0, 900.0)
-    assert (history.history_s(905.0), history.rates(905.0)) == (5.0, {})
-    history.add(CounterDeltas().recent, 0.0, 910.0)
+    assert (history.history_s(905.0), history.by_workload(905.0)) == (5.0, {})
+    history.add(CounterDeltas().workloads, 0.0, 910.0)
     assert history.idle_s(910.0) == 10.0

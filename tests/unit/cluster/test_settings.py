@@ -2,7 +2,6 @@
 
 import copy
 import json
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -117,15 +116,6 @@ def drafter_of(args: dict[str, Any], catalog: Catalog) -> DrafterSettings:
     return drafter
 
 
-def test_good_settings_give_the_policy_they_say(catalog: Catalog) -> None:
-    settings = load_settings(GOOD, catalog)
-    policy = settings.depth_policy()
-    assert (policy.max_draft_tokens, policy.max_k, policy.default_k) == (7, 6, 5)
-    assert policy.by_workload == {"code": 6, "chat": 3}
-    assert settings.depth.policy == "adaptive"
-    assert settings.limits.max_num_sequences >= 1
-
-
 def test_defaults_come_from_the_head_and_the_source(catalog: Catalog) -> None:
     settings = load_settings({"model": {"source": "org/Model-1B"}, "drafter": {"head": "shipped-head"}}, catalog)
     assert settings.model.id == "Model-1B"
@@ -174,9 +164,6 @@ BAD_INPUTS: list[tuple[Any, ...]] = [
     (changed(depth__default=7), "depth.default is 7", "depth.max, 6"),
     (changed(depth__by_workload={"code": 9}), "depth.by_workload.code is 9", "0..6"),
     (changed(depth__by_workload={"a b": 1}), "depth.by_workload", "'a b'"),
-    (changed(depth={"policy": "fixed", "objectives": {"chat": {}}}), "write depth.policy: adaptive"),
-    (changed(depth__objectives={"chat": {}}), "depth.by_workload pins K of chat", "depth.objectives.chat"),
-    (changed(depth__objectives={"a b": {}}), "depth.objectives.a b", "'a b'"),
     (changed(model__aliases={"tiny": "code"}), "model.aliases", "'tiny'", "another name"),
     (changed(model__aliases={"a b": "code"}), "model.aliases", "'a b'"),
     (changed(model__aliases={"coder": "a b"}), "model.aliases.coder", "'a b'"),
@@ -190,7 +177,6 @@ BAD_INPUTS: list[tuple[Any, ...]] = [
     (changed(drafter__links={}), "drafter.links", "placement: colocated"),
     (remote(drafter__links={"min_deadline_ms": 2000}), "links.min_deadline_ms is 2000, above max_deadline_ms, 1000"),
     (remote(drafter__head="eagle3", drafter__max_draft_tokens=...), "drafter.placement", "eagle3 is an EAGLE-3 head"),
-    (remote(drafter__parallel_drafting=False), "drafter.placement", "one token after"),
     (remote(drafter__engine_options={"draft_tensor_parallel_size": 2}), "(draft_tensor_parallel_size)"),
     (
         changed(drafter__engine_options={"enable_adaptive_verification": True}),
@@ -227,7 +213,6 @@ def test_bad_input_is_named_with_its_path_and_remedy(case: Any, catalog: Catalog
         ({**QUEUE, "target": {"min": 4, "max": 3}}, "autoscaling.target.min is 4, above max, 3"),
         ({**QUEUE, "drafter": {"min": 0, "max": 3}}, "autoscaling.drafter.min is 0"),
         ({**QUEUE, "scale_to_zero": True}, "autoscaling.scale_to_zero is no setting any more: write target: {min: 0}"),
-        ({**QUEUE, "max_tpot_ms": 50.0}, "autoscaling.max_tpot_ms is read by the acceptance policy only"),
         ({**QUEUE, "drafter": {"min": 1, "max": 2}}, "autoscaling.drafter bounds a remote drafter"),
         ({**QUEUE, "downscale_delay_s": 20}, "autoscaling.downscale_delay_s is 20: it must be more than 30"),
         (ACCEPTANCE, "needs engine.max_num_seqs"),
@@ -266,11 +251,6 @@ def test_nobody_is_learned_from_who_did_not_opt_in(
     assert {(one.name, tag) for one in asking for tag in tags if settings.learns_from(one, tag)} == learned
 
 
-@pytest.mark.parametrize("args", [None, [], "embedded-model", 3])
-def test_args_that_are_no_mapping(args: Any, catalog: Catalog) -> None:
-    assert "mapping" in problems_of(args, catalog)[0]
-
-
 def test_one_message_lists_every_problem(catalog: Catalog) -> None:
     args = changed(model__source="nope", drafter__head="nope", depth__colour="red", engine__scheduler_cls="a.B")
     text = "\n".join(problems_of(args, catalog))
@@ -279,20 +259,9 @@ def test_one_message_lists_every_problem(catalog: Catalog) -> None:
 
 def test_an_eagle3_head_drafts_one_after_another(catalog: Catalog) -> None:
     drafter = drafter_of(changed(drafter={"head": "eagle3"}, depth=...), catalog)
-    assert (drafter.max_draft_tokens, drafter.parallel_drafting) == (5, None)
+    assert drafter.max_draft_tokens == 5
     given = {"method": "eagle3", "model": "eagle3", "num_speculative_tokens": 4}
-    drafter = drafter_of({**BARE, "speculative_config": given}, catalog)
-    assert (drafter.max_draft_tokens, drafter.parallel_drafting) == (4, False)
-
-
-@pytest.mark.parametrize(
-    ("head", "given", "words"),
-    [("eagle3", True, "EAGLE-3 head.*write false"), ("shipped-head", False, "P-EAGLE head.*write true")],
-)
-def test_a_way_of_drafting_that_is_not_the_heads(head: str, given: bool, words: str, catalog: Catalog) -> None:
-    args = changed(drafter={"head": head, "parallel_drafting": given}, depth=...)
-    (problem,) = problems_of(args, catalog)
-    assert re.search(f"drafter.parallel_drafting is {str(given).lower()}.*{words}", problem)
+    assert drafter_of({**BARE, "speculative_config": given}, catalog).max_draft_tokens == 4
 
 
 def test_vllms_other_drafters_are_passed_on_unread(catalog: Catalog) -> None:
@@ -313,11 +282,7 @@ def test_vllms_other_drafters_are_passed_on_unread(catalog: Catalog) -> None:
         ({"method": "mtp", "head": "org/head", "max_draft_tokens": 1}, "has no files of its own: leave it out"),
         (
             {"method": "eagle", "head": "org/head", "max_draft_tokens": 3, "placement": "remote"},
-            "drafter.placement is for P-EAGLE and EAGLE-3 heads",
-        ),
-        (
-            {"method": "ngram", "max_draft_tokens": 3, "parallel_drafting": False},
-            "drafter.parallel_drafting is for P-EAGLE and EAGLE-3 heads",
+            "drafter.placement: remote is for P-EAGLE heads",
         ),
     ],
 )
@@ -349,7 +314,7 @@ def test_vllms_speculative_config_stands_for_the_drafter(catalog: Catalog) -> No
     env = {"SM_VLLM_SPECULATIVE_CONFIG": json.dumps(SPECULATIVE_CONFIG)}
     assert load_settings(bare, catalog, env) == from_args
     assert load_settings({**bare, "speculative_config": SPECULATIVE_CONFIG}, catalog, env) == from_args
-    assert (from_args.drafter.head, from_args.drafter.parallel_drafting) == ("amazon/some-p-eagle-head", True)
+    assert from_args.drafter.head == "amazon/some-p-eagle-head"
     assert from_args.depth_policy().default_k == 5
     # A config file of vLLM's own has it as JSON in a string.
     assert load_settings({**bare, "speculative_config": json.dumps(SPECULATIVE_CONFIG)}, catalog) == from_args
@@ -370,7 +335,6 @@ BARE = changed(drafter=..., depth=...)
         ({"num_speculative_tokens_per_batch_size": [[1, 8, 3]]}, "each request has a K of its own"),
         ({"rejection_sample_method": "block"}, "is 'block', but must be standard or synthetic here"),
         ({"quantization": "mxfp4"}, "quantization is 'mxfp4', but must be fp8 here"),
-        ({"parallel_drafting": "sometimes"}, "drafter.parallel_drafting"),
         ({"model": None}, "missing key speculative_config.model"),
         ({"num_speculative_tokens": "x"}, "drafter.max_draft_tokens"),
     ],

@@ -1,6 +1,5 @@
 """The drafts of one step against brute force."""
 
-import math
 from itertools import product
 
 import pytest
@@ -34,17 +33,3 @@ def test_ties_go_to_fewer_drafts_and_the_first_request():
     dear = Table(10 * MS, 0.0, sizes=[4, 1000], per_token_squared_s=MS)
     assert allocate([(0.5, 0.4)] * 3, [2, 2, 2], dear)[0] == [1, 0, 0]
     assert allocate([], [], free) == ([], 0.0)
-
-
-@pytest.mark.parametrize(
-    ("rates", "message"),
-    [
-        ((0.5,), "request 1 may get 2 drafts but has acceptance rates of 1 position"),
-        ((0.5, 0.6), "rate of request 1 at position 2 is 0.6: it must be from 0 to 0.5"),
-        ((math.nan, 0.1), "rate of request 1 at position 1 is nan"),
-        ((1.5, 0.1), "rate of request 1 at position 1 is 1.5"),
-    ],
-)
-def test_unusable_rates_are_named(rates, message):
-    with pytest.raises(ValueError, match=message):
-        allocate([(0.9, 0.8), rates], [2, 2], Table())

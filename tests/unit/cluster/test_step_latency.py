@@ -81,13 +81,6 @@ def test_a_pass_that_grows_with_requests_is_told_from_the_rest_of_a_step():
         assert model.latency.seconds(*cell) == pytest.approx(dear_drafter(*cell), rel=0.1)
 
 
-def test_the_guess_has_the_proportions_of_a_measured_cpu():
-    """SmolLM2-135M on two cores, measured when the drafter's pass ran at K = 0 too."""
-    engine = TableEngine.load(ENGINES["cpu"])
-    off = errors(guessed_latency(on_gpu=False), engine, sizes=(1, 2, 4, 8), depths=range(1, 8))
-    assert np.abs(np.log1p(off) - np.log1p(off).mean()).max() < 0.3
-
-
 @pytest.mark.parametrize("name", ["h200", "8b", "coder"])
 def test_points_measured_at_the_start_are_kept(name):
     engine = TableEngine.load(ENGINES[name])
@@ -137,16 +130,6 @@ def test_an_engine_that_becomes_slower_is_followed():
     run(model, cpu, 500, sizes=[4], depths=[3])
     run(model, lambda *cell: 1.5 * cpu(*cell), 1500, sizes=[4], depths=[3])
     assert model.latency.seconds(4, 16) == pytest.approx(1.5 * cpu(4, 16), rel=0.05)
-
-
-def test_prompts_are_learned_from_steps():
-    model, rng = StepLatencyModel(on_gpu=False), np.random.default_rng(0)
-    for _ in range(1000):
-        num_requests, k, prompts = int(rng.integers(1, 17)), int(rng.integers(0, 8)), int(rng.choice([0, 0, 64, 256]))
-        cell = (num_requests, num_requests * (1 + k), prompts)
-        model.observe(TimedStep(cpu(*cell) * float(np.exp(0.03 * rng.standard_normal())), *cell))
-    for cell in ((8, 32, 0), (8, 32, 256), (16, 128, 64)):
-        assert model.latency.seconds(*cell) == pytest.approx(cpu(*cell), rel=0.1)
 
 
 def test_large_prompts_make_no_small_steps_free():
@@ -204,15 +187,6 @@ def test_a_latency_travels_as_text():
     assert (found.num_steps, found.is_measured) == (30, True)
 
 
-@pytest.mark.parametrize(
-    "changed", [{"table": [[1.0]]}, {"table": 7}, {"prompt_row_s": -1.0}, {"prompt_row_s": None}, {"table": [["x"]]}]
-)
-def test_what_is_no_latency_is_refused(changed):
-    for text in (json.dumps(guessed_latency(True).to_wire() | changed), "nonsense", "{}", "[[1]]", "7"):
-        with pytest.raises(ValueError, match="step latency"):
-            StepLatency.from_wire(text)
-
-
 def test_engines_are_averaged_by_their_steps():
     slow, fast = StepLatencyModel(False), StepLatencyModel(False)
     run(slow, lambda *cell: 2 * cpu(*cell), 1000)
@@ -222,8 +196,6 @@ def test_engines_are_averaged_by_their_steps():
     assert both.num_steps == 2000
     new = average_latency([slow.latency, guessed_latency(False)])
     assert new.seconds(8, 32) == pytest.approx(slow.latency.seconds(8, 32), rel=0.01)
-    with pytest.raises(ValueError, match="no step latencies"):
-        average_latency([])
 
 
 @pytest.mark.parametrize(

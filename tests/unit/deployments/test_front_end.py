@@ -1066,7 +1066,7 @@ def test_limits_callers_depths_and_aliases_change_while_the_edge_serves() -> Non
     live = json.loads(json.dumps(live_config(after)))
     changed = with_live(before, live)
     assert live_config(changed) == live_config(after)
-    backend.front_end.apply_settings(changed, None)
+    backend.front_end.apply_settings(changed)
     assert chat(backend).status_code == 401
     assert chat(backend, headers=bearer(SECRET), n=2).status_code == 400
     assert chat(backend, headers=bearer(SECRET), model="tiny-coder").status_code == 404
@@ -1081,18 +1081,17 @@ def test_an_alias_of_a_workload_that_has_a_name_already_changes_live() -> None:
     named = before.model_copy(update={"depth": depth})
     backend = Echo(named)
     model = before.model.model_copy(update={"aliases": {"other": "code"}})
-    backend.front_end.apply_settings(named.model_copy(update={"model": model}), None)
+    backend.front_end.apply_settings(named.model_copy(update={"model": model}))
     assert chat(backend, model="other").json()["drafting"]["workload"] == "code"
 
 
 # ---- which head drafts
 
 
-def remote_front_end(**own: str) -> FrontEnd:
+def remote_front_end() -> FrontEnd:
     drafter = DrafterSettings(head="a", placement="remote", max_draft_tokens=7, heads_by_workload={"code": "b"})
     front_end = FrontEnd(cluster(drafter=drafter))
     front_end.heads = ("A", "B", "C")
-    front_end.routing = HeadRouting(own)
     return front_end
 
 
@@ -1126,16 +1125,9 @@ def test_a_share_of_the_requests_tries_the_candidate_and_clients_do_not_notice()
 
 
 def test_no_request_tries_a_head_that_drafters_do_not_have() -> None:
-    front_end = remote_front_end(chat="Z")
-    front_end.routing = HeadRouting({"chat": "Z"}, "Y", 0.5)
+    front_end = remote_front_end()
+    front_end.routing = HeadRouting("Y", 0.5)
     assert set(heads_of(front_end, "chat", 50)["chat"]) == {(0, "chat")}
     assert front_end.head_of("chat") == "A"
     front_end.heads = ()
     assert front_end.head_of("chat") == ""
-
-
-def test_a_workload_drafts_with_the_head_that_it_was_given() -> None:
-    front_end = remote_front_end(chat="C", code="A")
-    assert set(heads_of(front_end, "chat", 5)["chat"]) == {(2, "chat")}
-    assert set(heads_of(front_end, "code", 5)["code"]) == {(0, "code")}
-    assert front_end.own_heads(["chat"]) == {"chat": "C"}

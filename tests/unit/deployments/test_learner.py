@@ -65,7 +65,7 @@ def test_a_round_is_trained_judged_saved_and_begins_from_the_head_that_drafts(sm
     live = HeadRef(name, head_digest(Path(name)))
     found = trainer.train(live, answers[:20], weights)
     assert found["num_steps"] == 40
-    found |= trainer.judge(live.digest, answers[:20], answers[:20], may_split=False)
+    found |= trainer.judge(live.digest, answers[:20], answers[:20])
     assert found["verdict"] == "better"
     folder = trainer.save(live.digest, {**found, "parent_digest": live.digest})
     assert folder.parent == small / "learned"
@@ -75,33 +75,14 @@ def test_a_round_is_trained_judged_saved_and_begins_from_the_head_that_drafts(sm
 
     trainer.end_trial(live.digest, folder, change("promoted", "abc"))
     trainer.train(HeadRef("candidate-1", "abc"), answers[:20], weights)  # from what was saved
-    later = trainer.judge("abc", answers[:20], answers[:20], may_split=False)
+    later = trainer.judge("abc", answers[:20], answers[:20])
     assert later["recent"]["ratio"] < found["recent"]["ratio"], "relative to the promoted one"
     trainer.end_trial("abc", folder, change("dropped", "def"))
     trainer.train(live, answers[:20], weights)
-    again = trainer.judge(live.digest, answers[:20], answers[:20], may_split=False)
+    again = trainer.judge(live.digest, answers[:20], answers[:20])
     assert again["recent"] == found["recent"], "from the head that drafts, as the first time"
     with pytest.raises(ValueError, match="candidate-gone, which drafts, is not on this node"):
         trainer.train(HeadRef("candidate-gone", "ghi"), answers, weights)
-
-
-def test_a_head_that_gains_for_one_workload_and_loses_for_another_is_proposed_for_that_one(small: Path) -> None:
-    known, new = answers_of(small, "chat")[:12], answers_of(small, "sql")[12:]
-    trainer, weights = HeadTrainer(settings(small)), target_digest(small / "target")
-    name = str(small / "run" / "head")
-    live = HeadRef(name, head_digest(Path(name)))
-    trainer.train(live, known, weights)
-    folder = trainer.save(live.digest, {})
-    trainer.end_trial(live.digest, folder, change("promoted", "abc"))
-    trainer.train(HeadRef("candidate-1", "abc"), new, weights)
-    found = trainer.judge("abc", [*known, *new], [*known, *new], may_split=True)
-    parts = found["recent"]["by_workload"]
-    assert parts["sql"]["low"] > 1 > parts["chat"]["high"]
-    assert (list(found["alone"]), found["verdict"]) == (["sql"], "better")
-    assert found["alone"]["sql"]["before"]["num_answers"] == len(new)
-    assert trainer.judge("abc", [*known, *new], [*known, *new], may_split=False)["verdict"] != "better"
-    trainer.end_trial("abc", folder, change("promoted", "def"))
-    trainer.train(HeadRef("candidate-2", "def"), new[:1], weights)  # it goes on as the workload's own
 
 
 def test_it_rests_after_judging_as_after_each_step(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +93,7 @@ def test_it_rests_after_judging_as_after_each_step(small: Path, monkeypatch: pyt
     monkeypatch.setattr("deployments.learner.time.sleep", rests.append)
     found = trainer.train(live, answers, weights)
     assert len(rests) == found["num_steps"] - 1
-    found = trainer.judge(live.digest, answers, answers, may_split=False)
+    found = trainer.judge(live.digest, answers, answers)
     assert rests[-1] == pytest.approx(3 * found["judging_s"], abs=0.2)
 
 

@@ -68,7 +68,7 @@ def test_metrics_of_targets_heads_and_drafters_are_in_the_table() -> None:
     counts = counts_of([(3, 2)])
     reports = [report("a", "t1", [link("h:1", "up", {"steps": 7.0, "wait_s": 0.5})], code=counts)]
     families = [
-        *target_metrics(reports, 1),
+        *target_metrics(reports, 1, "m"),
         *head_metrics({"a": counts}),
         *change_metrics(swapped(0, 0.1, 120).manager.document()),
         *drafter_metrics([drafter("r1", "a", refused="no")], reports),

@@ -11,7 +11,6 @@ import pytest
 from cluster.heads import HeadManager, HeadProposal
 from cluster.history import ServiceHistory
 from cluster.settings import DrafterSettings
-from cluster.spending import SpendingTracker
 from deployments import drafter as of_drafters
 from deployments.drafter import HeadLoader
 from deployments.router import Router
@@ -76,10 +75,10 @@ def router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(of_drafters, "keep_candidate", functools.partial(keep_candidate, cache_dir=node))
     monkeypatch.setattr(of_drafters, "head_directory", lambda name, target: Path(name))
     router: Any = Router.__new__(Router)
+    heads, k_policy = HeadManager({}, 1, 0.1), k_policy_with_counts()
     router.__dict__ |= {
-        "_heads": HeadManager({}, 1, 0.1), "_state": StateStore(None), "_spending": SpendingTracker(),
-        "_handing_out": None, "k_policy": k_policy_with_counts(), "_monitor": SimpleNamespace(reports=()),
-        "_history": ServiceHistory(),
+        "_heads": heads, "_state": StateStore(None, k_policy, heads), "k_policy": k_policy, "_handing_out": None,
+        "_monitor": SimpleNamespace(reports=()), "_history": ServiceHistory(),
     }  # fmt: skip
     return router
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,12 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.counts import CounterDeltas, Counts, TargetReport, WorkloadCounts
+from cluster.counts import Counts, TargetReport, WorkloadCounts
 from cluster.heads import DrafterReport, HeadManager, HeadRef
 from cluster.k_policy import KPolicy
 from cluster.request import DepthPolicy
 from cluster.spending import DaySpending, SpendingTracker
 from deployments.telemetry import (
-    HeadCounts,
     StateStore,
     drafter_metrics,
     drafting_document,
@@ -41,7 +39,7 @@ def report(head: str = "a", replica: str = "t1", links: Any = (), **workloads: C
         name: WorkloadCounts(counts.num_steps, counts.num_steps, 0, 10, 20, counts)
         for name, counts in workloads.items()
     }
-    return TargetReport(replica, "m", head, {}, counted, links=tuple(links), num_output_tokens=12)
+    return TargetReport(replica, head, {}, counted, links=tuple(links), num_output_tokens=12)
 
 
 def drafter(replica: str, *digests: str, refused: str = "") -> DrafterReport:
@@ -56,16 +54,6 @@ def samples(text: bytes) -> dict[tuple[str, ...], float]:
         for family in text_string_to_metric_families(text.decode())
         for sample in family.samples
     }
-
-
-def test_steps_count_for_the_head_that_was_live() -> None:
-    counts = HeadCounts()
-    counts.add(CounterDeltas(by_head={"a": {"code": GOOD}}))
-    counts.add(CounterDeltas())
-    assert counts.by_head() == {"a": GOOD}
-    counts.add(CounterDeltas(by_head={"b": {"code": BAD}}))
-    assert counts.by_head() == {"a": GOOD, "b": BAD}
-    assert counts.by_head(["new"])["new"] == Counts()
 
 
 def link(drafter: str, state: str, counters: dict[str, float]) -> dict[str, Any]:
@@ -85,7 +73,7 @@ def test_the_document_has_each_head_with_its_acceptance() -> None:
     assert heads["new"]["acceptance_length"] is None
     assert document["drafters"][0]["heads"] == [{"index": 0, "name": "head-a", "head": "a"}]
     assert document["links"][0]["target"] == "t1"
-    k_policy = KPolicy(DepthPolicy(3, 3, 3), is_adaptive=False)
+    k_policy = KPolicy(DepthPolicy(3, 3, 3))
     shown = as_text({"model": "m", **k_policy.document(0.0), **document}).splitlines()
     assert "head a (live): AL 2.33, 3 steps" in shown
     assert "head new (live): nothing drafted yet, 0 steps" in shown
@@ -97,7 +85,7 @@ def test_metrics_have_workloads_heads_links_and_refusals() -> None:
     links = [link("h:1", "up", {"steps": 7.0}), link("h:2", "late", {})]
     reports = [report("a", "t1", links, code=GOOD)]
     families = [
-        *target_metrics(reports, 2),
+        *target_metrics(reports, 2, "m"),
         *head_metrics({"a": GOOD}),
         *drafter_metrics([drafter("r1", "a", refused="no such head")], reports),
     ]
@@ -140,117 +128,86 @@ def k_policy_with_counts() -> KPolicy:
     return k_policy
 
 
-def test_state_is_saved_and_found_again(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "state.json"
-    first, second = k_policy_with_counts(), KPolicy(DepthPolicy(3, 3, 3))
-    StateStore(str(path)).write(first.snapshot())
-    StateStore(str(path)).restore(second)
-    assert second.posteriors.rates("code") == first.posteriors.rates("code")
-    assert [found.name for found in path.parent.iterdir()] == ["state.json"]
+def new_store(path: Path | None = None, channel: Any = None) -> StateStore:
+    """That of a router which has just started."""
+    return StateStore(path and str(path), KPolicy(DepthPolicy(3, 3, 3)), HeadManager({}, 0, 0.1), channel)
 
 
-async def save(store: StateStore, *state: Any) -> None:
-    store.save_soon(*state, is_urgent=True)
-    await store._task
+@pytest.mark.parametrize("in_file", [True, False])
+def test_state_outlives_the_router(in_file: bool, tmp_path: Path) -> None:
+    """What was learned, which heads were put in others' place, and what callers have used."""
+    path, channel = tmp_path / "new" / "state.json" if in_file else None, None if in_file else MemoryChannel()
+    k_policy, manager = k_policy_with_counts(), swapped(0, 0.5, 120).manager
+    store = StateStore(path and str(path), k_policy, manager, channel)
+    store.spending = SpendingTracker(DaySpending(3, {"web": 5}), {"t1": {"web": 5}})
+    store.write(store.document())
+    later = new_store(path, channel)
+    later.restore()
+    assert later.document() == store.document()
+    if path is not None:
+        assert [found.name for found in path.parent.iterdir()] == ["state.json"]
 
 
-def test_without_a_file_state_outlives_the_router_in_the_cluster() -> None:
-    """What was learned, and which heads were put in others' place."""
-    channel, k_policy, manager = MemoryChannel(), k_policy_with_counts(), swapped(0, 0.5, 120).manager
-    spending = SpendingTracker(DaySpending(3, {"web": 5}), {"t1": {"web": 5}})
-    asyncio.run(save(StateStore(None, channel), k_policy, manager, spending))
-    second, found = KPolicy(DepthPolicy(3, 3, 3)), HeadManager({}, 0, 0.1)
-    assert StateStore(None, channel).restore(second, found) == spending
-    assert second.posteriors.rates("code") == k_policy.posteriors.rates("code")
-    assert found.desired == manager.desired
-
-
-def test_of_a_state_of_the_last_version_the_heads_are_kept(caplog: pytest.LogCaptureFixture) -> None:
-    channel, manager, found = MemoryChannel(), swapped(0, 0.5, 120).manager, HeadManager({}, 0, 0.1)
-    channel.put("learned", {"format": 2, "ledger": {}, "acceptance": {}, "heads": manager.snapshot()})
-    policy = KPolicy(DepthPolicy(3, 3, 3))
-    StateStore(None, channel).restore(policy, found)
-    assert found.desired == manager.desired
-    assert policy.posteriors.workloads() == ()
-    (record,) = caplog.records
-    assert "not of format 3" in record.getMessage()
-
-
-@pytest.mark.parametrize(
-    "document", [[], {}, {"format": "other"}, k_policy_with_counts().snapshot() | {"heads": {}}, {"format": None}]
-)
-def test_a_state_of_another_version_in_the_cluster_is_refused_in_one_line(
-    document: Any, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("document", [[], {}, {"format": 3, "tracker": {}, "acceptance": {}}, {"reports": 7}])
+def test_a_state_of_another_version_is_refused_in_one_line_and_its_file_put_aside(
+    document: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    channel = MemoryChannel()
+    path, channel = tmp_path / "state.json", MemoryChannel()
+    path.write_text(json.dumps(document) if document else "{")
     channel.put("learned", document)
-    StateStore(None, channel).restore(KPolicy(DepthPolicy(3, 3, 3)), HeadManager({}, 0, 0.1))
-    (record,) = caplog.records
-    assert "cannot be used" in record.getMessage()
-    assert "\n" not in record.getMessage()
+    for store in (new_store(path), new_store(channel=channel)):
+        fresh = store.document()
+        store.restore()
+        assert store.document() == fresh
+    of_file, of_cluster = [record.getMessage() for record in caplog.records]
+    assert "depth.state" in of_file
+    assert (tmp_path / "state.unusable").exists()
+    assert "cannot be used" in of_cluster
+    assert "\n" not in of_cluster
 
 
 def test_a_cluster_that_does_not_answer_holds_up_no_router(caplog: pytest.LogCaptureFixture) -> None:
     channel = MemoryChannel()
-    store, channel.fails = StateStore(None, channel), True
-    store.restore(KPolicy(DepthPolicy(3, 3, 3)))
+    store, channel.fails = new_store(channel=channel), True
+    store.restore()
     for _ in range(3):
-        store.write({"format": 1})
+        store.write({})
     channel.fails = False
-    store.write({"format": 1})
+    store.write({})
     unread, failed, mended = [record.getMessage() for record in caplog.records]
     assert "cannot be used (no answer)" in unread
     assert "cannot be written (no answer)" in failed
     assert "is written again" in mended
 
 
-def test_a_head_that_was_rolled_back_is_saved_at_once_and_found_again(tmp_path: Path) -> None:
-    path, k_policy, manager = tmp_path / "state.json", k_policy_with_counts(), swapped(0, 0.5, 120).manager
-    found = HeadManager({}, 0, 0.1)
+def test_a_head_that_was_rolled_back_is_saved_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
 
     async def run() -> None:
-        file = StateStore(str(path))
-        file.save_soon(k_policy, manager)
+        store = StateStore(str(path), k_policy_with_counts())
+        store.save_soon()
         await asyncio.sleep(0.05)
         assert not path.exists(), "not due yet"
-        file.save_soon(k_policy, manager, is_urgent=True)
+        store.save_soon(is_urgent=True)
         while not path.exists():
             await asyncio.sleep(0.01)
-        file.restore(k_policy, found)
 
     asyncio.run(run())
-    assert found.desired == manager.desired != HeadManager({}, 0, 0.1).desired
-    StateStore(str(path)).write(k_policy.snapshot())  # of a service without remote drafters
-    StateStore(str(path)).restore(k_policy, found)
-    assert found.desired == manager.desired
-
-
-@pytest.mark.parametrize("text", ["{", "[]", json.dumps({"format": "other"})])
-def test_a_damaged_file_is_put_aside(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "state.json"
-    path.write_text(text)
-    found = KPolicy(DepthPolicy(3, 3, 3))
-    with caplog.at_level(logging.WARNING):
-        StateStore(str(path)).restore(found)
-    assert found.posteriors.workloads() == ()
-    assert (tmp_path / "state.unusable").read_text() == text
-    assert "depth.state" in caplog.text
 
 
 def test_on_a_full_disk_the_last_state_stays_whole_and_saving_goes_on_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "state.json"
-    file, k_policy = StateStore(str(path)), k_policy_with_counts()
-    file.write(k_policy.snapshot())
+    store = StateStore(str(path), k_policy_with_counts())
+    store.write(store.document())
     before = path.read_text()
-    k_policy.observe([report("a", code=sum([GOOD] * 90, Counts()))], 1.0)
     with full_disk(100):
         for _ in range(3):
-            file.write(k_policy.snapshot())
+            store.write(store.document())
     assert path.read_text() == before
     assert [found.name for found in tmp_path.iterdir()] == ["state.json"]
-    file.write(k_policy.snapshot())
+    store.write({})
     assert path.read_text() != before
     failed, mended = [record.getMessage() for record in caplog.records]
     assert f"{path} cannot be written" in failed
