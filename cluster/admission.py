@@ -1,7 +1,7 @@
 """Which request goes next: a bounded queue that is fair between callers.
 
 Enters: requests with their caller and weight (sequences), and the bytes of their bodies as they arrive. Leaves: a place
-among the running ones, or a `BusyError` that says when to come again.
+among the running ones, or an `ApiError` that says when to come again.
 
 A place goes to the caller with the fewest running sequences; of several such callers to the one served longest ago. A
 caller's requests of one sequence go before its requests of several. Never knows: HTTP, Ray, what a request asks. State
@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
+from cluster.errors import ApiError
 from cluster.request import Caller
 from cluster.spending import DAY_S, DaySpending
 
@@ -28,13 +29,10 @@ connections at the most, so these bodies are bounded too."""
 MAX_RETRY_AFTER_S = 60.0
 
 
-class BusyError(Exception):
-    """There is no room for a request now. `retry_after_s`: when there may be, in whole seconds from 1 to `most_s`."""
-
-    def __init__(self, message: str, retry_after_s: float, most_s: float = MAX_RETRY_AFTER_S) -> None:
-        super().__init__(message)
-        self.message = message
-        self.retry_after_s = int(min(max(-(-retry_after_s // 1), 1), most_s))
+def busy(message: str, retry_after_s: float, most_s: float = MAX_RETRY_AFTER_S) -> ApiError:
+    """There is no room for a request now. `retry_after_s`: when there may be, rounded to 1 to `most_s` seconds."""
+    wait_s = int(min(max(-(-retry_after_s // 1), 1), most_s))
+    return ApiError(429, message, code="rate_limit_exceeded", retry_after_s=wait_s)
 
 
 class Allowance:
@@ -136,7 +134,7 @@ class Admission:
         """Hold a place during the `async with`, after waiting for it in the queue.
 
         Raises:
-            BusyError: the queue is full.
+            ApiError: (429) the queue is full.
         """
         line = self._line_of(caller)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -146,7 +144,7 @@ class Admission:
         is_alone = len(queued) == 1 and self.max_queued > 0
         if not turn.done() and sum(queued) > self.max_queued and not is_alone:
             self._leave_queue(line, turn, weight)
-            raise BusyError(
+            raise busy(
                 f"{self.num_running} requests run and {self.num_queued} wait for a place, which is all that this "
                 "service takes at a time",
                 QUEUE_FULL_RETRY_S,
@@ -168,19 +166,19 @@ class Admission:
         """Count a request against the rate of its caller, whatever becomes of it.
 
         Raises:
-            BusyError: the caller has used up its own rate, or its tokens of the day; the request is not counted.
+            ApiError: (429) the caller has used up its own rate, or its tokens of the day; the request is not counted.
         """
         day_s = self._day_clock()
         if caller.tokens_per_day is not None and self.spending.spent(caller.name, day_s) >= caller.tokens_per_day:
             message = f"the caller {caller.name} has used up its {caller.tokens_per_day} tokens a day, until 0:00 UTC"
-            raise BusyError(message, DAY_S - day_s % DAY_S, DAY_S)
+            raise busy(message, DAY_S - day_s % DAY_S, DAY_S)
         line = self._line_of(caller)
         self._drop_idle(line)  # one without rates
         now_s = self._clock()
         for name, rate in line.rates.items():
             if wait_s := rate.wait_s(1.0, now_s):
                 most = _rates_of(caller)[name]
-                raise BusyError(f"the caller {caller.name} has used up its {most:g} {name} a minute", wait_s)
+                raise busy(f"the caller {caller.name} has used up its {most:g} {name} a minute", wait_s)
         if "requests" in line.rates:
             line.rates["requests"].spend(1.0, now_s)
 
@@ -264,8 +262,8 @@ class BodyBudget:
     @contextmanager
     def hold_body(self, caller: Caller) -> Iterator[Callable[[int], None]]:
         """The body of a request of this caller, held during the `with`. Gives a function that counts bytes as they
-        arrive, and raises BusyError where they do not fit. The first `UNCOUNTED_BODY_BYTES` are free as long as there
-        are no more."""
+        arrive, and raises ApiError (429) where they do not fit. The first `UNCOUNTED_BODY_BYTES` are free as long as
+        there are no more."""
         num_bytes = num_charged = 0
 
         def add(number: int) -> None:
@@ -281,10 +279,10 @@ class BodyBudget:
             self._charge(caller.line, -num_charged)
 
     def _charge(self, line: str, num_bytes: int) -> None:
-        """Raises BusyError, with nothing charged, where they do not fit."""
+        """Raises ApiError (429), with nothing charged, where they do not fit."""
         share = self.max_bytes // 2
         if num_bytes > 0 and (self.num_bytes + num_bytes > self.max_bytes or self._by_line[line] + num_bytes > share):
-            raise BusyError(
+            raise busy(
                 f"this service holds {self.max_bytes} bytes of requests at a time (limits.max_body_bytes_in_flight), "
                 f"{share} of one caller, and they are full",
                 QUEUE_FULL_RETRY_S,

@@ -1,8 +1,8 @@
 """Caller, workload and K of a request.
 
 Enters: the Authorization header, the request's `drafting` object and headers, its model and system prompt, and the
-operator's settings. Leaves: a `Caller`, the name of a workload, and a `Drafting`; or an error that names the field and
-its range. Never knows: HTTP beyond these headers, Ray, the engine.
+operator's settings. Leaves: a `Caller`, the name of a workload, and a `Drafting`; or an `ApiError` that names the field
+and its range. Never knows: HTTP beyond these headers, Ray, the engine.
 """
 
 import functools
@@ -14,14 +14,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from cluster.errors import ApiError
+
 # ====================================================================================================
 # Callers. Only SHA-256 digests of their keys are kept, so the keys are in no settings object, no log and no error.
 
 TagRight = Literal["allow", "refuse", "ignore"]
-
-
-class UnknownCallerError(ValueError):
-    """No caller has this key, or the request brings none. The message does not repeat the key."""
 
 
 @dataclass(frozen=True)
@@ -72,17 +70,21 @@ def identify_caller(callers: Callers, authorization: str | None) -> Caller:
     """The caller of a request with this Authorization header (None: without one).
 
     Raises:
-        UnknownCallerError: no header, another scheme than Bearer, or a key that nobody has.
+        ApiError: (401) no header, another scheme than Bearer, or a key that nobody has. It does not repeat the key.
     """
     if not authorization:
-        raise UnknownCallerError("this service needs an API key: send the header Authorization: Bearer YOUR_KEY")
+        raise _unknown("this service needs an API key: send the header Authorization: Bearer YOUR_KEY")
     scheme, _, key = authorization.strip().partition(" ")
     if scheme.lower() != "bearer" or not key.strip():
-        raise UnknownCallerError("the Authorization header must read: Bearer YOUR_KEY")
+        raise _unknown("the Authorization header must read: Bearer YOUR_KEY")
     # Looked up by digest, so the time that it takes says nothing about a key that is nearly right.
     if (caller := callers.get(hash_key(key.strip()))) is None:
-        raise UnknownCallerError("incorrect API key: no caller of this service has it")
+        raise _unknown("incorrect API key: no caller of this service has it")
     return caller
+
+
+def _unknown(message: str) -> ApiError:
+    return ApiError(401, message, code="invalid_api_key")
 
 
 def hash_key(key: str) -> str:
@@ -106,19 +108,6 @@ Source = Literal["request", "workload", "default", "learned", "probe"]
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,63}")
 _INTEGER = re.compile(r"[+-]?[0-9]{1,9}")
 _REQUEST_KEYS = ("k", "workload")
-
-
-class DraftingError(ValueError):
-    """A request's drafting cannot be used. `field`: as the client named it."""
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(message)
-        self.field = field
-        self.message = message
-
-
-class ForbiddenTagError(DraftingError):
-    """A workload tag from a caller that may not set one."""
 
 
 @dataclass(frozen=True)
@@ -198,15 +187,16 @@ def resolve(
     `workload_of`: the workload of a request, given the tag that it may set (None: none).
 
     Raises:
-        DraftingError: unknown key, wrong type, K outside 0..K_max, malformed tag, or header and body disagree.
-        ForbiddenTagError: a tag from a caller that may not set one.
+        ApiError: (400) unknown key, wrong type, K outside 0..K_max, malformed tag, or header and body disagree. (403) A
+            tag from a caller that may not set one.
     """
     if requested is not None and not isinstance(requested, Mapping):
-        raise DraftingError("drafting", f"drafting must be an object with k and workload, not {requested!r:.80}")
+        text = f"drafting must be an object with k and workload, not {requested!r:.80}"
+        raise ApiError(400, text, param="drafting")
     body = requested or {}
     if unknown := [key for key in body if key not in _REQUEST_KEYS]:
         name = f"drafting.{unknown[0]!s:.80}"
-        raise DraftingError(name, f"unknown field {name}: drafting has the fields k and workload")
+        raise ApiError(400, f"unknown field {name}: drafting has the fields k and workload", param=name)
     by_header = {name.lower(): value for name, value in (headers or {}).items()}
     header_k: int | str | None = by_header.get(K_HEADER.lower())
     if isinstance(header_k, str) and _INTEGER.fullmatch(header_k.strip()):
@@ -224,7 +214,8 @@ def resolve(
     )
     if tag is not None and caller.tags == "refuse":
         name = WORKLOAD_HEADER if body.get("workload") is None else "drafting.workload"
-        raise ForbiddenTagError(name, f"the caller {caller.name} may not set {name}: leave it out")
+        text = f"the caller {caller.name} may not set {name}: leave it out"
+        raise ApiError(403, text, param=name, code="tag_not_allowed")
     if caller.tags == "ignore":
         tag = None
     workload = caller.workload if tag is None and caller.workload is not None else workload_of(tag)
@@ -237,14 +228,15 @@ def resolve(
 def _agreed(values: Mapping[str, Any], is_valid: Callable[[Any], bool], rule: str) -> Any:
     """The value in the body or a header, None without either. `values`: by the name that the client used.
 
-    Raises DraftingError for a value that is not valid, or two that differ."""
+    Raises ApiError for a value that is not valid, or two that differ."""
     given = {name: value for name, value in values.items() if value is not None}
     for name, value in given.items():
         if not is_valid(value):
-            raise DraftingError(name, f"{name} must be {rule}, not {value!r:.80}")
+            raise ApiError(400, f"{name} must be {rule}, not {value!r:.80}", param=name)
     if len(given) == 2 and len(set(given.values())) == 2:
         (name, value), (header, other) = given.items()
-        raise DraftingError(name, f"{name} is {value!r} but the header {header} says {other!r}: send one, or the same")
+        text = f"{name} is {value!r} but the header {header} says {other!r}: send one, or the same"
+        raise ApiError(400, text, param=name)
     return next(iter(given.values()), None)
 
 

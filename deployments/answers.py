@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cluster.counts import Counts
+from cluster.errors import ApiError
 from cluster.request import Drafting
 from deployments import compat
 from deployments.body import from_engine, grammars, num_prompts
-from deployments.errors import ApiError, engine_lost
+from deployments.errors import engine_lost
 from deployments.front_end import (
     Admitted,
     Answer,

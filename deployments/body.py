@@ -17,8 +17,9 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest
 from vllm.exceptions import VLLMClientError
 
+from cluster.errors import ApiError
 from cluster.settings import LimitSettings
-from deployments.errors import ApiError, internal_error
+from deployments.errors import internal_error
 from peagle.schema import nearest
 from peagle.vllm.compat import chat_part_kinds
 from peagle.vllm.grammar_bounds import GrammarError, GrammarLimits, check_grammar, check_structured_outputs

@@ -23,7 +23,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import Metric
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-from cluster.admission import Admission, BodyBudget, BusyError
+from cluster.admission import Admission, BodyBudget
+from cluster.errors import ApiError
 from cluster.heads import TRIAL_SUFFIX, HeadRouting, base_workload
 from cluster.k_policy import KPolicy
 from cluster.request import (
@@ -31,9 +32,6 @@ from cluster.request import (
     DEFAULT_WORKLOAD,
     Caller,
     Drafting,
-    DraftingError,
-    ForbiddenTagError,
-    UnknownCallerError,
     Workloads,
     client_network,
     identify_caller,
@@ -51,7 +49,7 @@ from deployments.body import (
     drop_unused,
     parse_body,
 )
-from deployments.errors import ApiError, busy_error, internal_error
+from deployments.errors import internal_error
 from deployments.metrics import FAMILIES, PREFIX
 from deployments.usage_log import UsageLog
 from peagle.vllm.request_args import DEPTH_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY
@@ -251,10 +249,7 @@ class FrontEnd:
         (401)."""
         if self._callers is None:
             return replace(ANYONE, address=client_network(address))
-        try:
-            return identify_caller(self._callers, authorization)
-        except UnknownCallerError as error:
-            raise ApiError(401, str(error), code="invalid_api_key") from error
+        return identify_caller(self._callers, authorization)
 
     def admit(
         self, call: Call, document: Any, caller: Caller = ANYONE, headers: Mapping[str, str] | None = None
@@ -309,14 +304,8 @@ class FrontEnd:
         self, asked: Any, model: str, body: Body, caller: Caller, headers: Mapping[str, str] | None
     ) -> Drafting:
         prompt = system_prompt(body.messages) if isinstance(body, ChatCompletionRequest) else ""
-        try:
-            drafting = resolve(
-                self._policy, asked, headers, caller, lambda tag: self._workloads.resolve(tag, model, prompt)
-            )
-        except ForbiddenTagError as error:
-            raise ApiError(403, error.message, param=error.field, code="tag_not_allowed") from error
-        except DraftingError as error:
-            raise ApiError(400, error.message, param=error.field) from error
+        find_workload = lambda tag: self._workloads.resolve(tag, model, prompt)  # noqa: E731
+        drafting = resolve(self._policy, asked, headers, caller, find_workload)
         if self.k_policy is not None:
             drafting = self.k_policy.resolve(drafting, time.monotonic(), caller.max_k)
         return drafting
@@ -387,9 +376,6 @@ class FrontEnd:
                         raise item
             status = 200
             self._measure(workload, admitted.streams, usage, started_s, first_s)
-        except BusyError as error:
-            status = 429
-            raise busy_error(error) from error
         except ApiError as error:
             status = error.status
             raise

@@ -35,9 +35,10 @@ import uvloop
 from prometheus_client.core import Metric
 from vllm.utils.gc_utils import freeze_gc_heap
 
+from cluster.errors import ApiError
 from deployments import compat
 from deployments.answers import Charge, EngineAnswers
-from deployments.errors import ApiError, engine_lost, internal_error, not_ready
+from deployments.errors import engine_lost, internal_error, not_ready
 from deployments.front_end import Admitted, Answer, Usage
 from deployments.metrics import Families
 from peagle.vllm.clients import METRICS_FOLDER, Address, client_addresses, connect

@@ -24,8 +24,8 @@ from vllm.entrypoints.openai.responses.streaming_events import SimpleStreamingEv
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.tokenize import protocol as tokenizer
 
+from cluster.errors import ApiError
 from deployments.body import check_counts, check_document, from_engine, parse_record, refused
-from deployments.errors import ApiError
 from deployments.front_end import FrontEnd, event_document, logger
 
 Ask = Callable[[dict[str, Any]], AsyncGenerator[str]]  # the answer to a chat with these fields

@@ -26,13 +26,13 @@ from vllm import __version__ as vllm_version
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
 
-from cluster.admission import BusyError
+from cluster.errors import ApiError
 from cluster.request import ANYONE
 from cluster.settings import IngressSettings
 from deployments import openapi
 from deployments.body import UNUSED_FIELDS, Call, detect_call, engine_keys, name_keys, read_json
 from deployments.compat import GATEWAY_HEADER, address_header, gateway_token, listening_host
-from deployments.errors import ApiError, busy_error, internal_error
+from deployments.errors import internal_error, json_response
 from deployments.front_end import Admitted, Answer, FrontEnd, logger
 from deployments.http_streams import EventStream, read_body, until_disconnected
 from deployments.protocols import CONVERSIONS, TOKENIZER_PATHS, Ask, answer_by_tokenizer
@@ -209,20 +209,20 @@ def make_app(backend: Backend, entrance: Entrance) -> FastAPI:
 
     async def api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        return error.response(_path(request.scope))
+        return json_response(error, _path(request.scope))
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         text, path = str(error.detail), _path(request.scope)
         if error.status_code == 404:
             text = f"{path:.80} is not served here, but {', '.join(served)}; /docs describes them"
-        response = ApiError(error.status_code, text).response(path)
+        response = json_response(ApiError(error.status_code, text), path)
         response.headers.update(error.headers or {})
         return response
 
     async def unexpected(request: Request, error: Exception) -> Response:
         logger.error("a request to %s failed", request.url.path, exc_info=error)
-        return internal_error().response(_path(request.scope))
+        return json_response(internal_error(), _path(request.scope))
 
     def described() -> dict[str, Any]:
         made = openapi.document(app, RECORDS, UNUSED)
@@ -291,10 +291,9 @@ async def _answer(backend: Backend, request: Request) -> Response:
                 front_end.metrics.count_answer("", 200)
                 return Response(text, media_type=JSON_MEDIA_TYPE)
             call = CALLS.get(path) or detect_call(document)
-        except (ApiError, BusyError) as error:
-            refusal = busy_error(error) if isinstance(error, BusyError) else error
-            front_end.metrics.count_answer("", refusal.status)
-            raise refusal from error
+        except ApiError as error:
+            front_end.metrics.count_answer("", error.status)
+            raise
         sent: dict[str, Any] = {"generate": backend.generate, "caller": caller, "headers": request.headers}
         ask: Ask = functools.partial(front_end.answer, call, **sent)
         pieces = (CONVERSIONS[path](front_end, backend.vllm, ask).answer if path in CONVERSIONS else ask)(document)
@@ -355,7 +354,7 @@ class GateMiddleware:
                 scope["headers"] = [header for header in scope["headers"] if header[0].lower() not in keys]
         except ApiError as error:
             self._front_end.metrics.count_answer("", error.status)
-            await error.response(path)(scope, receive, send)
+            await json_response(error, path)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

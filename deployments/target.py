@@ -35,6 +35,7 @@ from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from cluster.counts import TargetReport
+from cluster.errors import ApiError
 from cluster.heads import base_workload
 from cluster.k_policy import PolicyUpdate
 from cluster.learning import AnswerQueue, KeptAnswer
@@ -45,7 +46,7 @@ from deployments import compat
 from deployments.answers import Charge, EngineAnswers
 from deployments.body import Call, grammar_limits
 from deployments.drafter import MAX_SMALL_MACHINE_CORES, head_directory, local_directory, target_source
-from deployments.errors import ApiError, not_ready
+from deployments.errors import not_ready
 from deployments.front_end import QUEUED_PER_RUNNING, Admitted, Answer, FrontEnd
 from deployments.front_end_processes import FrontEndProcesses
 from deployments.replicas import (

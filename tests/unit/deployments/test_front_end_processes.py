@@ -13,9 +13,9 @@ import pytest
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
 from cluster.counts import WorkloadCounts
+from cluster.errors import ApiError
 from deployments import compat, front_end_processes
 from deployments.answers import EngineAnswers
-from deployments.errors import ApiError
 from deployments.front_end import FrontEnd, Usage
 from deployments.front_end_processes import (
     MAX_RESTARTS,

@@ -15,9 +15,9 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 from vllm.exceptions import GenerationError, VLLMValidationError
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from cluster.errors import ApiError
 from cluster.request import Caller
 from deployments.answers import EngineAnswers
-from deployments.errors import ApiError
 from deployments.front_end import FrontEnd, Usage
 from deployments.replicas import EngineLost
 from deployments.target import TargetServer, default_front_ends
