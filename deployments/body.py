@@ -7,9 +7,10 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Literal
 
+import msgspec
 from pydantic import BaseModel, ValidationError
 from pydantic_core import SchemaValidator
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -33,10 +34,7 @@ BODIES: dict[Call, type[Body]] = {"chat": ChatCompletionRequest, "completions": 
 
 UNUSED_FIELDS = frozenset(
     {
-        "best_of",
         "metadata",
-        "modalities",
-        "moderation",
         "prediction",
         "prompt_cache_key",
         "prompt_cache_options",
@@ -48,8 +46,7 @@ UNUSED_FIELDS = frozenset(
         "web_search_options",
     }
 )
-"""Fields of OpenAI's API that clients send and that change no answer here, except for values that `drop_unused`
-refuses."""
+"""Fields of OpenAI's API that clients send and that change no answer here."""
 
 RENAMED_FIELDS = {
     "function_call": "tool_choice",
@@ -70,94 +67,54 @@ MAX_NESTING = 64
 MAX_INTEGER = 2**63 - 1
 
 
-def read_json(raw: bytes, limits: LimitSettings) -> Any:
-    """The document in a request's body. Raises ApiError (413, 400)."""
+def read_json(raw: bytes, limits: LimitSettings) -> dict[str, Any]:
+    """The object in a request's body. Every value in it can be handled: none is nested deeper than `MAX_NESTING`, texts
+    have a UTF-8 form, and numbers are finite and fit 64 bits. Raises ApiError (413, 400)."""
     if len(raw) > limits.max_body_bytes:
         text = f"The request body has {len(raw)} bytes, above the limit of {limits.max_body_bytes}."
         raise ApiError(413, text, code="too_large")
-    if _has_more_values(raw, limits.max_body_values):
+    # Before it is parsed: lists of nothing take 20 times the memory of their text.
+    if sum(map(raw.count, (b",", b"[", b"{"))) > limits.max_body_values:
         text = f"The request body has more values (numbers, texts, objects, lists) than {limits.max_body_values}"
         raise ApiError(413, f"{text}, this service's limit (limits.max_body_values).", code="too_large")
     try:
-        return json.loads(raw.decode("utf-8"))
+        document = msgspec.json.decode(raw)
     except (ValueError, RecursionError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise ApiError(400, f"The request body is not valid JSON: {reason!s:.500}.", code="invalid_json") from error
-
-
-_BEFORE_A_VALUE = re.compile(rb'(?:[^",\[{]++|"[^"\\]*+(?:\\.[^"\\]*+)*+"?)*+(?:[,\[{]|\Z)', re.DOTALL)
-
-
-def _has_more_values(raw: bytes, most: int) -> bool:
-    """Whether JSON has more commas and opening brackets than `most`, those in texts left out. Nothing is parsed: lists
-    of nothing take 20 times the memory of their text."""
-    if sum(map(raw.count, (b",", b"[", b"{"))) <= most:
-        return False
-    return next(itertools.islice(_BEFORE_A_VALUE.finditer(raw), most + 1, None), None) is not None
-
-
-def detect_call(document: Any) -> Call:
-    """Chat or completion, as vLLM tells requests to SageMaker's /invocations apart. Raises ApiError for neither."""
-    if not isinstance(document, dict):
-        check_document(document)
-    elif document.get("messages") is not None:
-        return "chat"
-    elif document.get("prompt") is not None:
-        return "completions"
-    raise ApiError(400, "the request has neither messages, for a chat, nor prompt, for a completion", param="messages")
-
-
-def check_document(document: Any, max_values: int = LimitSettings().max_body_values) -> dict[str, Any]:
-    """`document` where every value in it can be handled: a JSON object of at most `max_values`, not deeper than
-    `MAX_NESTING`, whose texts have a UTF-8 form (JSON can hold lone surrogates) and whose numbers fit 64 bits. Raises
-    ApiError naming the field."""
+        raise ApiError(400, f"The request body is not valid JSON: {error!s:.500}.", code="invalid_json") from error
     if not isinstance(document, dict):
         raise ApiError(400, "The request body must be a JSON object.")
-    level: list[tuple[tuple[Any, ...], Any]] = [((), document)]
-    num_values = 0
-    for _ in range(MAX_NESTING):
-        below = []
-        for path, value in level:
-            num_values += len(value)
-            if num_values > max_values:
-                text = f"the request has more than {max_values} values in all"
-                raise ApiError(413, text, param=_at(path[:1]) or None, code="too_large")
-            if isinstance(value, list) and set(map(type, value)) == {int}:  # token ids: no step of Python for each
-                if not -MAX_INTEGER <= min(value) <= max(value) <= MAX_INTEGER:
-                    raise ApiError(400, "the number does not fit 64 bits", param=_at(path))
-                continue
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            for key, item in items:
-                if isinstance(key, str) and not _is_text(key):
-                    raise ApiError(400, "a name is no valid text: it has a lone surrogate", param=_at(path, key))
-                if isinstance(item, dict | list):
-                    below.append(((*path, key), item))
-                elif isinstance(item, str):
-                    if not _is_text(item):
-                        raise ApiError(400, "the text is not valid: it has a lone surrogate", param=_at(path, key))
-                elif isinstance(item, int):
-                    if not -MAX_INTEGER <= item <= MAX_INTEGER:
-                        raise ApiError(400, "the number does not fit 64 bits", param=_at(path, key))
-                elif isinstance(item, float) and not math.isfinite(item):
-                    raise ApiError(400, "the number is not finite", param=_at(path, key))
-        if not below:
-            return document
-        level = below
-    raise ApiError(400, f"the value is nested more than {MAX_NESTING} deep", param=str(level[0][0][0]))
+    for name, value in document.items():
+        _check_value(name, value)
+    return document
 
 
-def _is_text(text: str) -> bool:
-    if text.isascii():
-        return True
+def read_document(document: Any, limits: LimitSettings) -> dict[str, Any]:
+    """A request by deployment handle, checked as one by HTTP. Raises ApiError."""
     try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        raw = json.dumps(document).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ApiError(400, f"The request cannot be written as JSON: {error!s:.500}.", code="invalid_json") from error
+    return read_json(raw, limits)
 
 
-def _at(path: tuple[Any, ...], *key: Any) -> str:
-    return ".".join(str(step) for step in (*path, *key))
+def _check_value(name: str, value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_NESTING):
+        if not all(-MAX_INTEGER <= item <= MAX_INTEGER for item in level if isinstance(item, int)):
+            raise ApiError(400, f"{name:.80} holds a number that does not fit 64 bits", param=name)
+        parts = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        if not (level := list(itertools.chain.from_iterable(parts))):
+            return
+    raise ApiError(400, f"{name:.80} is nested more than {MAX_NESTING} deep", param=name)
+
+
+def detect_call(fields: Mapping[str, Any]) -> Call:
+    """Chat or completion, as vLLM tells requests to SageMaker's /invocations apart. Raises ApiError for neither."""
+    if fields.get("messages") is not None:
+        return "chat"
+    if fields.get("prompt") is not None:
+        return "completions"
+    raise ApiError(400, "the request has neither messages, for a chat, nor prompt, for a completion", param="messages")
 
 
 @functools.cache
@@ -181,27 +138,14 @@ def _validator(record: type[BaseModel]) -> SchemaValidator:
     return SchemaValidator(end_early(record.__pydantic_core_schema__), _use_prebuilt=False)
 
 
-def drop_unused(call: Call, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """`fields` without those that are null, which stand for missing ones, and without `UNUSED_FIELDS`. Raises ApiError
-    for a value that would change the answer where OpenAI serves it."""
-    given = {name: item for name, item in fields.items() if item is not None}
-    if given.get("modalities", ["text"]) != ["text"]:
-        raise ApiError(400, 'modalities must be ["text"]: only text is served here', param="modalities")
-    policy = given["moderation"].get("policy") if isinstance(given.get("moderation"), dict) else None
-    for side, rule in policy.items() if isinstance(policy, dict) else ():
-        if isinstance(rule, dict) and rule.get("mode") == "block":
-            name = f"moderation.policy.{side}"
-            raise ApiError(400, f"{name} asks to block, but nothing is moderated here: leave it out", param=name)
-    if given.get("audio") is not None:
-        raise ApiError(400, "audio asks for spoken answers: only text is served here", param="audio")
-    best_of = given.get("best_of", given.get("n", 1))
-    if call == "chat" and "best_of" in given:
-        raise ApiError(400, "best_of is a field of completions: send n", param="best_of", code="unknown_field")
-    if best_of != given.get("n", 1):
-        raise ApiError(
-            400, f"best_of is {best_of!r:.80}, but as many are returned as made: send n alone", param="best_of"
-        )
-    return {name: item for name, item in given.items() if name not in UNUSED_FIELDS}
+def drop_unused(fields: Mapping[str, Any], unused: Collection[str] = UNUSED_FIELDS) -> dict[str, Any]:
+    """`fields` without those that are null, which stand for missing ones, and without `unused`. Raises ApiError for a
+    value that would change the answer where OpenAI serves it."""
+    given = {name: item for name, item in fields.items() if item is not None and name not in unused}
+    for name, served in (("modalities", ["text"]), ("best_of", given.get("n", 1))):
+        if (asked := given.pop(name, served)) != served:
+            raise ApiError(400, f"{name} is {asked!r:.80}, but only {served!r:.80} is served here", param=name)
+    return given
 
 
 def _hint(record: type[BaseModel], name: str) -> str:
@@ -262,21 +206,12 @@ def _to_blame(record: type[BaseModel], fields: Mapping[str, Any]) -> str | None:
 
 
 def _from_validation(error: ValidationError) -> ApiError:
-    """The first problem. If a field may have several forms, that of the form that was most likely meant."""
+    """The first problem. If a field may have several forms, that of the form that fits most deeply: what is another
+    literal, or lacks a field, was meant as another form."""
     details = error.errors(include_url=False, include_input=False)
-    forms: dict[tuple[Any, ...], list[Any]] = {}
-    for detail in details:
-        if detail["loc"][:1] == details[0]["loc"][:1]:
-            is_a_form = (not isinstance(step, int) and not _is_field(step) for step in detail["loc"])
-            end = next((index for index, is_form in enumerate(is_a_form) if is_form), -1) + 1
-            forms.setdefault(detail["loc"][:end], []).append(detail)
-
-    def unlikeliness(form: list[Any]) -> tuple[bool, bool, int, bool]:
-        kinds = [detail["type"] for detail in form]
-        is_other_type = all(kind.endswith("_type") for kind in kinds)
-        return "literal_error" in kinds, "missing" in kinds, len(kinds), is_other_type
-
-    detail = min(forms.values(), key=unlikeliness)[0]
+    first = [detail for detail in details if detail["loc"][:1] == details[0]["loc"][:1]]
+    likely = [detail for detail in first if detail["type"] not in ("literal_error", "missing")]
+    detail = max(likely or first, key=lambda detail: len(detail["loc"]))
     steps = [str(step) for step in detail["loc"] if isinstance(step, int) or _is_field(step)]
     if steps and steps[0].isdigit():  # vLLM reads the calls of a message on their own
         steps = ["tool_calls", *steps]

@@ -43,7 +43,6 @@ from deployments.body import (
     Body,
     Call,
     check_counts,
-    check_document,
     check_limits,
     check_prompt_logprobs,
     drop_unused,
@@ -72,15 +71,13 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 class Admitted:
     """A request as the engine gets it.
 
-    `fields`: vLLM's fields as the client sent them. `xargs`, `request_id`: what the front end decided of its
-    `vllm_xargs`, and its name. `num_sequences`: its weight. `trace`: headers by which the engine's span becomes part of
-    its client's trace. `caller`: name of who asked. `head`: digest of the head that drafts for it, "" where none does.
-    `number`: its own among the requests of the front end."""
+    `fields`: vLLM's fields, with what the front end decided of `vllm_xargs` and `request_id`. `num_sequences`: its
+    weight. `trace`: headers by which the engine's span becomes part of its client's trace. `caller`: name of who asked.
+    `head`: digest of the head that drafts for it, "" where none does. `number`: its own among the requests of the front
+    end."""
 
     call: Call
     fields: dict[str, Any]
-    xargs: dict[str, Any]
-    request_id: str
     drafting: Drafting
     num_sequences: int = 1
     trace: dict[str, str] = field(default_factory=dict)
@@ -90,18 +87,8 @@ class Admitted:
 
     @functools.cached_property
     def body(self) -> Body:
-        """vLLM's record of `fields`, with `xargs` and `request_id`."""
-        return self.complete(parse_body(self.call, self.fields))
-
-    def complete(self, body: Body) -> Body:
-        """Make the record of `fields`, which was made already, that of the request."""
-        body.vllm_xargs, body.request_id = self.xargs, self.request_id
-        self.body = body
-        return body
-
-    @property
-    def streams(self) -> bool:
-        return bool(self.body.stream)
+        """vLLM's record of `fields`."""
+        return parse_body(self.call, self.fields)
 
 
 class Usage(NamedTuple):
@@ -252,11 +239,10 @@ class FrontEnd:
         return identify_caller(self._callers, authorization)
 
     def admit(
-        self, call: Call, document: Any, caller: Caller = ANYONE, headers: Mapping[str, str] | None = None
+        self, call: Call, document: Mapping[str, Any], caller: Caller = ANYONE, headers: Mapping[str, str] | None = None
     ) -> Admitted:
-        """Check a request and decide its workload and K. Raises ApiError."""
-        given = check_document(document, self.limits.max_body_values)
-        fields = drop_unused(call, given)
+        """Check a request (see `read_json`) and decide its workload and K. Raises ApiError."""
+        fields = drop_unused(document)
         asked = fields.pop("drafting", None)
         model = self.check_model(fields)
         check_counts(fields, self.limits)
@@ -282,11 +268,13 @@ class FrontEnd:
             raise ApiError(400, f"request_id must be {rule}, not {body.request_id!r:.80}", param="request_id")
         headers = headers or {}
         named = headers.get("x-request-id", "")
-        request_id = named if "request_id" not in fields and _REQUEST_ID.fullmatch(named) else body.request_id
+        if "request_id" not in fields and _REQUEST_ID.fullmatch(named):
+            body.request_id = named
+        body.vllm_xargs = {**own, **decided}
+        fields |= {"request_id": body.request_id, "vllm_xargs": body.vllm_xargs}
         trace = {name: headers[name] for name in TRACE_HEADERS if name in headers}
-        xargs = {**own, **decided}
-        admitted = Admitted(call, fields, xargs, request_id, drafting, num_sequences, trace, caller.name)
-        admitted.complete(body)
+        admitted = Admitted(call, fields, drafting, num_sequences, trace, caller.name)
+        admitted.body = body
         return admitted
 
     def check_model(self, fields: dict[str, Any]) -> str:
@@ -342,7 +330,7 @@ class FrontEnd:
     async def answer(
         self,
         call: Call,
-        document: Any,
+        document: Mapping[str, Any],
         generate: Generate,
         caller: Caller = ANYONE,
         headers: Mapping[str, str] | None = None,
@@ -375,7 +363,7 @@ class FrontEnd:
                     else:
                         raise item
             status = 200
-            self._measure(workload, admitted.streams, usage, started_s, first_s)
+            self._measure(workload, bool(admitted.body.stream), usage, started_s, first_s)
         except ApiError as error:
             status = error.status
             raise
@@ -442,12 +430,7 @@ def drafting_field(drafting: Drafting, head: str, counts: Any) -> dict[str, Any]
     }
 
 
-def whole_answer(response: Any, drafting: Mapping[str, Any]) -> str:
-    """The JSON text of vLLM's response object with its `drafting`."""
-    return _text_with(response.model_dump(), drafting)
-
-
-def _text_with(document: dict[str, Any], drafting: Mapping[str, Any]) -> str:
+def text_with(document: dict[str, Any], drafting: Mapping[str, Any]) -> str:
     """The JSON text of an answer or of a stream's last chunk with its `drafting`. `usage`, where there is one, counts
     accepted drafts where OpenAI's API counts accepted predictions."""
     if usage := document.get("usage"):
@@ -471,8 +454,4 @@ def event_document(event: str) -> dict[str, Any]:
 
 def event_with(event: str, drafting: Mapping[str, Any]) -> str:
     """A server-sent event with `drafting` in its object."""
-    return f"data: {_text_with(event_document(event), drafting)}\n\n"
-
-
-def is_error_event(event: str) -> bool:
-    return event.startswith('data: {"error"')
+    return f"data: {text_with(event_document(event), drafting)}\n\n"

@@ -6,7 +6,6 @@ import functools
 import hashlib
 import hmac
 import ipaddress
-import json
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ from cluster.errors import ApiError
 from cluster.request import ANYONE
 from cluster.settings import IngressSettings
 from deployments import openapi
-from deployments.body import UNUSED_FIELDS, Call, detect_call, engine_keys, name_keys, read_json
+from deployments.body import UNUSED_FIELDS, Call, detect_call, engine_keys, read_json
 from deployments.compat import GATEWAY_HEADER, address_header, gateway_token, listening_host
 from deployments.errors import internal_error, json_response
 from deployments.front_end import Admitted, Answer, FrontEnd, logger
@@ -152,7 +151,10 @@ class PlainRoute(APIRoute):
 def make_app(backend: Backend, entrance: Entrance) -> FastAPI:
     """The HTTP API: OpenAI's, SageMaker's, and GET /health, /metrics, /drafting and the page at /."""
     engine_keys()  # takes a part of a second
-    app = FastAPI(title="peagle-serve", version=peagle_version, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="peagle-serve", version=peagle_version, docs_url=None, redoc_url=None, redirect_slashes=False,
+        responses=openapi.REFUSALS,
+    )  # fmt: skip
 
     async def ask(request: Request) -> Response:
         return await _answer(backend, request)
@@ -224,12 +226,8 @@ def make_app(backend: Backend, entrance: Entrance) -> FastAPI:
         logger.error("a request to %s failed", request.url.path, exc_info=error)
         return json_response(internal_error(), _path(request.scope))
 
-    def described() -> dict[str, Any]:
-        made = openapi.document(app, RECORDS, UNUSED)
-        return dict(json.loads(name_keys(json.dumps(made))))
-
     served = [route.path_format for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema]
-    app.openapi = functools.cache(described)  # type: ignore[method-assign]
+    app.openapi = functools.cache(functools.partial(openapi.document, app, RECORDS, UNUSED))  # type: ignore[method-assign]
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(Exception, unexpected)

@@ -44,7 +44,7 @@ from cluster.settings import ClusterSettings
 from cluster.step_latency import StepLatency
 from deployments import compat
 from deployments.answers import Charge, EngineAnswers
-from deployments.body import Call, grammar_limits
+from deployments.body import Call, grammar_limits, read_document
 from deployments.drafter import MAX_SMALL_MACHINE_CORES, head_directory, local_directory, target_source
 from deployments.errors import not_ready
 from deployments.front_end import QUEUED_PER_RUNNING, Admitted, Answer, FrontEnd
@@ -317,7 +317,8 @@ class TargetServer(LLMServer):
         """The answer to a request by deployment handle (see `deployments.client`), through the front end: one response,
         or one chunk after the other. What is refused gives `{"error": {...}, "status": ...}`."""
         try:
-            async with contextlib.aclosing(self.front_end.answer(call, document, self.generate)) as pieces:
+            fields = read_document(document, self.front_end.limits)
+            async with contextlib.aclosing(self.front_end.answer(call, fields, self.generate)) as pieces:
                 async for piece in pieces:
                     data = piece.removeprefix("data: ").strip()
                     if data != "[DONE]":

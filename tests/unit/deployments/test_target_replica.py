@@ -325,8 +325,9 @@ def test_a_call_by_handle_goes_through_the_same_edge() -> None:
 
     (answer,) = asyncio.run(run(drafting={"k": 3}))
     assert (answer["drafting"]["k"], answer["drafting"]["source"]) == (3, "request")
-    (refused,) = asyncio.run(run(drafting={"k": 99}))
-    assert (refused["status"], refused["error"]["param"]) == (400, "drafting.k")
+    for body, param in (({"drafting": {"k": 99}}, "drafting.k"), ({"top_k": 10**30}, "top_k"), ({"top_p": {1}}, None)):
+        (refused,) = asyncio.run(run(**body))
+        assert (refused["status"], refused["error"]["param"]) == (400, param)
 
 
 @pytest.mark.parametrize(
