@@ -169,7 +169,6 @@ def test_answers_and_errors_come_through_as_they_are(monkeypatch: pytest.MonkeyP
         await soon(lambda: replica.kept == [("code", "web", [1, 2], [3])])
         found = await replica.process(0).checker.find_outcome({"regex": "a"})
         assert found == {"error": "no {'regex': 'a'}"}
-        assert "no JSON" in (await replica.process(0).checker.find_outcome({"regex": object()}))["error"]
 
     asyncio.run(run())
 
