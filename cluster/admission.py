@@ -3,9 +3,8 @@
 Enters: requests with their caller and weight (sequences), and the bytes of their bodies as they arrive. Leaves: a place
 among the running ones, or an `ApiError` that says when to come again.
 
-A place goes to the caller with the fewest running sequences; of several such callers to the one served longest ago. A
-caller's requests of one sequence go before its requests of several. Never knows: HTTP, Ray, what a request asks. State
-of one event loop.
+A place goes to the caller with the fewest running sequences; of several such callers to the one served longest ago.
+Never knows: HTTP, Ray, what a request asks. State of one event loop.
 """
 
 import asyncio
@@ -20,8 +19,6 @@ from cluster.request import Caller
 from cluster.spending import DAY_S, DaySpending
 
 QUEUE_FULL_RETRY_S = 2.0
-MAX_OVERTAKEN = 64
-"""Requests of one sequence that go before a waiting one of several of the same caller."""
 UNCOUNTED_BODY_BYTES = 16 * 2**10
 """Size of a body that needs no room in `BodyBudget`: large bodies keep no usual request out. HAProxy holds 4,096
 connections at the most, so these bodies are bounded too."""
@@ -72,16 +69,8 @@ class _Line:
     weight: int = 0
     last_served: int = 0
     waiting: deque[tuple[asyncio.Future[None], int]] = field(default_factory=deque)
-    num_overtaken: int = 0
     limit: int | None = None
     rates: dict[str, Allowance] = field(default_factory=dict)
-
-    def find_next(self) -> int:
-        """Place in `waiting` of the request that goes next. One of several sequences is overtaken by those of one
-        sequence, `MAX_OVERTAKEN` times at the most."""
-        if self.num_overtaken >= MAX_OVERTAKEN:
-            return 0
-        return next((index for index, (_, weight) in enumerate(self.waiting) if weight == 1), 0)
 
 
 class Admission:
@@ -139,28 +128,26 @@ class Admission:
         line = self._line_of(caller)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         line.waiting.append((turn, weight))
-        self._hand_out_places()
-        queued = [weight for line in self._lines.values() for _, weight in line.waiting]
-        is_alone = len(queued) == 1 and self.max_queued > 0
-        if not turn.done() and sum(queued) > self.max_queued and not is_alone:
-            self._leave_queue(line, turn, weight)
-            raise busy(
-                f"{self.num_running} requests run and {self.num_queued} wait for a place, which is all that this "
-                "service takes at a time",
-                QUEUE_FULL_RETRY_S,
-            )
         try:
+            self._hand_out_places()
+            queued = [weight for line in self._lines.values() for _, weight in line.waiting]
+            is_alone = len(queued) == 1 and self.max_queued > 0
+            if not turn.done() and sum(queued) > self.max_queued and not is_alone:
+                raise busy(
+                    f"{self.num_running} requests run and {self.num_queued - 1} wait for a place, which is all that "
+                    "this service takes at a time",
+                    QUEUE_FULL_RETRY_S,
+                )
             await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._leave(line, weight)  # the place came at the same moment
-            else:
-                self._leave_queue(line, turn, weight)
-            raise
-        try:
             yield
         finally:
-            self._leave(line, weight)
+            if turn.done() and not turn.cancelled():
+                line.num_running -= 1
+                line.weight -= weight
+            elif (turn, weight) in line.waiting:
+                line.waiting.remove((turn, weight))
+            self._drop_idle(line)
+            self._hand_out_places()
 
     def count_request(self, caller: Caller) -> None:
         """Count a request against the rate of its caller, whatever becomes of it.
@@ -210,35 +197,21 @@ class Admission:
             if not lines:
                 return
             line = min(lines, key=lambda line: (line.weight, line.last_served))
-            index = line.find_next()
-            turn, weight = line.waiting[index]
+            turn, weight = line.waiting[0]
             if turn.cancelled():  # it leaves at this moment
-                del line.waiting[index]
+                line.waiting.popleft()
                 continue
             # The heaviest request is not passed over for lighter ones for ever: it waits until it fits.
             num_places = self.max_running - (self.num_reserved if line.num_running else 0)
             running = sum(line.weight for line in self._lines.values())
             if running and running + weight > num_places:
                 return
-            del line.waiting[index]
-            line.num_overtaken = line.num_overtaken + 1 if index else 0
+            line.waiting.popleft()
             self._num_served += 1
             line.last_served = self._num_served
             line.num_running += 1
             line.weight += weight
             turn.set_result(None)
-
-    def _leave(self, line: _Line, weight: int) -> None:
-        line.num_running -= 1
-        line.weight -= weight
-        self._drop_idle(line)
-        self._hand_out_places()
-
-    def _leave_queue(self, line: _Line, turn: asyncio.Future[None], weight: int) -> None:
-        if (turn, weight) in line.waiting:
-            line.waiting.remove((turn, weight))
-        self._drop_idle(line)
-        self._hand_out_places()
 
     def _drop_idle(self, line: _Line) -> None:
         """Addresses come and go without end: a line is kept while it has requests, or rates that fill up."""

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import ipaddress
 import re
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -244,10 +244,11 @@ def _agreed(values: Mapping[str, Any], is_valid: Callable[[Any], bool], rule: st
 # The workload of a request: its tag, else the workload of the model alias that it names, else the fingerprint of its
 # system prompt, else `default`.
 #
-# Acceptance is learned per workload, so their number is bounded: the least recently used workload is replaced, but only
-# by a name with more requests. Windows are counted in requests, so no clock is needed.
+# Acceptance is learned per workload, so their number is bounded: the rarest workload is replaced, but only by a name
+# with more requests. Counts are halved every so many requests, so no clock is needed.
 
 MAX_NUM_WORKLOADS = 64
+HALVING_REQUESTS = 4096
 FINGERPRINT_PREFIX = "sys-"
 
 _SYSTEM_ROLES = ("system", "developer")
@@ -290,10 +291,9 @@ class Workloads:
     `known` (the operator's names) and the workloads of `aliases` (model id: workload) always stay, also when they alone
     are more than `max_num`. Of the others:
 
-    - a fingerprint becomes a workload at its `min_num_requests`-th request among the last `window_requests` to twice
-      as many, a tag at once, while there is room;
-    - without room, either replaces the least recently used workload, if it has `min_num_requests` and more requests in
-      that window than this one, so that names that come once or twice do not displace a busy workload;
+    - a fingerprint becomes a workload at its `min_num_requests`-th recent request, a tag at once, while there is room;
+    - without room, either replaces the rarest workload, if it has `min_num_requests` and more recent requests than this
+      one, so that names that come once or twice do not displace a busy workload;
     - until then its requests belong to `default`.
     """
 
@@ -304,17 +304,14 @@ class Workloads:
         *,
         aliases: Mapping[str, str] | None = None,
         min_num_requests: int = 3,
-        window_requests: int = 4096,
     ) -> None:
         self._aliases = dict(aliases or {})
         self._kept = frozenset({DEFAULT_WORKLOAD, *known, *self._aliases.values()})
         self._max_num_others = max(0, max_num - len(self._kept))
-        self._others: OrderedDict[str, None] = OrderedDict()  # least recently used first
+        self._others: dict[str, None] = {}
         self._min_num_requests = min_num_requests
-        self._window_requests = window_requests
-        self._num_in_window = 0
-        self._counts: Counter[str] = Counter()
-        self._counts_before: Counter[str] = Counter()
+        self._counts = Counter[str]()  # recent requests by name
+        self._num_counted = 0
 
     def resolve(self, tag: str | None = None, model: str | None = None, prompt: str = "") -> str:
         """The workload of a request with this tag (None: none), for this model id, with this system prompt."""
@@ -331,38 +328,31 @@ class Workloads:
             self._others.setdefault(name)
 
     def names(self) -> tuple[str, ...]:
-        """The present workloads: those that always stay by name, then the others, least recently used first."""
+        """The present workloads: those that always stay by name, then the others."""
         return (*sorted(self._kept), *self._others)
 
     def _admitted(self, name: str, num_needed: int) -> str:
         if name in self._kept:
             return name
         self._count(name)
+        num = self._counts[name]
         if name in self._others:
-            self._others.move_to_end(name)
             return name
-        if self._max_num_others == 0:
-            return DEFAULT_WORKLOAD
-        num = self._num_recent(name)
         if len(self._others) >= self._max_num_others:
-            oldest = next(iter(self._others))
-            if num < self._min_num_requests or num <= self._num_recent(oldest):
+            rarest = min(self._others, key=self._counts.__getitem__, default=None)
+            if rarest is None or num < self._min_num_requests or num <= self._counts[rarest]:
                 return DEFAULT_WORKLOAD
-            del self._others[oldest]
+            del self._others[rarest]
         elif num < num_needed:
             return DEFAULT_WORKLOAD
         self._others[name] = None
         return name
 
     def _count(self, name: str) -> None:
-        """Two windows, the one that fills and the full one before it: old counts end, and memory stays bounded."""
-        if self._num_in_window >= self._window_requests:
-            self._counts_before, self._counts, self._num_in_window = self._counts, Counter(), 0
+        self._num_counted += 1
+        if self._num_counted % HALVING_REQUESTS == 0:
+            self._counts = Counter({name: num // 2 for name, num in self._counts.items() if num > 1})
         self._counts[name] += 1
-        self._num_in_window += 1
-
-    def _num_recent(self, name: str) -> int:
-        return self._counts[name] + self._counts_before[name]
 
 
 def _texts(content: Any) -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.admission import MAX_OVERTAKEN, UNCOUNTED_BODY_BYTES, Admission, BodyBudget
+from cluster.admission import UNCOUNTED_BODY_BYTES, Admission, BodyBudget
 from cluster.counts import TargetReport
 from cluster.errors import ApiError
 from cluster.request import ANYONE, Caller, client_network
@@ -137,24 +137,6 @@ def test_places_are_shared_evenly_between_callers_that_wait() -> None:
             await requests.end(requests.running[0])
             shares = Counter(name[0] for name in requests.running)
             assert set(shares.values()) == {2}, shares
-
-    played(play, max_running=6, max_queued=100)
-
-
-def test_requests_of_one_sequence_overtake_those_of_several_of_the_same_caller_but_not_without_end() -> None:
-    async def play(requests: Requests) -> None:
-        await requests.send("wide", WEB, weight=4)
-        await requests.send("wide too", WEB, weight=4)
-        for number in range(MAX_OVERTAKEN + 2):
-            await requests.send(str(number), WEB)
-        assert requests.running == ["wide", "0", "1"]
-        for number in range(MAX_OVERTAKEN - 2):
-            await requests.end(str(number))
-        assert requests.running == ["wide", str(MAX_OVERTAKEN - 2), str(MAX_OVERTAKEN - 1)]
-        await requests.end(str(MAX_OVERTAKEN - 2))
-        assert requests.running == ["wide", str(MAX_OVERTAKEN - 1)], "the others wait behind it now"
-        await requests.end("wide")
-        assert requests.running == [str(MAX_OVERTAKEN - 1), "wide too", str(MAX_OVERTAKEN)]
 
     played(play, max_running=6, max_queued=100)
 
