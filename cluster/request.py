@@ -155,17 +155,6 @@ class Drafting:
         if self.max_k is None:
             object.__setattr__(self, "max_k", self.k)
 
-    def to_wire(self) -> dict[str, Any]:
-        """The form in the answer."""
-        wire: dict[str, Any] = {"workload": self.workload, "k": self.k, "max_k": self.max_k, "source": self.source}
-        if self.reason:
-            wire["reason"] = self.reason
-        if self.survival:
-            wire["survival"] = list(self.survival)
-        if self.expected_tpot_s is not None:
-            wire["expected_tpot_ms"] = round(1000 * self.expected_tpot_s, 3)
-        return wire
-
 
 def is_workload_tag(tag: str) -> bool:
     """Whether a string may name a workload: 1 to 64 letters, digits and `. _ : -`, starting with a letter or digit."""

@@ -156,12 +156,6 @@ def _hint(record: type[BaseModel], name: str) -> str:
     return f"; it is called {other} here" if is_renamed else nearest(f"{name:.80}", {*known, "drafting"})
 
 
-def parse_body(call: Call, fields: dict[str, Any]) -> Body:
-    """vLLM's record of a request. Raises ApiError naming the field."""
-    body: Body = parse_record(BODIES[call], fields)
-    return body
-
-
 def parse_record(record: type[BaseModel], fields: dict[str, Any]) -> Any:
     """The request as vLLM's record of this type. Raises ApiError naming the field."""
     for name in fields:
@@ -228,33 +222,32 @@ def _is_field(step: Any) -> bool:
 
 def _check_messages(messages: Any) -> None:
     """What vLLM's record takes but its chat templates cannot render."""
-    if messages is None or messages == []:
-        raise ApiError(400, "messages must hold at least one message", param="messages")
-    if not isinstance(messages, list):
-        raise ApiError(400, f"messages must be a list of messages, not {messages!r:.80}", param="messages")
+
+    def check(is_so: bool, name: str, rule: str) -> None:
+        if not is_so:
+            raise ApiError(400, f"{name} must be {rule}", param=name)
+
+    check(isinstance(messages, list) and bool(messages), "messages", "a list of at least one message")
     for index, message in enumerate(messages):
-        if not isinstance(message, dict):
-            name = f"messages.{index}"
-            raise ApiError(400, f"{name} must be an object with role and content, not {message!r:.80}", param=name)
-        if not isinstance(message.get("role"), str):  # vLLM's record also takes messages in Harmony's form
-            name = f"messages.{index}.role"
-            raise ApiError(400, f"{name} must be a text: system, user, assistant, ...", param=name)
-        name, content = f"messages.{index}.content", message.get("content")
-        if content is not None and not isinstance(content, str | list):
-            raise ApiError(400, f"{name} must be a text or a list of parts, not {content!r:.80}", param=name)
+        name = f"messages.{index}"
+        check(isinstance(message, dict), name, "an object with role and content")
+        # vLLM's record also takes messages in Harmony's form.
+        check(isinstance(message.get("role"), str), f"{name}.role", "a text: system, user, assistant, ...")
+        content = message.get("content")
+        check(content is None or isinstance(content, str | list), f"{name}.content", "a text or a list of parts")
         for number, part in enumerate(content if isinstance(content, list) else ()):
-            where = f"{name}.{number}"
             if isinstance(part, str):
                 continue
+            where, kinds = f"{name}.content.{number}", chat_part_kinds()
             kind = part.get("type") if isinstance(part, dict) else None
-            if not isinstance(kind, str) or kind not in chat_part_kinds():
-                known = ", ".join(sorted(chat_part_kinds()))
-                raise ApiError(400, f"{where} must be an object whose type is one of {known}", param=where)
-            if "text" in kind and not isinstance(part.get("text"), str):
-                raise ApiError(400, f"{where}.text must be a text", param=f"{where}.text")
+            if not isinstance(kind, str) or kind not in kinds:
+                raise ApiError(
+                    400, f"{where} must be an object whose type is one of {', '.join(sorted(kinds))}", param=where
+                )
+            check("text" not in kind or isinstance(part.get("text"), str), f"{where}.text", "a text")
             link = part.get(kind)
-            if kind.endswith("_url") and not (isinstance(link, dict) and isinstance(link.get("url"), str)):
-                raise ApiError(400, f"{where}.{kind} must be an object with the text url", param=f"{where}.{kind}")
+            is_link = isinstance(link, dict) and isinstance(link.get("url"), str)
+            check(is_link or not kind.endswith("_url"), f"{where}.{kind}", "an object with the text url")
 
 
 # ---- limits of one request
@@ -315,12 +308,13 @@ def check_limits(body: Body, limits: LimitSettings) -> int:
         wanted = getattr(body, name, None)
         if type(wanted) is int:
             _at_most(name, name, math.inf if wanted < 0 else wanted, limits.max_num_logprobs)
+    _check_prompt_logprobs(body, limits)
     return num_sequences
 
 
-def check_prompt_logprobs(body: Body, limits: LimitSettings) -> None:
-    """Raises ApiError for more log probabilities of prompts than an answer may have: each sequence has its own, which
-    the engine computes anew and this process puts into words."""
+def _check_prompt_logprobs(body: Body, limits: LimitSettings) -> None:
+    """Each sequence has log probabilities of its own, which the engine computes anew and this process puts into
+    words."""
     per_token = body.prompt_logprobs
     if per_token is None and isinstance(body, CompletionRequest) and body.echo:
         per_token = body.logprobs

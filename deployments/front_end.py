@@ -40,13 +40,13 @@ from cluster.request import (
 )
 from cluster.settings import ClusterSettings, LimitSettings
 from deployments.body import (
+    BODIES,
     Body,
     Call,
     check_counts,
     check_limits,
-    check_prompt_logprobs,
     drop_unused,
-    parse_body,
+    parse_record,
 )
 from deployments.errors import internal_error
 from deployments.metrics import FAMILIES, PREFIX
@@ -88,7 +88,8 @@ class Admitted:
     @functools.cached_property
     def body(self) -> Body:
         """vLLM's record of `fields`."""
-        return parse_body(self.call, self.fields)
+        body: Body = parse_record(BODIES[self.call], self.fields)
+        return body
 
 
 class Usage(NamedTuple):
@@ -246,9 +247,8 @@ class FrontEnd:
         asked = fields.pop("drafting", None)
         model = self.check_model(fields)
         check_counts(fields, self.limits)
-        body = parse_body(call, fields)
+        body: Body = parse_record(BODIES[call], fields)
         num_sequences = check_limits(body, self.limits)
-        check_prompt_logprobs(body, self.limits)
         own = fields.get("vllm_xargs") or {}
         if taken := [key for key in SERVER_KEYS if key in own]:
             name = f"vllm_xargs.{taken[0]}"
@@ -419,9 +419,14 @@ def drafting_field(drafting: Drafting, head: str, counts: Any) -> dict[str, Any]
     `head`: digest of the head that drafts for the workload, "" where none does. `num_steps` counts steps that verified
     drafts; `acceptance_length` is 1 + accepted / steps, 1.0 without steps.
     """
+    tpot_ms = None if drafting.expected_tpot_s is None else round(1000 * drafting.expected_tpot_s, 3)
+    learned = {"reason": drafting.reason, "survival": list(drafting.survival), "expected_tpot_ms": tpot_ms}
     return {
-        **drafting.to_wire(),
         "workload": base_workload(drafting.workload),
+        "k": drafting.k,
+        "max_k": drafting.max_k,
+        "source": drafting.source,
+        **{name: value for name, value in learned.items() if value},
         "head": head,
         "num_steps": counts.num_steps,
         "num_draft_tokens": counts.num_draft_tokens,

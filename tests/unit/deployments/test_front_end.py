@@ -99,7 +99,7 @@ class Echo:
             if admitted.body.stream:
                 yield "data: [DONE]\n\n"
             else:
-                yield json.dumps({"drafting": admitted.drafting.to_wire()})
+                yield json.dumps({"drafting": drafting_field(admitted.drafting, "", Counts())})
             yield Usage(3, 5)
         finally:
             self.num_closed += 1
