@@ -47,7 +47,8 @@ from peagle.vllm.request_args import DEPTH_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, 
 SECRET = "sk-very-secret"
 DIGEST = hashlib.sha256(SECRET.encode()).hexdigest()
 HELLO = [{"role": "user", "content": "Hi"}]
-JSON_TYPE = {"content-type": "application/json"}
+JSON = "application/json"
+JSON_TYPE = {"content-type": JSON}
 
 
 def http_scope(path: str = "/v1/chat/completions") -> dict[str, Any]:
@@ -183,11 +184,9 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 BAD_CHATS: dict[str, tuple[dict[str, Any], str | None]] = {
     "content as an object": (content({"a": 1}), "messages.0.content"),
     "content of an unknown part": (content([{"type": "nope"}]), "messages.0.content.0"),
-    "content whose type is a list": (content([{"type": ["text"], "text": "Hi"}]), "messages.0.content.0"),
     "text that is missing": (content([{"type": "text"}]), "messages.0.content.0.text"),
     "no messages": ({"messages": []}, "messages"),
     "messages missing": ({"messages": None}, "messages"),
-    "messages as an object": ({"messages": {"role": "user"}}, "messages"),
     "message as a text": ({"messages": ["Hi"]}, "messages.0"),
     "message in Harmony's form": ({"messages": [{"author": {"role": "user"}, "content": []}]}, "messages.0.role"),
     "name as a number": ({"messages": [{"role": "user", "content": "Hi", "name": 3}]}, "messages.0.name"),
@@ -199,12 +198,9 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], str | None]] = {
     ),
     "surrogate in content": (content("\ud800"), None),
     "surrogate in a name": ({"drafting": {"\ud800": 3}}, None),
-    "unknown field nested deeply": ({"x": nested(900)}, "x"),
-    "known field nested deeply": ({"chat_template_kwargs": nested(MAX_NESTING)}, "chat_template_kwargs"),
+    "field nested deeply": ({"chat_template_kwargs": nested(MAX_NESTING)}, "chat_template_kwargs"),
     "number beyond 64 bits": ({"top_k": 10**30}, "top_k"),
-    "number beyond all bits": ({"logit_bias": {"1": 10**400}}, "logit_bias"),
     "temperature as text": ({"temperature": "hot"}, "temperature"),
-    "half a token": ({"max_tokens": 1.5}, "max_tokens"),
     "too many stop strings": ({"stop": [str(number) for number in range(17)]}, "stop"),
     "K above the range": ({"drafting": {"k": 99}}, "drafting.k"),
     **{
@@ -213,29 +209,22 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], str | None]] = {
     },
     "an object in extra arguments": ({"vllm_xargs": {"a": {"b": 1}}}, "vllm_xargs.a"),
     "stream options as a text": ({"stream_options": "all"}, "stream_options"),
+    "spoken answers": ({"modalities": ["text", "audio"]}, "modalities"),
+    "the best of two": ({"best_of": 2}, "best_of"),
     "two grammars": ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
     "a grammar of no kind": ({"structured_outputs": {"regexx": "a"}}, "structured_outputs"),
     "choices as a number": ({"structured_outputs": {"choice": 3}}, "structured_outputs.choice"),
-    "a format of no kind": ({"response_format": {"type": "xml"}}, "response_format.type"),
-    "a schema as a number": (
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": 3}}},
-        "response_format.json_schema.schema",
-    ),
     "a tool without a function": ({"tools": [{"type": "function"}]}, "tools.0.function"),
-    "a choice without tools": ({"tool_choice": "required"}, "tool_choice"),
     "a choice of another tool": (
         {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
         "tool_choice",
     ),
     "no sequence": ({"n": 0}, "n"),
     "more sequences than allowed": ({"n": 17}, "n"),
-    "top logprobs alone": ({"top_logprobs": 3}, "top_logprobs"),
     "more logprobs than allowed": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     "prompt logprobs of all tokens": ({"prompt_logprobs": -1}, "prompt_logprobs"),
     "both ends of a message": ({"add_generation_prompt": True, "continue_final_message": True}, None),
-    "an empty salt": ({"cache_salt": ""}, "cache_salt"),
     "a request id without end": ({"request_id": "a" * 10_000}, "request_id"),
-    "a request id with a line break": ({"request_id": "a\nb"}, "request_id"),
     "a field of a plugin": ({"logits_processors": ["os.system"]}, "logits_processors"),
     "100,000 choices": ({"structured_outputs": {"choice": [f"choice {n}" for n in range(100_000)]}}, None),
     "a large schema": (
@@ -353,22 +342,6 @@ def test_every_parameter_of_openais_client_is_taken_or_refused_by_name(call: Any
 
 
 @pytest.mark.parametrize(
-    ("call", "fields", "param"),
-    [
-        ("chat", {"modalities": ["text", "audio"]}, "modalities"),
-        ("completions", {"best_of": 2}, "best_of"),
-        ("completions", {"best_of": 1, "n": 2}, "best_of"),
-    ],
-)
-def test_a_value_that_would_change_the_answer_is_refused(call: Any, fields: dict[str, Any], param: str) -> None:
-    least = {"messages": HELLO} if call == "chat" else {"prompt": "One,"}
-    with pytest.raises(ApiError) as raised:
-        FRONT_END.admit(call, {**least, **fields})
-    assert (raised.value.status, raised.value.param) == (400, param)
-    assert "unknown field" not in raised.value.message
-
-
-@pytest.mark.parametrize(
     "raw",
     [b"{", b"", b"\xff\xfe", b"[1]", b"null", b"[" * 100_000, b'{"a": "\xed\xa0\x80"}', b'{"top_p": 1e999}'],
 )
@@ -420,7 +393,7 @@ def test_a_body_that_does_not_come_gets_408_and_one_whose_client_leaves_is_no_fa
     assert "Traceback" not in caplog.text
 
 
-JSON = st.recursive(
+VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=12,
@@ -431,7 +404,7 @@ JSON = st.recursive(
 @given(
     call=st.sampled_from(sorted(BODIES)),
     field=st.sampled_from(sorted({*BODIES["chat"].model_fields, *BODIES["completions"].model_fields, "drafting"})),
-    value=JSON,
+    value=VALUES,
 )
 def test_no_value_of_any_field_is_the_servers_fault(call: Any, field: str, value: Any) -> None:
     """A value is admitted or refused with 4xx; whatever else is raised would be a 500."""
@@ -465,17 +438,11 @@ def test_sequences_are_prompts_times_n() -> None:
 def test_log_probabilities_of_prompts_are_bounded_by_the_whole_answer() -> None:
     backend = Echo(limits(max_num_prompt_logprobs=1000))
     ids = list(range(1, 101))
-    for body in (
-        {"prompt": ids, "echo": True, "logprobs": 4, "n": 2},
-        {"prompt": [ids, ids], "prompt_logprobs": 4},
-        {"prompt": "text" * 100, "echo": True, "logprobs": 9},
-        {"prompt": "text" * 100, "logprobs": 20, "n": 16},
-    ):
-        assert complete(backend, **body).status_code == 200, body
+    assert complete(backend, prompt=ids, echo=True, logprobs=4, n=2).status_code == 200
+    assert complete(backend, prompt="text" * 100, logprobs=20, n=16).status_code == 200, "of the answer alone"
     for body, param in (
         ({"prompt": ids, "echo": True, "logprobs": 4, "n": 3}, "logprobs"),
         ({"prompt": [ids, ids, ids], "prompt_logprobs": 4}, "prompt_logprobs"),
-        ({"prompt": ["text" * 50, "text" * 60], "echo": True, "logprobs": 9}, "logprobs"),
     ):
         error = complete(backend, **body).json()["error"]
         assert (error["param"], error["code"]) == (param, "limit")
@@ -540,15 +507,8 @@ def test_entries_of_a_field_are_counted_before_they_are_looked_at(field: str) ->
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "limit", response.text
     assert complete(backend, prompt=[5] * 51).status_code == 200, "token ids of a prompt are not counted"
-
-
-def test_parts_and_calls_of_all_messages_count_together() -> None:
-    backend = Echo(limits(max_list_entries=50))
-    parts = [{"type": "text", "text": "a"}] * 26
-    assert chat(backend, messages=[{"role": "user", "content": parts}]).status_code == 200
-    response = chat(backend, messages=[{"role": "user", "content": parts}] * 2)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
-    assert "is 52, above this service's limit of 50" in response.json()["error"]["message"]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}] * 26}]
+    assert [chat(backend, messages=parts * num).status_code for num in (1, 2)] == [200, 400], "of all messages"
 
 
 def test_values_of_a_body_are_counted_before_it_is_parsed() -> None:
@@ -576,9 +536,7 @@ def test_the_numbers_of_grammars_are_bounded_by_the_settings() -> None:
         tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
         form = {"type": "json_schema", "json_schema": {"name": "f", "schema": schema}}
         return {
-            "structured_outputs.json.items.pattern": {"structured_outputs": {"json": json.dumps(schema)}},
             "structured_outputs.regex": {"structured_outputs": {"regex": f"(a{{{number}}})"}},
-            "structured_outputs.grammar": {"structured_outputs": {"grammar": f'root ::= "a"{{{number}}}'}},
             "response_format.json_schema.schema.items.pattern": {"response_format": form},
             "tools.0.function.parameters.items.pattern": {"tools": tools, "tool_choice": "required"},
         }
@@ -588,18 +546,14 @@ def test_the_numbers_of_grammars_are_bounded_by_the_settings() -> None:
         assert error["param"] == param
         assert "repeats 11 times, at most 10 are possible" in error["message"]
     assert {chat(few, **body).status_code for body in bodies(10).values()} == {200}
-    response = chat(few, structured_outputs={"regex": "(a{10}){6}"})
-    assert "has nested repetitions of 60 in all, at most 50" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
     "named",
     [
         lambda long: {long: 1},
-        lambda long: {"model": long},
         lambda long: {"messages": long},
         lambda long: {"messages": [{"role": "user", "content": [{"type": long}]}]},
-        lambda long: {"tool_choice": long},
         lambda long: {"drafting": {"workload": long}},
         lambda long: {"vllm_xargs": {long: {}}},
     ],
@@ -699,37 +653,24 @@ def without_id(backend: Echo) -> dict[str, Any]:
 
 
 def test_invocations_that_are_neither_are_refused() -> None:
-    for body in ({}, {"inputs": "Hi"}, {"messages": None}):
+    for body, param in (({"messages": None}, "messages"), ({"messages": HELLO, "prompt": "One,"}, "prompt")):
         response = request(Echo(), "POST", "/invocations", json=body)
-        assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
-        assert "nor prompt, for a completion" in response.json()["error"]["message"]
-    for raw in (b"", b"[]", b"{"):
-        assert request(Echo(), "POST", "/invocations", content=raw, headers=JSON_TYPE).status_code == 400
-    both = request(Echo(), "POST", "/invocations", json={"messages": HELLO, "prompt": "One,"})
-    assert (both.status_code, both.json()["error"]["param"]) == (400, "prompt")
-    assert request(Echo(callers(web={"key_sha256": DIGEST})), "POST", "/invocations", json={}).status_code == 401
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 # ---- who may call, and in what form
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/invocations"])
-@pytest.mark.parametrize("kind", [None, "", "text/plain", "application/jsonp"])
-def test_a_body_that_is_not_said_to_be_json_gets_415(path: str, kind: str | None) -> None:
+@pytest.mark.parametrize("kind", [None, "", "text/plain", "application/jsonp", JSON, "Application/JSON ;a=b"])
+def test_a_body_that_is_not_said_to_be_json_gets_415(kind: str | None) -> None:
     """A browser sends none of these elsewhere without asking first, but for what a form or a script can send."""
-    backend = Echo()
     headers = {} if kind is None else {"content-type": kind}
-    response = request(backend, "POST", path, content=b'{"messages": []}', headers=headers)
-    assert (response.status_code, response.json()["error"]["code"]) == (415, "unsupported_media_type")
-    assert "application/json" in response.json()["error"]["message"]
-    assert backend.admitted == []
-
-
-@pytest.mark.parametrize("kind", ["application/json", "application/json; charset=utf-8", "Application/JSON ;a=b"])
-def test_a_body_that_is_said_to_be_json_is_read(kind: str) -> None:
     text = json.dumps({"messages": HELLO})
-    headers = {"content-type": kind}
-    assert request(Echo(), "POST", "/v1/chat/completions", content=text, headers=headers).status_code == 200
+    response = request(Echo(), "POST", "/v1/chat/completions", content=text, headers=headers)
+    if kind and kind.lower().partition(" ")[0] == JSON:
+        assert response.status_code == 200
+    else:
+        assert (response.status_code, response.json()["error"]["code"]) == (415, "unsupported_media_type")
 
 
 LOCAL = Entrance("127.0.0.1", allowed_hosts=["api.example.com"], allow_origins=["http://page.example"])
@@ -768,19 +709,18 @@ def test_a_service_of_this_machine_answers_no_foreign_page(headers: dict[str, st
 
 def test_hosts_are_checked_where_no_key_is_and_nobody_else_should_call() -> None:
     evil = {"host": "evil.example", "origin": "http://evil.example"}
-    body = {"json": {"messages": HELLO}, "headers": evil}
-    path = "/v1/chat/completions"
-    for host in ("0.0.0.0", "192.0.2.1", ""):
-        assert request(Echo(), "POST", path, entrance=Entrance(host), **body).status_code == 200
-    for host in ("127.0.0.1", "127.0.0.2", "localhost", "::1"):
-        assert request(Echo(), "POST", path, entrance=Entrance(host), **body).status_code == 403
-    named = Entrance("0.0.0.0", allowed_hosts=["api.example.com"])
-    assert request(Echo(), "POST", path, entrance=named, **body).status_code == 403
-    everyone = Entrance("127.0.0.1", allowed_hosts=["*"], allow_origins=["*"])
-    assert request(Echo(), "POST", path, entrance=everyone, **body).status_code == 200
-    keyed = Echo(callers(web={"key_sha256": DIGEST}))
-    body["headers"] = {**evil, **bearer(SECRET)}
-    assert request(keyed, "POST", path, entrance=LOCAL, **body).status_code == 200
+    keyed = callers(web={"key_sha256": DIGEST})
+    for entrance, found, status in (
+        (Entrance("0.0.0.0"), None, 200),
+        (Entrance(""), None, 200),
+        (Entrance("127.0.0.2"), None, 403),
+        (Entrance("::1"), None, 403),
+        (Entrance("0.0.0.0", allowed_hosts=["api.example.com"]), None, 403),
+        (Entrance("127.0.0.1", allowed_hosts=["*"], allow_origins=["*"]), None, 200),
+        (LOCAL, keyed, 200),
+    ):
+        sent = {"json": {"messages": HELLO}, "headers": {**evil, **bearer(SECRET)}, "entrance": entrance}
+        assert request(Echo(found), "POST", "/v1/chat/completions", **sent).status_code == status, entrance
 
 
 def test_callers_without_a_key_are_told_apart_by_the_address_that_the_proxy_wrote(
@@ -850,12 +790,8 @@ def test_head_is_answered_as_get_and_a_slash_at_the_end_changes_nothing() -> Non
         assert head.headers["content-length"] == plain.headers["content-length"]
         assert request(Echo(), "GET", f"{path.rstrip('/')}/").content == plain.content
         assert request(Echo(), "GET", f"/app{path.rstrip('/')}/", root_path="/app").content == plain.content
-    for path, body in (("chat/completions", {"messages": HELLO}), ("completions", {"prompt": "One,"})):
-        assert request(Echo(), "POST", f"/v1/{path}/", json=body).status_code == 200
+    assert request(Echo(), "POST", "/v1/completions/", json={"prompt": "One,"}).status_code == 200
     assert request(Echo(), "HEAD", "/v1/chat/completions").status_code == 405
-    keyed = Echo(callers(web={"key_sha256": DIGEST}))
-    assert request(keyed, "GET", "/v1/models/").status_code == 401
-    assert request(keyed, "HEAD", "/health/").status_code == 200
 
 
 # ---- the answer
@@ -886,6 +822,7 @@ def test_the_engines_own_refusal_keeps_its_field_and_its_failures_keep_their_wor
     by_name = from_engine({"code": 400, "message": "top_k must be 0 (disable), or at least 1, got -5.", "param": None})
     assert by_name.param == "top_k"
     assert from_engine({"code": 400, "message": "The prompt is empty", "param": None}).param is None
+    assert from_engine({"code": 400, "message": "Client disconnected"}).status == 499
     flags = from_engine({"code": 400, "message": "needs --enable-auto-tool-choice (`--max-logprobs`), not --my-own"})
     assert flags.message == "needs engine.enable_auto_tool_choice (`engine.max_logprobs`), not --my-own"
     failed = from_engine({"code": 500, "message": "EngineCore encountered an issue. See stack trace (above)"})
@@ -902,33 +839,12 @@ def test_a_client_that_leaves_closes_its_answer_at_once_and_logs_nothing(stream:
         backend.pause = asyncio.Event()
         text = await call_and_leave(backend, {"messages": HELLO, "stream": stream}, begins=stream)
         await asyncio.sleep(0)  # what is cancelled ends in the next turn
+        gc.collect()
         assert (backend.num_closed, b"DONE" in text) == (1, False)
         assert statuses(backend) == {"499": 1.0}
 
     asyncio.run(run())
     assert "Traceback" not in caplog.text
-    assert not [record for record in caplog.records if record.levelname == "ERROR"]
-
-
-def test_an_engine_that_answers_a_cancelled_request_is_not_heard(caplog: Any) -> None:
-    """As vLLM's handler of whole answers does."""
-
-    class Answering(Echo):
-        async def generate(self, admitted: Admitted) -> AsyncIterator[Any]:
-            self.admitted.append(admitted)
-            try:
-                await asyncio.sleep(5)
-            except asyncio.CancelledError:
-                yield from_engine({"code": 400, "message": "Client disconnected"})
-
-    async def run() -> None:
-        backend = Answering()
-        await call_and_leave(backend, {"messages": HELLO}, begins=False)
-        await asyncio.sleep(0)
-        gc.collect()
-        assert statuses(backend) == {"499": 1.0}
-
-    asyncio.run(run())
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
@@ -1053,7 +969,7 @@ def test_limits_callers_depths_and_aliases_change_while_the_edge_serves() -> Non
         update={
             "limits": before.limits.model_copy(update={"max_num_sequences": 1}),
             "depth": before.depth.model_copy(update={"max": 2}),
-            "model": before.model.model_copy(update={"aliases": {"other": "chat"}}),
+            "model": before.model.model_copy(update={"aliases": {"other": "code"}}),
         }
     )
     backend = Echo(before)
@@ -1066,18 +982,8 @@ def test_limits_callers_depths_and_aliases_change_while_the_edge_serves() -> Non
     assert chat(backend, headers=bearer(SECRET), n=2).status_code == 400
     assert chat(backend, headers=bearer(SECRET), model="tiny-coder").status_code == 404
     drafting = chat(backend, headers=bearer(SECRET), model="other").json()["drafting"]
-    assert (drafting["workload"], drafting["k"]) == ("chat", 2)
+    assert (drafting["workload"], drafting["k"]) == ("code", 2)
     assert SECRET not in json.dumps(live)
-
-
-def test_an_alias_of_a_workload_that_has_a_name_already_changes_live() -> None:
-    before = cluster()
-    depth = before.depth.model_copy(update={"by_workload": {"code": 2}})
-    named = before.model_copy(update={"depth": depth})
-    backend = Echo(named)
-    model = before.model.model_copy(update={"aliases": {"other": "code"}})
-    backend.front_end.apply_settings(named.model_copy(update={"model": model}), None)
-    assert chat(backend, model="other").json()["drafting"]["workload"] == "code"
 
 
 # ---- which head drafts
