@@ -32,32 +32,27 @@ def busy(message: str, retry_after_s: float, most_s: float = MAX_RETRY_AFTER_S) 
     return ApiError(429, message, code="rate_limit_exceeded", retry_after_s=wait_s)
 
 
+@dataclass
 class Allowance:
-    """A rate per minute, of which up to a minute's worth may be used at once. The level falls below zero where a cost
-    is known only afterwards."""
+    """A rate per minute, of which up to a minute's worth may be used at once. `per_minute` may change at any time.
+    `level`: what is left, in minutes' worth; below zero where a cost is known only afterwards."""
 
-    def __init__(self, per_minute: float, now_s: float) -> None:
-        self.per_minute = self._level = per_minute
-        self._filled_s = now_s
+    per_minute: float
+    filled_s: float
+    level: float = 1.0
 
     def wait_s(self, needed: float, now_s: float) -> float:
         """Seconds until `needed` is there; 0.0 when it is."""
         self._fill(now_s)
-        return max(0.0, (min(needed, self.per_minute) - self._level) * 60 / self.per_minute)
+        return max(0.0, (min(needed / self.per_minute, 1.0) - self.level) * 60)
 
     def spend(self, amount: float, now_s: float) -> None:
         self._fill(now_s)
-        self._level -= amount
-
-    def change(self, per_minute: float, now_s: float) -> None:
-        """Another rate from now on; the level keeps its part of it."""
-        self._fill(now_s)
-        self._level *= per_minute / self.per_minute
-        self.per_minute = per_minute
+        self.level -= amount / self.per_minute
 
     def _fill(self, now_s: float) -> None:
-        new = self.per_minute / 60 * max(0.0, now_s - self._filled_s)
-        self._level, self._filled_s = min(self.per_minute, self._level + new), now_s
+        self.level = min(1.0, self.level + max(0.0, now_s - self.filled_s) / 60)
+        self.filled_s = now_s
 
 
 @dataclass
@@ -186,7 +181,7 @@ class Admission:
                 line.rates.pop(name, None)
             else:
                 share = per_minute / self.num_replicas
-                line.rates.setdefault(name, Allowance(share, now_s)).change(share, now_s)
+                line.rates.setdefault(name, Allowance(share, now_s)).per_minute = share
         return line
 
     def _hand_out_places(self) -> None:
