@@ -104,9 +104,6 @@ Answer = AsyncGenerator["str | ApiError | Usage", None]
 """The answer to an `Admitted` request: one JSON text, or server-sent events where it streams. What cannot be answered
 gives an `ApiError` as an item, because Ray would log an exception. The last item is the `Usage`."""
 
-Generate = Callable[[Admitted], Answer]
-
-
 LATENCY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0, 600.0)
 TPOT_BUCKETS_S = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
 
@@ -179,6 +176,8 @@ class FrontEnd:
         self._max_running = max_running
         self.max_model_len: int | None = None
         """Tokens of a prompt and its answer, once the engine has said it."""
+        self.generate: Callable[[Admitted], Answer]
+        """The engine, which a replica sets before its first request."""
         self.admission = Admission(1, 0)
         self.bodies = BodyBudget(1)
         self.metrics.queued.set_function(lambda: self.admission.num_queued)
@@ -273,7 +272,8 @@ class FrontEnd:
         body.vllm_xargs = {**own, **decided}
         fields |= {"request_id": body.request_id, "vllm_xargs": body.vllm_xargs}
         trace = {name: headers[name] for name in TRACE_HEADERS if name in headers}
-        admitted = Admitted(call, fields, drafting, num_sequences, trace, caller.name)
+        head = self.head_of(drafting.workload)
+        admitted = Admitted(call, fields, drafting, num_sequences, trace, caller.name, head)
         admitted.body = body
         return admitted
 
@@ -331,7 +331,6 @@ class FrontEnd:
         self,
         call: Call,
         document: Mapping[str, Any],
-        generate: Generate,
         caller: Caller = ANYONE,
         headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[str]:
@@ -351,7 +350,7 @@ class FrontEnd:
             workload = base_workload(admitted.drafting.workload)
             async with (
                 self.admission.hold_places(caller, admitted.num_sequences),
-                contextlib.aclosing(generate(admitted)) as items,
+                contextlib.aclosing(self.generate(admitted)) as items,
             ):
                 is_counted_later = True
                 async for item in items:

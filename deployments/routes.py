@@ -32,7 +32,7 @@ from deployments import openapi
 from deployments.body import UNUSED_FIELDS, Call, detect_call, engine_keys, read_json
 from deployments.compat import GATEWAY_HEADER, address_header, gateway_token, listening_host
 from deployments.errors import internal_error, json_response
-from deployments.front_end import Admitted, Answer, FrontEnd, logger
+from deployments.front_end import FrontEnd, logger
 from deployments.http_streams import EventStream, read_body, until_disconnected
 from deployments.protocols import CONVERSIONS, TOKENIZER_PATHS, Ask, answer_by_tokenizer
 from deployments.telemetry import METRICS_CONTENT_TYPE
@@ -70,8 +70,6 @@ class Backend(Protocol):
 
     front_end: FrontEnd
     vllm: Any  # the state of vLLM's API server: its API objects by name
-
-    def generate(self, admitted: Admitted) -> Answer: ...
 
     async def health(self) -> dict[str, Any]:
         """Raises ApiError (503) where a request would not be served."""
@@ -292,8 +290,7 @@ async def _answer(backend: Backend, request: Request) -> Response:
         except ApiError as error:
             front_end.metrics.count_answer("", error.status)
             raise
-        sent: dict[str, Any] = {"generate": backend.generate, "caller": caller, "headers": request.headers}
-        ask: Ask = functools.partial(front_end.answer, call, **sent)
+        ask: Ask = functools.partial(front_end.answer, call, caller=caller, headers=request.headers)
         pieces = (CONVERSIONS[path](front_end, backend.vllm, ask).answer if path in CONVERSIONS else ask)(document)
         first = await anext(pieces, "")
         if first.startswith(("data: ", "event: ")):

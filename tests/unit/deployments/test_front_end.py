@@ -79,6 +79,7 @@ class Echo:
 
     def __init__(self, found: ClusterSettings | None = None, ends_with: Exception | None = None) -> None:
         self.front_end = FrontEnd(found or cluster())
+        self.front_end.generate = self.generate
         self.admitted: list[Admitted] = []
         self.pause: asyncio.Event | None = None
         self.num_begun = self.num_closed = 0
@@ -560,7 +561,7 @@ def test_more_than_run_and_wait_gets_429_and_callers_take_turns() -> None:
 
 async def _collected(backend: Echo, caller: Caller) -> list[str]:
     document = {"messages": HELLO, "stream": True}
-    return [piece async for piece in backend.front_end.answer("chat", document, backend.generate, caller)]
+    return [piece async for piece in backend.front_end.answer("chat", document, caller)]
 
 
 # ---- workload and K
@@ -750,7 +751,7 @@ def test_a_body_is_held_until_its_answer_has_ended(stream: bool) -> None:
             yield item
             seen.append(backend.front_end.bodies.num_bytes)
 
-    backend.generate = generate
+    backend.front_end.generate = generate
     assert chat(backend, stream=stream, user="u" * 50_000).status_code == 200
     assert min(seen) > 50_000
     assert backend.front_end.bodies.num_bytes == 0
@@ -857,6 +858,7 @@ def test_each_request_leaves_one_line_of_its_use_without_its_text(tmp_path: Path
     log, backend = UsageLog(str(tmp_path / "usage")), Echo()
     settings = callers(web={"key_sha256": DIGEST, "workload": "pages"})
     backend.front_end = FrontEnd(settings, usage_log=log, replica="r1")
+    backend.front_end.generate = backend.generate
     chat(backend, headers=bearer(SECRET))
     assert chat(backend, headers=bearer(SECRET), drafting={"k": 99}).status_code == 400
     backend.front_end.charge("web", 7, Usage(1, 1, 2))  # of no open request

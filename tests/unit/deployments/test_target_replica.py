@@ -50,7 +50,7 @@ class Replica(TargetServer):
             _oai_serving_chat=chat,
             _oai_serving_completion=SimpleNamespace(create_completion=ask),
         )
-        self._generate = EngineAnswers(self.engine, self.recorder, self.front_end.charge).generate
+        self.front_end.generate = EngineAnswers(self.engine, self.recorder, self.front_end.charge).generate
 
     async def _end(self, ids: list[str]) -> None:
         self.aborted += ids
@@ -74,7 +74,7 @@ async def events(*items: Any) -> AsyncIterator[str]:
 def items(replica: Replica, **body: Any) -> list[Any]:
     async def run() -> list[Any]:
         admitted = replica.front_end.admit("chat", {"messages": HELLO, **body})
-        found = [item async for item in replica.generate(admitted)]
+        found = [item async for item in replica.front_end.generate(admitted)]
         await asyncio.sleep(0.01)
         return found
 
@@ -245,9 +245,9 @@ def test_a_client_that_leaves_aborts_all_sequences_of_its_request(call: Any, tmp
         charged: list[Any] = []
         log = UsageLog(str(tmp_path / "usage"))
         replica.front_end = FrontEnd(cluster(), usage_log=log)
-        replica._generate = EngineAnswers(replica.engine, replica.recorder, replica.front_end.charge).generate
+        replica.front_end.generate = EngineAnswers(replica.engine, replica.recorder, replica.front_end.charge).generate
         replica.front_end.admission.charge_tokens = lambda *given: charged.append(given)
-        answer = replica.front_end.answer(call, document, replica.generate, Caller("web"))
+        answer = replica.front_end.answer(call, document, Caller("web"))
         assert [await anext(answer) for _ in range(3)]
         await answer.aclose()
         await asyncio.sleep(0.01)
@@ -266,7 +266,9 @@ def test_a_replica_that_ends_writes_the_lines_that_wait_for_tokens(tmp_path: Pat
     async def run() -> None:
         replica = Replica(lambda _: events(chunk(), chunk("stop")))
         replica._usage_log = UsageLog(str(tmp_path / "usage"))
+        answers = EngineAnswers(replica.engine, replica.recorder, lambda *counted: replica.front_end.charge(*counted))
         replica.front_end = FrontEnd(cluster(), usage_log=replica._usage_log)
+        replica.front_end.generate = answers.generate
         replica._client.abort = lambda _: asyncio.sleep(60)  # which says the tokens too late
         replica.engine.shutdown = lambda: asyncio.sleep(0)  # type: ignore[attr-defined]
         left = replica.ask("chat", {"messages": HELLO, "stream": True})
@@ -299,7 +301,9 @@ def test_requests_of_one_name_do_not_end_each_other(call: Any) -> None:
         fields = {"messages": HELLO} if call == "chat" else {"prompt": ["a", "b"]}
 
         def begin() -> Any:
-            return replica.generate(replica.front_end.admit(call, {**fields, "stream": True, "request_id": "r1"}))
+            return replica.front_end.generate(
+                replica.front_end.admit(call, {**fields, "stream": True, "request_id": "r1"})
+            )
 
         first, second = begin(), begin()
         assert await anext(first)
