@@ -302,7 +302,7 @@ def check_limits(body: Body, limits: LimitSettings) -> int:
     """The number of sequences that a request asks for. Raises ApiError for one that asks more than it may."""
     if body.n is not None and body.n < 1:
         raise ApiError(400, f"n must be at least 1, not {body.n}", param="n")
-    num_sequences = (1 if body.n is None else body.n) * num_prompts(body)
+    num_sequences = (body.n or 1) * num_prompts(body)
     _at_most("n", "n times the number of prompts", num_sequences, limits.max_num_sequences)
     for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
         wanted = getattr(body, name, None)
@@ -321,7 +321,7 @@ def _check_prompt_logprobs(body: Body, limits: LimitSettings) -> None:
     if per_token is None:
         return
     name = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
-    num = (1 if body.n is None else body.n) * _prompt_tokens(body) * (1 + per_token)
+    num = (body.n or 1) * _prompt_tokens(body) * (1 + per_token)
     what = f"the number of log probabilities of the prompt, n times its tokens times 1 + {name},"
     _at_most(name, what, num, limits.max_num_prompt_logprobs)
 

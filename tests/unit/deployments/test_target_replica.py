@@ -32,13 +32,13 @@ COUNTS = counts_of([(3, 3), (3, 1)])
 class Replica(TargetServer):
     """Without Ray and an engine; `answer` is what vLLM's API objects do with a request."""
 
-    def __init__(self, answer: Callable[[Any], Any]) -> None:
+    def __init__(self, answer: Callable[[Any], Any], log: UsageLog | None = None) -> None:
         async def ask(request: Any) -> Any:
             return answer(request)
 
         self.aborted: list[str] = []
         self._settings = cluster()
-        self.front_end = FrontEnd(self._settings)
+        self._usage_log, self.front_end = log, FrontEnd(self._settings, usage_log=log)
         self._front_ends = None
         self.front_end.heads = ("digest",)
         self._client = SimpleNamespace(errored=False, abort=self._end)
@@ -239,13 +239,11 @@ def test_a_client_that_leaves_aborts_all_sequences_of_its_request(call: Any, tmp
             finally:
                 closed.append(True)
 
-        replica = Replica(lambda _: endless())
+        log = UsageLog(str(tmp_path / "usage"))
+        replica = Replica(lambda _: endless(), log)
         fields = {"messages": HELLO} if call == "chat" else {"prompt": ["a", "b"]}
         document = {**fields, "stream": True, "n": 3, "request_id": "r1"}
         charged: list[Any] = []
-        log = UsageLog(str(tmp_path / "usage"))
-        replica.front_end = FrontEnd(cluster(), usage_log=log)
-        replica.front_end.generate = EngineAnswers(replica.engine, replica.recorder, replica.front_end.charge).generate
         replica.front_end.admission.charge_tokens = lambda *given: charged.append(given)
         answer = replica.front_end.answer(call, document, Caller("web"))
         assert [await anext(answer) for _ in range(3)]
@@ -264,11 +262,7 @@ def test_a_client_that_leaves_aborts_all_sequences_of_its_request(call: Any, tmp
 
 def test_a_replica_that_ends_writes_the_lines_that_wait_for_tokens(tmp_path: Path) -> None:
     async def run() -> None:
-        replica = Replica(lambda _: events(chunk(), chunk("stop")))
-        replica._usage_log = UsageLog(str(tmp_path / "usage"))
-        answers = EngineAnswers(replica.engine, replica.recorder, lambda *counted: replica.front_end.charge(*counted))
-        replica.front_end = FrontEnd(cluster(), usage_log=replica._usage_log)
-        replica.front_end.generate = answers.generate
+        replica = Replica(lambda _: events(chunk(), chunk("stop")), UsageLog(str(tmp_path / "usage")))
         replica._client.abort = lambda _: asyncio.sleep(60)  # which says the tokens too late
         replica.engine.shutdown = lambda: asyncio.sleep(0)  # type: ignore[attr-defined]
         left = replica.ask("chat", {"messages": HELLO, "stream": True})
