@@ -1,11 +1,10 @@
 """Which request goes next: a bounded queue that is fair between callers.
 
 Enters: requests with their caller and weight (sequences), and the bytes of their bodies as they arrive. Leaves: a place
-among the running ones, or a `BusyError` that says when to come again.
+among the running ones, or an `ApiError` that says when to come again.
 
-A place goes to the caller with the fewest running sequences; of several such callers to the one served longest ago. A
-caller's requests of one sequence go before its requests of several. Never knows: HTTP, Ray, what a request asks. State
-of one event loop.
+A place goes to the caller with the fewest running sequences; of several such callers to the one served longest ago.
+Never knows: HTTP, Ray, what a request asks. State of one event loop.
 """
 
 import asyncio
@@ -15,12 +14,11 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
+from cluster.errors import ApiError
 from cluster.request import Caller
 from cluster.spending import DAY_S, DaySpending
 
 QUEUE_FULL_RETRY_S = 2.0
-MAX_OVERTAKEN = 64
-"""Requests of one sequence that go before a waiting one of several of the same caller."""
 UNCOUNTED_BODY_BYTES = 16 * 2**10
 """Size of a body that needs no room in `BodyBudget`: large bodies keep no usual request out. HAProxy holds 4,096
 connections at the most, so these bodies are bounded too."""
@@ -28,41 +26,33 @@ connections at the most, so these bodies are bounded too."""
 MAX_RETRY_AFTER_S = 60.0
 
 
-class BusyError(Exception):
-    """There is no room for a request now. `retry_after_s`: when there may be, in whole seconds from 1 to `most_s`."""
-
-    def __init__(self, message: str, retry_after_s: float, most_s: float = MAX_RETRY_AFTER_S) -> None:
-        super().__init__(message)
-        self.message = message
-        self.retry_after_s = int(min(max(-(-retry_after_s // 1), 1), most_s))
+def busy(message: str, retry_after_s: float, most_s: float = MAX_RETRY_AFTER_S) -> ApiError:
+    """There is no room for a request now. `retry_after_s`: when there may be, rounded to 1 to `most_s` seconds."""
+    wait_s = int(min(max(-(-retry_after_s // 1), 1), most_s))
+    return ApiError(429, message, code="rate_limit_exceeded", retry_after_s=wait_s)
 
 
+@dataclass
 class Allowance:
-    """A rate per minute, of which up to a minute's worth may be used at once. The level falls below zero where a cost
-    is known only afterwards."""
+    """A rate per minute, of which up to a minute's worth may be used at once. `per_minute` may change at any time.
+    `level`: what is left, in minutes' worth; below zero where a cost is known only afterwards."""
 
-    def __init__(self, per_minute: float, now_s: float) -> None:
-        self.per_minute = self._level = per_minute
-        self._filled_s = now_s
+    per_minute: float
+    filled_s: float
+    level: float = 1.0
 
     def wait_s(self, needed: float, now_s: float) -> float:
         """Seconds until `needed` is there; 0.0 when it is."""
         self._fill(now_s)
-        return max(0.0, (min(needed, self.per_minute) - self._level) * 60 / self.per_minute)
+        return max(0.0, (min(needed / self.per_minute, 1.0) - self.level) * 60)
 
     def spend(self, amount: float, now_s: float) -> None:
         self._fill(now_s)
-        self._level -= amount
-
-    def change(self, per_minute: float, now_s: float) -> None:
-        """Another rate from now on; the level keeps its part of it."""
-        self._fill(now_s)
-        self._level *= per_minute / self.per_minute
-        self.per_minute = per_minute
+        self.level -= amount / self.per_minute
 
     def _fill(self, now_s: float) -> None:
-        new = self.per_minute / 60 * max(0.0, now_s - self._filled_s)
-        self._level, self._filled_s = min(self.per_minute, self._level + new), now_s
+        self.level = min(1.0, self.level + max(0.0, now_s - self.filled_s) / 60)
+        self.filled_s = now_s
 
 
 @dataclass
@@ -74,16 +64,8 @@ class _Line:
     weight: int = 0
     last_served: int = 0
     waiting: deque[tuple[asyncio.Future[None], int]] = field(default_factory=deque)
-    num_overtaken: int = 0
     limit: int | None = None
     rates: dict[str, Allowance] = field(default_factory=dict)
-
-    def find_next(self) -> int:
-        """Place in `waiting` of the request that goes next. One of several sequences is overtaken by those of one
-        sequence, `MAX_OVERTAKEN` times at the most."""
-        if self.num_overtaken >= MAX_OVERTAKEN:
-            return 0
-        return next((index for index, (_, weight) in enumerate(self.waiting) if weight == 1), 0)
 
 
 class Admission:
@@ -136,51 +118,49 @@ class Admission:
         """Hold a place during the `async with`, after waiting for it in the queue.
 
         Raises:
-            BusyError: the queue is full.
+            ApiError: (429) the queue is full.
         """
         line = self._line_of(caller)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         line.waiting.append((turn, weight))
-        self._hand_out_places()
-        queued = [weight for line in self._lines.values() for _, weight in line.waiting]
-        is_alone = len(queued) == 1 and self.max_queued > 0
-        if not turn.done() and sum(queued) > self.max_queued and not is_alone:
-            self._leave_queue(line, turn, weight)
-            raise BusyError(
-                f"{self.num_running} requests run and {self.num_queued} wait for a place, which is all that this "
-                "service takes at a time",
-                QUEUE_FULL_RETRY_S,
-            )
         try:
+            self._hand_out_places()
+            queued = [weight for line in self._lines.values() for _, weight in line.waiting]
+            is_alone = len(queued) == 1 and self.max_queued > 0
+            if not turn.done() and sum(queued) > self.max_queued and not is_alone:
+                raise busy(
+                    f"{self.num_running} requests run and {self.num_queued - 1} wait for a place, which is all that "
+                    "this service takes at a time",
+                    QUEUE_FULL_RETRY_S,
+                )
             await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._leave(line, weight)  # the place came at the same moment
-            else:
-                self._leave_queue(line, turn, weight)
-            raise
-        try:
             yield
         finally:
-            self._leave(line, weight)
+            if turn.done() and not turn.cancelled():
+                line.num_running -= 1
+                line.weight -= weight
+            elif (turn, weight) in line.waiting:
+                line.waiting.remove((turn, weight))
+            self._drop_idle(line)
+            self._hand_out_places()
 
     def count_request(self, caller: Caller) -> None:
         """Count a request against the rate of its caller, whatever becomes of it.
 
         Raises:
-            BusyError: the caller has used up its own rate, or its tokens of the day; the request is not counted.
+            ApiError: (429) the caller has used up its own rate, or its tokens of the day; the request is not counted.
         """
         day_s = self._day_clock()
         if caller.tokens_per_day is not None and self.spending.spent(caller.name, day_s) >= caller.tokens_per_day:
             message = f"the caller {caller.name} has used up its {caller.tokens_per_day} tokens a day, until 0:00 UTC"
-            raise BusyError(message, DAY_S - day_s % DAY_S, DAY_S)
+            raise busy(message, DAY_S - day_s % DAY_S, DAY_S)
         line = self._line_of(caller)
         self._drop_idle(line)  # one without rates
         now_s = self._clock()
         for name, rate in line.rates.items():
             if wait_s := rate.wait_s(1.0, now_s):
                 most = _rates_of(caller)[name]
-                raise BusyError(f"the caller {caller.name} has used up its {most:g} {name} a minute", wait_s)
+                raise busy(f"the caller {caller.name} has used up its {most:g} {name} a minute", wait_s)
         if "requests" in line.rates:
             line.rates["requests"].spend(1.0, now_s)
 
@@ -201,7 +181,7 @@ class Admission:
                 line.rates.pop(name, None)
             else:
                 share = per_minute / self.num_replicas
-                line.rates.setdefault(name, Allowance(share, now_s)).change(share, now_s)
+                line.rates.setdefault(name, Allowance(share, now_s)).per_minute = share
         return line
 
     def _hand_out_places(self) -> None:
@@ -212,35 +192,21 @@ class Admission:
             if not lines:
                 return
             line = min(lines, key=lambda line: (line.weight, line.last_served))
-            index = line.find_next()
-            turn, weight = line.waiting[index]
+            turn, weight = line.waiting[0]
             if turn.cancelled():  # it leaves at this moment
-                del line.waiting[index]
+                line.waiting.popleft()
                 continue
             # The heaviest request is not passed over for lighter ones for ever: it waits until it fits.
             num_places = self.max_running - (self.num_reserved if line.num_running else 0)
             running = sum(line.weight for line in self._lines.values())
             if running and running + weight > num_places:
                 return
-            del line.waiting[index]
-            line.num_overtaken = line.num_overtaken + 1 if index else 0
+            line.waiting.popleft()
             self._num_served += 1
             line.last_served = self._num_served
             line.num_running += 1
             line.weight += weight
             turn.set_result(None)
-
-    def _leave(self, line: _Line, weight: int) -> None:
-        line.num_running -= 1
-        line.weight -= weight
-        self._drop_idle(line)
-        self._hand_out_places()
-
-    def _leave_queue(self, line: _Line, turn: asyncio.Future[None], weight: int) -> None:
-        if (turn, weight) in line.waiting:
-            line.waiting.remove((turn, weight))
-        self._drop_idle(line)
-        self._hand_out_places()
 
     def _drop_idle(self, line: _Line) -> None:
         """Addresses come and go without end: a line is kept while it has requests, or rates that fill up."""
@@ -264,8 +230,8 @@ class BodyBudget:
     @contextmanager
     def hold_body(self, caller: Caller) -> Iterator[Callable[[int], None]]:
         """The body of a request of this caller, held during the `with`. Gives a function that counts bytes as they
-        arrive, and raises BusyError where they do not fit. The first `UNCOUNTED_BODY_BYTES` are free as long as there
-        are no more."""
+        arrive, and raises ApiError (429) where they do not fit. The first `UNCOUNTED_BODY_BYTES` are free as long as
+        there are no more."""
         num_bytes = num_charged = 0
 
         def add(number: int) -> None:
@@ -281,10 +247,10 @@ class BodyBudget:
             self._charge(caller.line, -num_charged)
 
     def _charge(self, line: str, num_bytes: int) -> None:
-        """Raises BusyError, with nothing charged, where they do not fit."""
+        """Raises ApiError (429), with nothing charged, where they do not fit."""
         share = self.max_bytes // 2
         if num_bytes > 0 and (self.num_bytes + num_bytes > self.max_bytes or self._by_line[line] + num_bytes > share):
-            raise BusyError(
+            raise busy(
                 f"this service holds {self.max_bytes} bytes of requests at a time (limits.max_body_bytes_in_flight), "
                 f"{share} of one caller, and they are full",
                 QUEUE_FULL_RETRY_S,

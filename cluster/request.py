@@ -1,27 +1,25 @@
 """Caller, workload and K of a request.
 
 Enters: the Authorization header, the request's `drafting` object and headers, its model and system prompt, and the
-operator's settings. Leaves: a `Caller`, the name of a workload, and a `Drafting`; or an error that names the field and
-its range. Never knows: HTTP beyond these headers, Ray, the engine.
+operator's settings. Leaves: a `Caller`, the name of a workload, and a `Drafting`; or an `ApiError` that names the field
+and its range. Never knows: HTTP beyond these headers, Ray, the engine.
 """
 
 import functools
 import hashlib
 import ipaddress
 import re
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from cluster.errors import ApiError
 
 # ====================================================================================================
 # Callers. Only SHA-256 digests of their keys are kept, so the keys are in no settings object, no log and no error.
 
 TagRight = Literal["allow", "refuse", "ignore"]
-
-
-class UnknownCallerError(ValueError):
-    """No caller has this key, or the request brings none. The message does not repeat the key."""
 
 
 @dataclass(frozen=True)
@@ -72,17 +70,21 @@ def identify_caller(callers: Callers, authorization: str | None) -> Caller:
     """The caller of a request with this Authorization header (None: without one).
 
     Raises:
-        UnknownCallerError: no header, another scheme than Bearer, or a key that nobody has.
+        ApiError: (401) no header, another scheme than Bearer, or a key that nobody has. It does not repeat the key.
     """
     if not authorization:
-        raise UnknownCallerError("this service needs an API key: send the header Authorization: Bearer YOUR_KEY")
+        raise _unknown("this service needs an API key: send the header Authorization: Bearer YOUR_KEY")
     scheme, _, key = authorization.strip().partition(" ")
     if scheme.lower() != "bearer" or not key.strip():
-        raise UnknownCallerError("the Authorization header must read: Bearer YOUR_KEY")
+        raise _unknown("the Authorization header must read: Bearer YOUR_KEY")
     # Looked up by digest, so the time that it takes says nothing about a key that is nearly right.
     if (caller := callers.get(hash_key(key.strip()))) is None:
-        raise UnknownCallerError("incorrect API key: no caller of this service has it")
+        raise _unknown("incorrect API key: no caller of this service has it")
     return caller
+
+
+def _unknown(message: str) -> ApiError:
+    return ApiError(401, message, code="invalid_api_key")
 
 
 def hash_key(key: str) -> str:
@@ -106,19 +108,6 @@ Source = Literal["request", "workload", "default", "learned", "probe"]
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,63}")
 _INTEGER = re.compile(r"[+-]?[0-9]{1,9}")
 _REQUEST_KEYS = ("k", "workload")
-
-
-class DraftingError(ValueError):
-    """A request's drafting cannot be used. `field`: as the client named it."""
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(message)
-        self.field = field
-        self.message = message
-
-
-class ForbiddenTagError(DraftingError):
-    """A workload tag from a caller that may not set one."""
 
 
 @dataclass(frozen=True)
@@ -167,17 +156,6 @@ class Drafting:
         if self.max_k is None:
             object.__setattr__(self, "max_k", self.k)
 
-    def to_wire(self) -> dict[str, Any]:
-        """The form in the answer."""
-        wire: dict[str, Any] = {"workload": self.workload, "k": self.k, "max_k": self.max_k, "source": self.source}
-        if self.reason:
-            wire["reason"] = self.reason
-        if self.survival:
-            wire["survival"] = list(self.survival)
-        if self.expected_tpot_s is not None:
-            wire["expected_tpot_ms"] = round(1000 * self.expected_tpot_s, 3)
-        return wire
-
 
 def is_workload_tag(tag: str) -> bool:
     """Whether a string may name a workload: 1 to 64 letters, digits and `. _ : -`, starting with a letter or digit."""
@@ -199,15 +177,16 @@ def resolve(
     `workload_of`: the workload of a request, given the tag that it may set (None: none).
 
     Raises:
-        DraftingError: unknown key, wrong type, K outside 0..K_max, malformed tag, or header and body disagree.
-        ForbiddenTagError: a tag from a caller that may not set one.
+        ApiError: (400) unknown key, wrong type, K outside 0..K_max, malformed tag, or header and body disagree. (403) A
+            tag from a caller that may not set one.
     """
     if requested is not None and not isinstance(requested, Mapping):
-        raise DraftingError("drafting", f"drafting must be an object with k and workload, not {requested!r:.80}")
+        text = f"drafting must be an object with k and workload, not {requested!r:.80}"
+        raise ApiError(400, text, param="drafting")
     body = requested or {}
     if unknown := [key for key in body if key not in _REQUEST_KEYS]:
         name = f"drafting.{unknown[0]!s:.80}"
-        raise DraftingError(name, f"unknown field {name}: drafting has the fields k and workload")
+        raise ApiError(400, f"unknown field {name}: drafting has the fields k and workload", param=name)
     by_header = {name.lower(): value for name, value in (headers or {}).items()}
     header_k: int | str | None = by_header.get(K_HEADER.lower())
     if isinstance(header_k, str) and _INTEGER.fullmatch(header_k.strip()):
@@ -225,7 +204,8 @@ def resolve(
     )
     if tag is not None and caller.tags == "refuse":
         name = WORKLOAD_HEADER if body.get("workload") is None else "drafting.workload"
-        raise ForbiddenTagError(name, f"the caller {caller.name} may not set {name}: leave it out")
+        text = f"the caller {caller.name} may not set {name}: leave it out"
+        raise ApiError(403, text, param=name, code="tag_not_allowed")
     if caller.tags == "ignore":
         tag = None
     workload = caller.workload if tag is None and caller.workload is not None else workload_of(tag)
@@ -238,14 +218,15 @@ def resolve(
 def _agreed(values: Mapping[str, Any], is_valid: Callable[[Any], bool], rule: str) -> Any:
     """The value in the body or a header, None without either. `values`: by the name that the client used.
 
-    Raises DraftingError for a value that is not valid, or two that differ."""
+    Raises ApiError for a value that is not valid, or two that differ."""
     given = {name: value for name, value in values.items() if value is not None}
     for name, value in given.items():
         if not is_valid(value):
-            raise DraftingError(name, f"{name} must be {rule}, not {value!r:.80}")
+            raise ApiError(400, f"{name} must be {rule}, not {value!r:.80}", param=name)
     if len(given) == 2 and len(set(given.values())) == 2:
         (name, value), (header, other) = given.items()
-        raise DraftingError(name, f"{name} is {value!r} but the header {header} says {other!r}: send one, or the same")
+        text = f"{name} is {value!r} but the header {header} says {other!r}: send one, or the same"
+        raise ApiError(400, text, param=name)
     return next(iter(given.values()), None)
 
 
@@ -253,10 +234,11 @@ def _agreed(values: Mapping[str, Any], is_valid: Callable[[Any], bool], rule: st
 # The workload of a request: its tag, else the workload of the model alias that it names, else the fingerprint of its
 # system prompt, else `default`.
 #
-# Acceptance is learned per workload, so their number is bounded: the least recently used workload is replaced, but only
-# by a name with more requests. Windows are counted in requests, so no clock is needed.
+# Acceptance is learned per workload, so their number is bounded: the rarest workload is replaced, but only by a name
+# with more requests. Counts are halved every so many requests, so no clock is needed.
 
 MAX_NUM_WORKLOADS = 64
+HALVING_REQUESTS = 4096
 FINGERPRINT_PREFIX = "sys-"
 
 _SYSTEM_ROLES = ("system", "developer")
@@ -299,10 +281,9 @@ class Workloads:
     `known` (the operator's names) and the workloads of `aliases` (model id: workload) always stay, also when they alone
     are more than `max_num`. Of the others:
 
-    - a fingerprint becomes a workload at its `min_num_requests`-th request among the last `window_requests` to twice
-      as many, a tag at once, while there is room;
-    - without room, either replaces the least recently used workload, if it has `min_num_requests` and more requests in
-      that window than this one, so that names that come once or twice do not displace a busy workload;
+    - a fingerprint becomes a workload at its `min_num_requests`-th recent request, a tag at once, while there is room;
+    - without room, either replaces the rarest workload, if it has `min_num_requests` and more recent requests than this
+      one, so that names that come once or twice do not displace a busy workload;
     - until then its requests belong to `default`.
     """
 
@@ -313,17 +294,14 @@ class Workloads:
         *,
         aliases: Mapping[str, str] | None = None,
         min_num_requests: int = 3,
-        window_requests: int = 4096,
     ) -> None:
         self._aliases = dict(aliases or {})
         self._kept = frozenset({DEFAULT_WORKLOAD, *known, *self._aliases.values()})
         self._max_num_others = max(0, max_num - len(self._kept))
-        self._others: OrderedDict[str, None] = OrderedDict()  # least recently used first
+        self._others: dict[str, None] = {}
         self._min_num_requests = min_num_requests
-        self._window_requests = window_requests
-        self._num_in_window = 0
-        self._counts: Counter[str] = Counter()
-        self._counts_before: Counter[str] = Counter()
+        self._counts = Counter[str]()  # recent requests by name
+        self._num_counted = 0
 
     def resolve(self, tag: str | None = None, model: str | None = None, prompt: str = "") -> str:
         """The workload of a request with this tag (None: none), for this model id, with this system prompt."""
@@ -340,38 +318,31 @@ class Workloads:
             self._others.setdefault(name)
 
     def names(self) -> tuple[str, ...]:
-        """The present workloads: those that always stay by name, then the others, least recently used first."""
+        """The present workloads: those that always stay by name, then the others."""
         return (*sorted(self._kept), *self._others)
 
     def _admitted(self, name: str, num_needed: int) -> str:
         if name in self._kept:
             return name
         self._count(name)
+        num = self._counts[name]
         if name in self._others:
-            self._others.move_to_end(name)
             return name
-        if self._max_num_others == 0:
-            return DEFAULT_WORKLOAD
-        num = self._num_recent(name)
         if len(self._others) >= self._max_num_others:
-            oldest = next(iter(self._others))
-            if num < self._min_num_requests or num <= self._num_recent(oldest):
+            rarest = min(self._others, key=self._counts.__getitem__, default=None)
+            if rarest is None or num < self._min_num_requests or num <= self._counts[rarest]:
                 return DEFAULT_WORKLOAD
-            del self._others[oldest]
+            del self._others[rarest]
         elif num < num_needed:
             return DEFAULT_WORKLOAD
         self._others[name] = None
         return name
 
     def _count(self, name: str) -> None:
-        """Two windows, the one that fills and the full one before it: old counts end, and memory stays bounded."""
-        if self._num_in_window >= self._window_requests:
-            self._counts_before, self._counts, self._num_in_window = self._counts, Counter(), 0
+        self._num_counted += 1
+        if self._num_counted % HALVING_REQUESTS == 0:
+            self._counts = Counter({name: num // 2 for name, num in self._counts.items() if num > 1})
         self._counts[name] += 1
-        self._num_in_window += 1
-
-    def _num_recent(self, name: str) -> int:
-        return self._counts[name] + self._counts_before[name]
 
 
 def _texts(content: Any) -> list[str]:

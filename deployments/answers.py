@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cluster.counts import Counts
+from cluster.errors import ApiError
 from cluster.request import Drafting
 from deployments import compat
 from deployments.body import from_engine, grammars, num_prompts
-from deployments.errors import ApiError, engine_lost
+from deployments.errors import engine_lost
 from deployments.front_end import (
     Admitted,
     Answer,
@@ -24,9 +25,8 @@ from deployments.front_end import (
     drafting_field,
     event_document,
     event_with,
-    is_error_event,
     num_finished_choices,
-    whole_answer,
+    text_with,
 )
 from peagle.vllm.grammar_checker import GrammarChecker
 from peagle.vllm.limits import guard
@@ -84,7 +84,7 @@ class EngineAnswers:
                 usage = result.usage
                 field = self._drafting_field(admitted, self._recorder.pop(result.id))
                 is_complete = True
-                yield whole_answer(result, field)
+                yield text_with(result.model_dump(), field)
                 yield Usage(usage.prompt_tokens, usage.completion_tokens or 0, field["num_accepted_tokens"])
                 return
             async with contextlib.aclosing(self._events(admitted, result)) as events:
@@ -118,44 +118,37 @@ class EngineAnswers:
         `include_usage` the one with the usage."""
         num_unfinished = admitted.num_sequences
         # vLLM's first event names the role; with a grammar it waits for the first text, which may never come.
-        held = "" if grammars(admitted.fields) else None
-        has_begun = False
-        last, drafting = "", dict[str, Any]()  # the last chunk so far, once all choices have finished
-        usage = Usage()
+        is_held, held, has_begun = bool(grammars(admitted.fields)), "", False
+        tail: list[str] = []  # from the chunk on that finishes the last choice
         async with contextlib.aclosing(events):
             async for event in events:
-                if is_error_event(event):
+                if event.startswith('data: {"error"'):
                     failure = from_engine(event_document(event)["error"])
                     raise failure if has_begun and not self._client.errored else self._failure(admitted, failure)
-                if held == "":
-                    held = event
+                if is_held:
+                    is_held, held = False, event
                     continue
                 if held:
                     yield held
-                    held = None
+                    held = ""
                 has_begun = True
-                if last and event_document(event):
-                    yield last
-                    last = event
-                    continue
-                if last:
-                    yield event_with(last, drafting)
-                    last = ""
-                if num_finished := num_finished_choices(event):
-                    num_unfinished -= num_finished
-                    if num_unfinished <= 0:
-                        response_id = RESPONSE_ID.search(event)
-                        record = None if response_id is None else self._recorder.pop(response_id[1])
-                        if record is not None:
-                            usage = usage_of(record)
-                        last, drafting = event, self._drafting_field(admitted, record)
-                        continue
-                yield event
+                num_unfinished -= num_finished_choices(event)
+                if num_unfinished > 0:
+                    yield event
+                else:
+                    tail.append(event)
         if held:
             yield held
-        if last:
-            yield event_with(last, drafting)
-        yield usage
+        if not tail:
+            yield Usage()
+            return
+        found = RESPONSE_ID.search(tail[0])
+        record = None if found is None else self._recorder.pop(found[1])
+        last = max(index for index, event in enumerate(tail) if event_document(event))
+        tail[last] = event_with(tail[last], self._drafting_field(admitted, record))
+        for event in tail:
+            yield event
+        yield Usage() if record is None else usage_of(record)
 
     def _drafting_field(self, admitted: Admitted, record: Any) -> dict[str, Any]:
         drafting = admitted.drafting

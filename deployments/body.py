@@ -7,9 +7,10 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Literal
 
+import msgspec
 from pydantic import BaseModel, ValidationError
 from pydantic_core import SchemaValidator
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -17,8 +18,9 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest
 from vllm.exceptions import VLLMClientError
 
+from cluster.errors import ApiError
 from cluster.settings import LimitSettings
-from deployments.errors import ApiError, internal_error
+from deployments.errors import internal_error
 from peagle.schema import nearest
 from peagle.vllm.compat import chat_part_kinds
 from peagle.vllm.setting_types import SettingTypes
@@ -31,10 +33,7 @@ BODIES: dict[Call, type[Body]] = {"chat": ChatCompletionRequest, "completions": 
 
 UNUSED_FIELDS = frozenset(
     {
-        "best_of",
         "metadata",
-        "modalities",
-        "moderation",
         "prediction",
         "prompt_cache_key",
         "prompt_cache_options",
@@ -46,8 +45,7 @@ UNUSED_FIELDS = frozenset(
         "web_search_options",
     }
 )
-"""Fields of OpenAI's API that clients send and that change no answer here, except for values that `drop_unused`
-refuses."""
+"""Fields of OpenAI's API that clients send and that change no answer here."""
 
 RENAMED_FIELDS = {
     "function_call": "tool_choice",
@@ -68,94 +66,54 @@ MAX_NESTING = 64
 MAX_INTEGER = 2**63 - 1
 
 
-def read_json(raw: bytes, limits: LimitSettings) -> Any:
-    """The document in a request's body. Raises ApiError (413, 400)."""
+def read_json(raw: bytes, limits: LimitSettings) -> dict[str, Any]:
+    """The object in a request's body. Every value in it can be handled: none is nested deeper than `MAX_NESTING`, texts
+    have a UTF-8 form, and numbers are finite and fit 64 bits. Raises ApiError (413, 400)."""
     if len(raw) > limits.max_body_bytes:
         text = f"The request body has {len(raw)} bytes, above the limit of {limits.max_body_bytes}."
         raise ApiError(413, text, code="too_large")
-    if _has_more_values(raw, limits.max_body_values):
+    # Before it is parsed: lists of nothing take 20 times the memory of their text.
+    if sum(map(raw.count, (b",", b"[", b"{"))) > limits.max_body_values:
         text = f"The request body has more values (numbers, texts, objects, lists) than {limits.max_body_values}"
         raise ApiError(413, f"{text}, this service's limit (limits.max_body_values).", code="too_large")
     try:
-        return json.loads(raw.decode("utf-8"))
+        document = msgspec.json.decode(raw)
     except (ValueError, RecursionError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise ApiError(400, f"The request body is not valid JSON: {reason!s:.500}.", code="invalid_json") from error
-
-
-_BEFORE_A_VALUE = re.compile(rb'(?:[^",\[{]++|"[^"\\]*+(?:\\.[^"\\]*+)*+"?)*+(?:[,\[{]|\Z)', re.DOTALL)
-
-
-def _has_more_values(raw: bytes, most: int) -> bool:
-    """Whether JSON has more commas and opening brackets than `most`, those in texts left out. Nothing is parsed: lists
-    of nothing take 20 times the memory of their text."""
-    if sum(map(raw.count, (b",", b"[", b"{"))) <= most:
-        return False
-    return next(itertools.islice(_BEFORE_A_VALUE.finditer(raw), most + 1, None), None) is not None
-
-
-def detect_call(document: Any) -> Call:
-    """Chat or completion, as vLLM tells requests to SageMaker's /invocations apart. Raises ApiError for neither."""
-    if not isinstance(document, dict):
-        check_document(document)
-    elif document.get("messages") is not None:
-        return "chat"
-    elif document.get("prompt") is not None:
-        return "completions"
-    raise ApiError(400, "the request has neither messages, for a chat, nor prompt, for a completion", param="messages")
-
-
-def check_document(document: Any, max_values: int = LimitSettings().max_body_values) -> dict[str, Any]:
-    """`document` where every value in it can be handled: a JSON object of at most `max_values`, not deeper than
-    `MAX_NESTING`, whose texts have a UTF-8 form (JSON can hold lone surrogates) and whose numbers fit 64 bits. Raises
-    ApiError naming the field."""
+        raise ApiError(400, f"The request body is not valid JSON: {error!s:.500}.", code="invalid_json") from error
     if not isinstance(document, dict):
         raise ApiError(400, "The request body must be a JSON object.")
-    level: list[tuple[tuple[Any, ...], Any]] = [((), document)]
-    num_values = 0
-    for _ in range(MAX_NESTING):
-        below = []
-        for path, value in level:
-            num_values += len(value)
-            if num_values > max_values:
-                text = f"the request has more than {max_values} values in all"
-                raise ApiError(413, text, param=_at(path[:1]) or None, code="too_large")
-            if isinstance(value, list) and set(map(type, value)) == {int}:  # token ids: no step of Python for each
-                if not -MAX_INTEGER <= min(value) <= max(value) <= MAX_INTEGER:
-                    raise ApiError(400, "the number does not fit 64 bits", param=_at(path))
-                continue
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            for key, item in items:
-                if isinstance(key, str) and not _is_text(key):
-                    raise ApiError(400, "a name is no valid text: it has a lone surrogate", param=_at(path, key))
-                if isinstance(item, dict | list):
-                    below.append(((*path, key), item))
-                elif isinstance(item, str):
-                    if not _is_text(item):
-                        raise ApiError(400, "the text is not valid: it has a lone surrogate", param=_at(path, key))
-                elif isinstance(item, int):
-                    if not -MAX_INTEGER <= item <= MAX_INTEGER:
-                        raise ApiError(400, "the number does not fit 64 bits", param=_at(path, key))
-                elif isinstance(item, float) and not math.isfinite(item):
-                    raise ApiError(400, "the number is not finite", param=_at(path, key))
-        if not below:
-            return document
-        level = below
-    raise ApiError(400, f"the value is nested more than {MAX_NESTING} deep", param=str(level[0][0][0]))
+    for name, value in document.items():
+        _check_value(name, value)
+    return document
 
 
-def _is_text(text: str) -> bool:
-    if text.isascii():
-        return True
+def read_document(document: Any, limits: LimitSettings) -> dict[str, Any]:
+    """A request by deployment handle, checked as one by HTTP. Raises ApiError."""
     try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        raw = json.dumps(document).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ApiError(400, f"The request cannot be written as JSON: {error!s:.500}.", code="invalid_json") from error
+    return read_json(raw, limits)
 
 
-def _at(path: tuple[Any, ...], *key: Any) -> str:
-    return ".".join(str(step) for step in (*path, *key))
+def _check_value(name: str, value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_NESTING):
+        if not all(-MAX_INTEGER <= item <= MAX_INTEGER for item in level if isinstance(item, int)):
+            raise ApiError(400, f"{name:.80} holds a number that does not fit 64 bits", param=name)
+        parts = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        if not (level := list(itertools.chain.from_iterable(parts))):
+            return
+    raise ApiError(400, f"{name:.80} is nested more than {MAX_NESTING} deep", param=name)
+
+
+def detect_call(fields: Mapping[str, Any]) -> Call:
+    """Chat or completion, as vLLM tells requests to SageMaker's /invocations apart. Raises ApiError for neither."""
+    if fields.get("messages") is not None:
+        return "chat"
+    if fields.get("prompt") is not None:
+        return "completions"
+    raise ApiError(400, "the request has neither messages, for a chat, nor prompt, for a completion", param="messages")
 
 
 @functools.cache
@@ -179,27 +137,14 @@ def _validator(record: type[BaseModel]) -> SchemaValidator:
     return SchemaValidator(end_early(record.__pydantic_core_schema__), _use_prebuilt=False)
 
 
-def drop_unused(call: Call, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """`fields` without those that are null, which stand for missing ones, and without `UNUSED_FIELDS`. Raises ApiError
-    for a value that would change the answer where OpenAI serves it."""
-    given = {name: item for name, item in fields.items() if item is not None}
-    if given.get("modalities", ["text"]) != ["text"]:
-        raise ApiError(400, 'modalities must be ["text"]: only text is served here', param="modalities")
-    policy = given["moderation"].get("policy") if isinstance(given.get("moderation"), dict) else None
-    for side, rule in policy.items() if isinstance(policy, dict) else ():
-        if isinstance(rule, dict) and rule.get("mode") == "block":
-            name = f"moderation.policy.{side}"
-            raise ApiError(400, f"{name} asks to block, but nothing is moderated here: leave it out", param=name)
-    if given.get("audio") is not None:
-        raise ApiError(400, "audio asks for spoken answers: only text is served here", param="audio")
-    best_of = given.get("best_of", given.get("n", 1))
-    if call == "chat" and "best_of" in given:
-        raise ApiError(400, "best_of is a field of completions: send n", param="best_of", code="unknown_field")
-    if best_of != given.get("n", 1):
-        raise ApiError(
-            400, f"best_of is {best_of!r:.80}, but as many are returned as made: send n alone", param="best_of"
-        )
-    return {name: item for name, item in given.items() if name not in UNUSED_FIELDS}
+def drop_unused(fields: Mapping[str, Any], unused: Collection[str] = UNUSED_FIELDS) -> dict[str, Any]:
+    """`fields` without those that are null, which stand for missing ones, and without `unused`. Raises ApiError for a
+    value that would change the answer where OpenAI serves it."""
+    given = {name: item for name, item in fields.items() if item is not None and name not in unused}
+    for name, served in (("modalities", ["text"]), ("best_of", given.get("n", 1))):
+        if (asked := given.pop(name, served)) != served:
+            raise ApiError(400, f"{name} is {asked!r:.80}, but only {served!r:.80} is served here", param=name)
+    return given
 
 
 def _hint(record: type[BaseModel], name: str) -> str:
@@ -208,12 +153,6 @@ def _hint(record: type[BaseModel], name: str) -> str:
     known = known_fields(record)
     is_renamed = other.partition(".")[0] in known
     return f"; it is called {other} here" if is_renamed else nearest(f"{name:.80}", {*known, "drafting"})
-
-
-def parse_body(call: Call, fields: dict[str, Any]) -> Body:
-    """vLLM's record of a request. Raises ApiError naming the field."""
-    body: Body = parse_record(BODIES[call], fields)
-    return body
 
 
 def parse_record(record: type[BaseModel], fields: dict[str, Any]) -> Any:
@@ -260,21 +199,12 @@ def _to_blame(record: type[BaseModel], fields: Mapping[str, Any]) -> str | None:
 
 
 def _from_validation(error: ValidationError) -> ApiError:
-    """The first problem. If a field may have several forms, that of the form that was most likely meant."""
+    """The first problem. If a field may have several forms, that of the form that fits most deeply: what is another
+    literal, or lacks a field, was meant as another form."""
     details = error.errors(include_url=False, include_input=False)
-    forms: dict[tuple[Any, ...], list[Any]] = {}
-    for detail in details:
-        if detail["loc"][:1] == details[0]["loc"][:1]:
-            is_a_form = (not isinstance(step, int) and not _is_field(step) for step in detail["loc"])
-            end = next((index for index, is_form in enumerate(is_a_form) if is_form), -1) + 1
-            forms.setdefault(detail["loc"][:end], []).append(detail)
-
-    def unlikeliness(form: list[Any]) -> tuple[bool, bool, int, bool]:
-        kinds = [detail["type"] for detail in form]
-        is_other_type = all(kind.endswith("_type") for kind in kinds)
-        return "literal_error" in kinds, "missing" in kinds, len(kinds), is_other_type
-
-    detail = min(forms.values(), key=unlikeliness)[0]
+    first = [detail for detail in details if detail["loc"][:1] == details[0]["loc"][:1]]
+    likely = [detail for detail in first if detail["type"] not in ("literal_error", "missing")]
+    detail = max(likely or first, key=lambda detail: len(detail["loc"]))
     steps = [str(step) for step in detail["loc"] if isinstance(step, int) or _is_field(step)]
     if steps and steps[0].isdigit():  # vLLM reads the calls of a message on their own
         steps = ["tool_calls", *steps]
@@ -291,33 +221,32 @@ def _is_field(step: Any) -> bool:
 
 def _check_messages(messages: Any) -> None:
     """What vLLM's record takes but its chat templates cannot render."""
-    if messages is None or messages == []:
-        raise ApiError(400, "messages must hold at least one message", param="messages")
-    if not isinstance(messages, list):
-        raise ApiError(400, f"messages must be a list of messages, not {messages!r:.80}", param="messages")
+
+    def check(is_so: bool, name: str, rule: str) -> None:
+        if not is_so:
+            raise ApiError(400, f"{name} must be {rule}", param=name)
+
+    check(isinstance(messages, list) and bool(messages), "messages", "a list of at least one message")
     for index, message in enumerate(messages):
-        if not isinstance(message, dict):
-            name = f"messages.{index}"
-            raise ApiError(400, f"{name} must be an object with role and content, not {message!r:.80}", param=name)
-        if not isinstance(message.get("role"), str):  # vLLM's record also takes messages in Harmony's form
-            name = f"messages.{index}.role"
-            raise ApiError(400, f"{name} must be a text: system, user, assistant, ...", param=name)
-        name, content = f"messages.{index}.content", message.get("content")
-        if content is not None and not isinstance(content, str | list):
-            raise ApiError(400, f"{name} must be a text or a list of parts, not {content!r:.80}", param=name)
+        name = f"messages.{index}"
+        check(isinstance(message, dict), name, "an object with role and content")
+        # vLLM's record also takes messages in Harmony's form.
+        check(isinstance(message.get("role"), str), f"{name}.role", "a text: system, user, assistant, ...")
+        content = message.get("content")
+        check(content is None or isinstance(content, str | list), f"{name}.content", "a text or a list of parts")
         for number, part in enumerate(content if isinstance(content, list) else ()):
-            where = f"{name}.{number}"
             if isinstance(part, str):
                 continue
+            where, kinds = f"{name}.content.{number}", chat_part_kinds()
             kind = part.get("type") if isinstance(part, dict) else None
-            if not isinstance(kind, str) or kind not in chat_part_kinds():
-                known = ", ".join(sorted(chat_part_kinds()))
-                raise ApiError(400, f"{where} must be an object whose type is one of {known}", param=where)
-            if "text" in kind and not isinstance(part.get("text"), str):
-                raise ApiError(400, f"{where}.text must be a text", param=f"{where}.text")
+            if not isinstance(kind, str) or kind not in kinds:
+                raise ApiError(
+                    400, f"{where} must be an object whose type is one of {', '.join(sorted(kinds))}", param=where
+                )
+            check("text" not in kind or isinstance(part.get("text"), str), f"{where}.text", "a text")
             link = part.get(kind)
-            if kind.endswith("_url") and not (isinstance(link, dict) and isinstance(link.get("url"), str)):
-                raise ApiError(400, f"{where}.{kind} must be an object with the text url", param=f"{where}.{kind}")
+            is_link = isinstance(link, dict) and isinstance(link.get("url"), str)
+            check(is_link or not kind.endswith("_url"), f"{where}.{kind}", "an object with the text url")
 
 
 # ---- limits of one request
@@ -355,25 +284,26 @@ def check_limits(body: Body, limits: LimitSettings) -> int:
     """The number of sequences that a request asks for. Raises ApiError for one that asks more than it may."""
     if body.n is not None and body.n < 1:
         raise ApiError(400, f"n must be at least 1, not {body.n}", param="n")
-    num_sequences = (1 if body.n is None else body.n) * num_prompts(body)
+    num_sequences = (body.n or 1) * num_prompts(body)
     _at_most("n", "n times the number of prompts", num_sequences, limits.max_num_sequences)
     for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
         wanted = getattr(body, name, None)
         if type(wanted) is int:
             _at_most(name, name, math.inf if wanted < 0 else wanted, limits.max_num_logprobs)
+    _check_prompt_logprobs(body, limits)
     return num_sequences
 
 
-def check_prompt_logprobs(body: Body, limits: LimitSettings) -> None:
-    """Raises ApiError for more log probabilities of prompts than an answer may have: each sequence has its own, which
-    the engine computes anew and this process puts into words."""
+def _check_prompt_logprobs(body: Body, limits: LimitSettings) -> None:
+    """Each sequence has log probabilities of its own, which the engine computes anew and this process puts into
+    words."""
     per_token = body.prompt_logprobs
     if per_token is None and isinstance(body, CompletionRequest) and body.echo:
         per_token = body.logprobs
     if per_token is None:
         return
     name = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
-    num = (1 if body.n is None else body.n) * _prompt_tokens(body) * (1 + per_token)
+    num = (body.n or 1) * _prompt_tokens(body) * (1 + per_token)
     what = f"the number of log probabilities of the prompt, n times its tokens times 1 + {name},"
     _at_most(name, what, num, limits.max_num_prompt_logprobs)
 

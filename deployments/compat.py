@@ -25,8 +25,9 @@ from typing import Any
 
 from starlette.responses import Response
 
+from cluster.errors import ApiError
 from deployments import GATEWAY_NAME, ROUTER_NAME, TARGET_NAME
-from deployments.errors import LOST_CODE, ApiError, not_ready, server_lost
+from deployments.errors import LOST_CODE, json_response, not_ready, server_lost
 
 logger = logging.getLogger(__name__)
 
@@ -494,7 +495,7 @@ class NoReplica:
                 if scope["method"] == "POST" and time.monotonic() - self._woken_s >= WATCH_INTERVAL_S:
                     self._woken_s = time.monotonic()
                     await serve.get_deployment_handle(ROUTER_NAME, app_name).wake_target.remote()
-        return not_ready().response()
+        return json_response(not_ready())
 
 
 def num_replicas(handle: Any) -> int:
@@ -510,7 +511,7 @@ def error_response(start: dict[str, Any], text: bytes) -> Response:
     if start["status"] != 500:
         error = ApiError(start["status"], text.decode("utf-8", "replace"))
         error.code, error.retry_after_s = LOST_CODE if error.status == 503 else None, None
-    response = error.response()
+    response = json_response(error)
     ours = {name for name, _ in response.raw_headers}
     response.raw_headers += [item for item in start["headers"] if item[0].lower() not in ours]
     return response

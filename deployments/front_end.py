@@ -23,7 +23,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import Metric
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-from cluster.admission import Admission, BodyBudget, BusyError
+from cluster.admission import Admission, BodyBudget
+from cluster.errors import ApiError
 from cluster.heads import TRIAL_SUFFIX, HeadRouting, base_workload
 from cluster.k_policy import PolicyUpdate
 from cluster.request import (
@@ -31,9 +32,6 @@ from cluster.request import (
     DEFAULT_WORKLOAD,
     Caller,
     Drafting,
-    DraftingError,
-    ForbiddenTagError,
-    UnknownCallerError,
     Workloads,
     client_network,
     identify_caller,
@@ -42,16 +40,15 @@ from cluster.request import (
 )
 from cluster.settings import ClusterSettings, LimitSettings
 from deployments.body import (
+    BODIES,
     Body,
     Call,
     check_counts,
-    check_document,
     check_limits,
-    check_prompt_logprobs,
     drop_unused,
-    parse_body,
+    parse_record,
 )
-from deployments.errors import ApiError, busy_error, internal_error
+from deployments.errors import internal_error
 from deployments.metrics import FAMILIES, PREFIX
 from deployments.usage_log import UsageLog
 from peagle.vllm.request_args import DEPTH_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY
@@ -74,15 +71,13 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 class Admitted:
     """A request as the engine gets it.
 
-    `fields`: vLLM's fields as the client sent them. `xargs`, `request_id`: what the front end decided of its
-    `vllm_xargs`, and its name. `num_sequences`: its weight. `trace`: headers by which the engine's span becomes part of
-    its client's trace. `caller`: name of who asked. `head`: digest of the head that drafts for it, "" where none does.
-    `number`: its own among the requests of the front end."""
+    `fields`: vLLM's fields, with what the front end decided of `vllm_xargs` and `request_id`. `num_sequences`: its
+    weight. `trace`: headers by which the engine's span becomes part of its client's trace. `caller`: name of who asked.
+    `head`: digest of the head that drafts for it, "" where none does. `number`: its own among the requests of the front
+    end."""
 
     call: Call
     fields: dict[str, Any]
-    xargs: dict[str, Any]
-    request_id: str
     drafting: Drafting
     num_sequences: int = 1
     trace: dict[str, str] = field(default_factory=dict)
@@ -92,18 +87,9 @@ class Admitted:
 
     @functools.cached_property
     def body(self) -> Body:
-        """vLLM's record of `fields`, with `xargs` and `request_id`."""
-        return self.complete(parse_body(self.call, self.fields))
-
-    def complete(self, body: Body) -> Body:
-        """Make the record of `fields`, which was made already, that of the request."""
-        body.vllm_xargs, body.request_id = self.xargs, self.request_id
-        self.body = body
+        """vLLM's record of `fields`."""
+        body: Body = parse_record(BODIES[self.call], self.fields)
         return body
-
-    @property
-    def streams(self) -> bool:
-        return bool(self.body.stream)
 
 
 class Usage(NamedTuple):
@@ -117,9 +103,6 @@ class Usage(NamedTuple):
 Answer = AsyncGenerator["str | ApiError | Usage", None]
 """The answer to an `Admitted` request: one JSON text, or server-sent events where it streams. What cannot be answered
 gives an `ApiError` as an item, because Ray would log an exception. The last item is the `Usage`."""
-
-Generate = Callable[[Admitted], Answer]
-
 
 LATENCY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0, 600.0)
 TPOT_BUCKETS_S = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
@@ -191,6 +174,8 @@ class FrontEnd:
         self._max_running = max_running
         self.max_model_len: int | None = None
         """Tokens of a prompt and its answer, once the engine has said it."""
+        self.generate: Callable[[Admitted], Answer]
+        """The engine, which a replica sets before its first request."""
         self.admission = Admission(1, 0)
         self.bodies = BodyBudget(1)
         self.metrics.queued.set_function(lambda: self.admission.num_queued)
@@ -250,23 +235,18 @@ class FrontEnd:
         (401)."""
         if self._callers is None:
             return replace(ANYONE, address=client_network(address))
-        try:
-            return identify_caller(self._callers, authorization)
-        except UnknownCallerError as error:
-            raise ApiError(401, str(error), code="invalid_api_key") from error
+        return identify_caller(self._callers, authorization)
 
     def admit(
-        self, call: Call, document: Any, caller: Caller = ANYONE, headers: Mapping[str, str] | None = None
+        self, call: Call, document: Mapping[str, Any], caller: Caller = ANYONE, headers: Mapping[str, str] | None = None
     ) -> Admitted:
-        """Check a request and decide its workload and K. Raises ApiError."""
-        given = check_document(document, self.limits.max_body_values)
-        fields = drop_unused(call, given)
+        """Check a request (see `read_json`) and decide its workload and K. Raises ApiError."""
+        fields = drop_unused(document)
         asked = fields.pop("drafting", None)
         model = self.check_model(fields)
         check_counts(fields, self.limits)
-        body = parse_body(call, fields)
+        body: Body = parse_record(BODIES[call], fields)
         num_sequences = check_limits(body, self.limits)
-        check_prompt_logprobs(body, self.limits)
         own = fields.get("vllm_xargs") or {}
         if taken := [key for key in SERVER_KEYS if key in own]:
             name = f"vllm_xargs.{taken[0]}"
@@ -286,11 +266,14 @@ class FrontEnd:
             raise ApiError(400, f"request_id must be {rule}, not {body.request_id!r:.80}", param="request_id")
         headers = headers or {}
         named = headers.get("x-request-id", "")
-        request_id = named if "request_id" not in fields and _REQUEST_ID.fullmatch(named) else body.request_id
+        if "request_id" not in fields and _REQUEST_ID.fullmatch(named):
+            body.request_id = named
+        body.vllm_xargs = {**own, **decided}
+        fields |= {"request_id": body.request_id, "vllm_xargs": body.vllm_xargs}
         trace = {name: headers[name] for name in TRACE_HEADERS if name in headers}
-        xargs = {**own, **decided}
-        admitted = Admitted(call, fields, xargs, request_id, drafting, num_sequences, trace, caller.name)
-        admitted.complete(body)
+        head = self.head_of(drafting.workload)
+        admitted = Admitted(call, fields, drafting, num_sequences, trace, caller.name, head)
+        admitted.body = body
         return admitted
 
     def check_model(self, fields: dict[str, Any]) -> str:
@@ -308,14 +291,8 @@ class FrontEnd:
         self, asked: Any, model: str, body: Body, caller: Caller, headers: Mapping[str, str] | None
     ) -> Drafting:
         prompt = system_prompt(body.messages) if isinstance(body, ChatCompletionRequest) else ""
-        try:
-            drafting = resolve(
-                self._policy, asked, headers, caller, lambda tag: self._workloads.resolve(tag, model, prompt)
-            )
-        except ForbiddenTagError as error:
-            raise ApiError(403, error.message, param=error.field, code="tag_not_allowed") from error
-        except DraftingError as error:
-            raise ApiError(400, error.message, param=error.field) from error
+        find_workload = lambda tag: self._workloads.resolve(tag, model, prompt)  # noqa: E731
+        drafting = resolve(self._policy, asked, headers, caller, find_workload)
         if not self._policy.is_adaptive:
             return drafting
         most = self._policy.max_k
@@ -353,8 +330,7 @@ class FrontEnd:
     async def answer(
         self,
         call: Call,
-        document: Any,
-        generate: Generate,
+        document: Mapping[str, Any],
         caller: Caller = ANYONE,
         headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[str]:
@@ -374,7 +350,7 @@ class FrontEnd:
             workload = base_workload(admitted.drafting.workload)
             async with (
                 self.admission.hold_places(caller, admitted.num_sequences),
-                contextlib.aclosing(generate(admitted)) as items,
+                contextlib.aclosing(self.generate(admitted)) as items,
             ):
                 is_counted_later = True
                 async for item in items:
@@ -386,10 +362,7 @@ class FrontEnd:
                     else:
                         raise item
             status = 200
-            self._measure(workload, admitted.streams, usage, started_s, first_s)
-        except BusyError as error:
-            status = 429
-            raise busy_error(error) from error
+            self._measure(workload, bool(admitted.body.stream), usage, started_s, first_s)
         except ApiError as error:
             status = error.status
             raise
@@ -445,9 +418,14 @@ def drafting_field(drafting: Drafting, head: str, counts: Any) -> dict[str, Any]
     `head`: digest of the head that drafts for the workload, "" where none does. `num_steps` counts steps that verified
     drafts; `acceptance_length` is 1 + accepted / steps, 1.0 without steps.
     """
+    tpot_ms = None if drafting.expected_tpot_s is None else round(1000 * drafting.expected_tpot_s, 3)
+    learned = {"reason": drafting.reason, "survival": list(drafting.survival), "expected_tpot_ms": tpot_ms}
     return {
-        **drafting.to_wire(),
         "workload": base_workload(drafting.workload),
+        "k": drafting.k,
+        "max_k": drafting.max_k,
+        "source": drafting.source,
+        **{name: value for name, value in learned.items() if value},
         "head": head,
         "num_steps": counts.num_steps,
         "num_draft_tokens": counts.num_draft_tokens,
@@ -456,12 +434,7 @@ def drafting_field(drafting: Drafting, head: str, counts: Any) -> dict[str, Any]
     }
 
 
-def whole_answer(response: Any, drafting: Mapping[str, Any]) -> str:
-    """The JSON text of vLLM's response object with its `drafting`."""
-    return _text_with(response.model_dump(), drafting)
-
-
-def _text_with(document: dict[str, Any], drafting: Mapping[str, Any]) -> str:
+def text_with(document: dict[str, Any], drafting: Mapping[str, Any]) -> str:
     """The JSON text of an answer or of a stream's last chunk with its `drafting`. `usage`, where there is one, counts
     accepted drafts where OpenAI's API counts accepted predictions."""
     if usage := document.get("usage"):
@@ -485,8 +458,4 @@ def event_document(event: str) -> dict[str, Any]:
 
 def event_with(event: str, drafting: Mapping[str, Any]) -> str:
     """A server-sent event with `drafting` in its object."""
-    return f"data: {_text_with(event_document(event), drafting)}\n\n"
-
-
-def is_error_event(event: str) -> bool:
-    return event.startswith('data: {"error"')
+    return f"data: {text_with(event_document(event), drafting)}\n\n"

@@ -35,9 +35,10 @@ import uvloop
 from prometheus_client.core import Metric
 from vllm.utils.gc_utils import freeze_gc_heap
 
+from cluster.errors import ApiError
 from deployments import compat
 from deployments.answers import Charge, EngineAnswers
-from deployments.errors import ApiError, engine_lost, internal_error, not_ready
+from deployments.errors import engine_lost, internal_error, not_ready
 from deployments.front_end import Admitted, Answer, Usage
 from deployments.metrics import Families
 from peagle.vllm.clients import METRICS_FOLDER, Address, client_addresses, connect
@@ -103,25 +104,11 @@ class Ready(msgspec.Struct, tag=True, array_like=True):
     """It is connected to the engine."""
 
 
-class Event(msgspec.Struct, tag=True, array_like=True):
-    """A text of a job's `Answer`."""
+class Item(msgspec.Struct, tag=True, array_like=True):
+    """An item of a job's `Answer`, an `ApiError` by its arguments; None at its end."""
 
     number: int
-    text: str
-
-
-class Failure(msgspec.Struct, tag=True, array_like=True):
-    """An `ApiError` of a job's `Answer`, by its arguments."""
-
-    number: int
-    arguments: dict[str, Any]
-
-
-class End(msgspec.Struct, tag=True, array_like=True):
-    """The end of a job's `Answer`, with its `Usage` if it is complete."""
-
-    number: int
-    usage: Usage | None
+    item: str | Usage | dict[str, Any] | None
 
 
 class Charged(msgspec.Struct, tag=True, array_like=True):
@@ -155,7 +142,7 @@ class Counted(msgspec.Struct, tag=True, array_like=True):
 
 
 Task = Job | Stop | More | Report | Outcome
-Result = Ready | Event | Failure | End | Charged | Kept | Grammar | Counted
+Result = Ready | Item | Charged | Kept | Grammar | Counted
 
 
 class Wire:
@@ -172,7 +159,6 @@ class Wire:
         return cls(*await asyncio.open_unix_connection(sock=end), kind)
 
     def send(self, message: Task | Result) -> None:
-        """Raises TypeError, with nothing sent, for a value that no JSON has."""
         encoded = msgspec.Raw(self._encoder.encode(message))
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
@@ -377,14 +363,9 @@ class FrontEndProcesses:
 
     def _handle(self, process: FrontEndProcess, message: Result) -> None:
         match message:
-            case Event(number, text):
-                self._put(process, number, text)
-            case End(number, usage):
-                if usage is not None:
-                    self._put(process, number, usage)
-                self._put(process, number, None)
-            case Failure(number, arguments):
-                self._put(process, number, ApiError(**arguments))
+            case Item(number, item):
+                if (items := process.jobs.get(number)) is not None:  # its client may have gone meanwhile
+                    items.put_nowait(ApiError(**item) if isinstance(item, dict) else item)
             case Charged(caller, number, usage):
                 self._charge(caller, number, usage)
             case Counted(delta):
@@ -399,11 +380,6 @@ class FrontEndProcesses:
                 process.is_ready = True
                 if self.num_ready == self.number:
                     self._are_ready.set()
-
-    @staticmethod
-    def _put(process: FrontEndProcess, number: int, item: str | ApiError | Usage | None) -> None:
-        if (items := process.jobs.get(number)) is not None:  # its client may have gone meanwhile
-            items.put_nowait(item)
 
     async def _check_grammar(self, process: FrontEndProcess, number: int, fields: dict[str, Any]) -> None:
         process.wire.send(Outcome(number, await self.grammars.find_outcome(fields)))
@@ -456,10 +432,7 @@ class RemoteGrammarChecker(GrammarChecker):
 
     async def find_outcome(self, fields: dict[str, Any]) -> dict[str, Any]:
         number, outcome = next(self._numbers), asyncio.get_running_loop().create_future()
-        try:
-            self._wire.send(Grammar(number, fields))
-        except (TypeError, RecursionError) as error:
-            return {"error": f"structured_outputs is no JSON: {error}."}
+        self._wire.send(Grammar(number, fields))
         self._waiting[number] = outcome
         try:
             return dict(await outcome)
@@ -495,21 +468,19 @@ class Worker:
                     self._jobs[number][1].release()
 
     async def _answer(self, job: Job, room: asyncio.Semaphore) -> None:
-        number, usage = job.number, None
         try:
             async with contextlib.aclosing(self._answers.generate(job.admitted)) as items:
                 async for item in items:
                     if isinstance(item, str):
                         await room.acquire()
-                        self._wire.send(Event(number, item))
-                    elif isinstance(item, Usage):
-                        usage = item
-                    else:
-                        self._wire.send(Failure(number, item.arguments))
+                    self._send(job, item)
         except Exception:
             logger.exception("a request failed")
-            self._wire.send(Failure(number, internal_error().arguments))
-        self._wire.send(End(number, usage))
+            self._send(job, internal_error())
+        self._send(job, None)
+
+    def _send(self, job: Job, item: str | ApiError | Usage | None) -> None:
+        self._wire.send(Item(job.number, item.arguments if isinstance(item, ApiError) else item))
 
 
 def exit_with_replica(end: socket.socket) -> None:

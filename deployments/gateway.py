@@ -23,11 +23,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from yarl import URL
 
-from cluster.admission import BodyBudget, BusyError
+from cluster.admission import BodyBudget
+from cluster.errors import ApiError
 from cluster.request import ANYONE, client_network
 from deployments import GATEWAY_NAME, compat
 from deployments.app import TARGET_REQUESTS, bind
-from deployments.errors import ApiError, busy_error, not_ready, server_lost
+from deployments.errors import json_response, not_ready, server_lost
 from deployments.http_streams import EventStream, read_body, until_disconnected
 from deployments.telemetry import METRICS_CONTENT_TYPE, labelled, prometheus_text
 from peagle.schema import Problems, Section, SettingsError, problem_lines
@@ -114,12 +115,9 @@ class Forwarder:
             if f"{request.scope['path']}/".startswith(f"{prefix}/"):
                 raise not_ready(model)  # HAProxy knows no application of this prefix
         async with contextlib.AsyncExitStack() as until_sent:
-            try:
-                caller = replace(ANYONE, address=client_network(self._client_address(request)))
-                held = until_sent.enter_context(self._bodies.hold_body(caller))
-                body = await read_body(request, held, self._max_body_bytes)
-            except BusyError as error:
-                raise busy_error(error) from error
+            caller = replace(ANYONE, address=client_network(self._client_address(request)))
+            held = until_sent.enter_context(self._bodies.hold_body(caller))
+            body = await read_body(request, held, self._max_body_bytes)
             if len(body) > self._max_body_bytes:
                 raise ApiError(413, f"the body has more than {self._max_body_bytes} bytes (max_body_bytes)")
             model = self.find_model(body)
@@ -212,7 +210,7 @@ class Forwarder:
     def app(self) -> Starlette:
         async def refuse(request: Request, error: Exception) -> Response:
             assert isinstance(error, ApiError)
-            return error.response(request.url.path)
+            return json_response(error, request.url.path)
 
         methods = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
         own = {"/v1/models": self.models, "/health": self.health, "/ping": self.health, "/metrics": self.metrics}

@@ -19,8 +19,9 @@ import ray
 from ray.serve._private import controller, haproxy
 from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
+from cluster.errors import ApiError
 from deployments.compat import RAY_VERSION, CompatError, address_header
-from deployments.errors import ApiError, not_ready, server_lost
+from deployments.errors import json_response, not_ready, server_lost
 
 RETRY_ON = "conn-failure empty-response 502"
 """502: of a replica whose engine died."""
@@ -66,7 +67,7 @@ def own_config(text: str, not_ready_page: Path, address_header: str = "") -> str
 
 def error_page(error: ApiError) -> bytes:
     """The HTTP response of an error."""
-    response = error.response()
+    response = json_response(error)
     head = b"".join(b"%s: %s\r\n" % header for header in response.raw_headers)
     return b"HTTP/1.1 503 Service Unavailable\r\n%s\r\n%s" % (head, response.body)
 

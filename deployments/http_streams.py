@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from deployments.errors import ApiError
+from cluster.errors import ApiError
 
 BODY_TIMEOUT_S = 120.0
 

@@ -24,19 +24,11 @@ from vllm.entrypoints.openai.responses.streaming_events import SimpleStreamingEv
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.tokenize import protocol as tokenizer
 
-from deployments.body import check_counts, check_document, from_engine, parse_record, refused
-from deployments.errors import ApiError
+from cluster.errors import ApiError
+from deployments.body import check_counts, drop_unused, from_engine, parse_record, refused
 from deployments.front_end import FrontEnd, event_document, logger
 
 Ask = Callable[[dict[str, Any]], AsyncGenerator[str]]  # the answer to a chat with these fields
-
-
-def read_fields(front_end: FrontEnd, document: Any, unused: Collection[str] = ()) -> dict[str, Any]:
-    """The fields of a body that are not null, without `unused`. Raises ApiError."""
-    given = check_document(document, front_end.limits.max_body_values)
-    fields = {name: value for name, value in given.items() if value is not None and name not in unused}
-    check_counts(fields, front_end.limits)
-    return fields
 
 
 def check_kinds(name: str, parts: Any, kinds: Sequence[str], default: str | None = None) -> None:
@@ -72,10 +64,11 @@ class Conversion:
         self._failure: ApiError | None = None
         self._asked_drafting, self._drafting = dict[str, Any](), dict[str, Any]()
 
-    async def answer(self, document: Any) -> AsyncGenerator[str]:
+    async def answer(self, document: dict[str, Any]) -> AsyncGenerator[str]:
         """One JSON text, or server-sent events. Raises ApiError, as `FrontEnd.answer`."""
         try:
-            fields = read_fields(self._front_end, document, self.unused)
+            fields = drop_unused(document, self.unused)
+            check_counts(fields, self._front_end.limits)
             self._asked_drafting = {name: fields.pop(name) for name in ("drafting",) if name in fields}
             check_kinds("tools", fields.get("tools"), self.tools, self.tools[0])
             messages = fields.get(self.turns[0])
@@ -93,7 +86,7 @@ class Conversion:
             if not self._has_asked:
                 self._front_end.metrics.count_answer("", error.status)
             first, dot, rest = (error.param or "").partition(".")
-            name = first if isinstance(document, dict) and first in document else self.names.get(first, first)
+            name = first if first in document else self.names.get(first, first)
             if name != first:
                 error.message, error.param = error.message.replace(first, name, 1), name + dot + rest
             raise
@@ -291,9 +284,10 @@ TOKENIZER_PATHS: dict[str, dict[type[BaseModel], type[BaseModel]]] = {
 """Records that each path takes, with their answers, for which the tokenizer alone is needed."""
 
 
-async def answer_by_tokenizer(path: str, front_end: FrontEnd, vllm: Any, document: Any) -> str:
+async def answer_by_tokenizer(path: str, front_end: FrontEnd, vllm: Any, document: dict[str, Any]) -> str:
     """The answer to a request at a path of `TOKENIZER_PATHS`, a JSON text. Raises ApiError."""
-    fields = read_fields(front_end, document, Messages.unused)
+    fields = drop_unused(document, Messages.unused)
+    check_counts(fields, front_end.limits)
     front_end.check_model(fields)
     request = parse_record([*TOKENIZER_PATHS[path]]["messages" in fields and path == "/tokenize"], fields)
     api = vllm.serving_tokenization

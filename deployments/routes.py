@@ -6,7 +6,6 @@ import functools
 import hashlib
 import hmac
 import ipaddress
-import json
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,14 +25,14 @@ from vllm import __version__ as vllm_version
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
 
-from cluster.admission import BusyError
+from cluster.errors import ApiError
 from cluster.request import ANYONE
 from cluster.settings import IngressSettings
 from deployments import openapi
-from deployments.body import UNUSED_FIELDS, Call, detect_call, engine_keys, name_keys, read_json
+from deployments.body import UNUSED_FIELDS, Call, detect_call, engine_keys, read_json
 from deployments.compat import GATEWAY_HEADER, address_header, gateway_token, listening_host
-from deployments.errors import ApiError, busy_error, internal_error
-from deployments.front_end import Admitted, Answer, FrontEnd, logger
+from deployments.errors import internal_error, json_response
+from deployments.front_end import FrontEnd, logger
 from deployments.http_streams import EventStream, read_body, until_disconnected
 from deployments.protocols import CONVERSIONS, TOKENIZER_PATHS, Ask, answer_by_tokenizer
 from deployments.telemetry import METRICS_CONTENT_TYPE
@@ -71,8 +70,6 @@ class Backend(Protocol):
 
     front_end: FrontEnd
     vllm: Any  # the state of vLLM's API server: its API objects by name
-
-    def generate(self, admitted: Admitted) -> Answer: ...
 
     async def health(self) -> dict[str, Any]:
         """Raises ApiError (503) where a request would not be served."""
@@ -152,7 +149,10 @@ class PlainRoute(APIRoute):
 def make_app(backend: Backend, entrance: Entrance) -> FastAPI:
     """The HTTP API: OpenAI's, SageMaker's, and GET /health, /metrics, /drafting and the page at /."""
     engine_keys()  # takes a part of a second
-    app = FastAPI(title="peagle-serve", version=peagle_version, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="peagle-serve", version=peagle_version, docs_url=None, redoc_url=None, redirect_slashes=False,
+        responses=openapi.REFUSALS,
+    )  # fmt: skip
 
     async def ask(request: Request) -> Response:
         return await _answer(backend, request)
@@ -209,27 +209,23 @@ def make_app(backend: Backend, entrance: Entrance) -> FastAPI:
 
     async def api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        return error.response(_path(request.scope))
+        return json_response(error, _path(request.scope))
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         text, path = str(error.detail), _path(request.scope)
         if error.status_code == 404:
             text = f"{path:.80} is not served here, but {', '.join(served)}; /docs describes them"
-        response = ApiError(error.status_code, text).response(path)
+        response = json_response(ApiError(error.status_code, text), path)
         response.headers.update(error.headers or {})
         return response
 
     async def unexpected(request: Request, error: Exception) -> Response:
         logger.error("a request to %s failed", request.url.path, exc_info=error)
-        return internal_error().response(_path(request.scope))
-
-    def described() -> dict[str, Any]:
-        made = openapi.document(app, RECORDS, UNUSED)
-        return dict(json.loads(name_keys(json.dumps(made))))
+        return json_response(internal_error(), _path(request.scope))
 
     served = [route.path_format for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema]
-    app.openapi = functools.cache(described)  # type: ignore[method-assign]
+    app.openapi = functools.cache(functools.partial(openapi.document, app, RECORDS, UNUSED))  # type: ignore[method-assign]
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(Exception, unexpected)
@@ -291,12 +287,10 @@ async def _answer(backend: Backend, request: Request) -> Response:
                 front_end.metrics.count_answer("", 200)
                 return Response(text, media_type=JSON_MEDIA_TYPE)
             call = CALLS.get(path) or detect_call(document)
-        except (ApiError, BusyError) as error:
-            refusal = busy_error(error) if isinstance(error, BusyError) else error
-            front_end.metrics.count_answer("", refusal.status)
-            raise refusal from error
-        sent: dict[str, Any] = {"generate": backend.generate, "caller": caller, "headers": request.headers}
-        ask: Ask = functools.partial(front_end.answer, call, **sent)
+        except ApiError as error:
+            front_end.metrics.count_answer("", error.status)
+            raise
+        ask: Ask = functools.partial(front_end.answer, call, caller=caller, headers=request.headers)
         pieces = (CONVERSIONS[path](front_end, backend.vllm, ask).answer if path in CONVERSIONS else ask)(document)
         first = await anext(pieces, "")
         if first.startswith(("data: ", "event: ")):
@@ -355,7 +349,7 @@ class GateMiddleware:
                 scope["headers"] = [header for header in scope["headers"] if header[0].lower() not in keys]
         except ApiError as error:
             self._front_end.metrics.count_answer("", error.status)
-            await error.response(path)(scope, receive, send)
+            await json_response(error, path)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

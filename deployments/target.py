@@ -35,6 +35,7 @@ from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from cluster.counts import TargetReport
+from cluster.errors import ApiError
 from cluster.heads import base_workload
 from cluster.k_policy import PolicyUpdate
 from cluster.learning import AnswerQueue, KeptAnswer
@@ -43,10 +44,10 @@ from cluster.settings import ClusterSettings, LimitSettings
 from cluster.step_latency import StepLatency
 from deployments import compat
 from deployments.answers import Charge, EngineAnswers
-from deployments.body import Call
+from deployments.body import Call, read_document
 from deployments.drafter import MAX_SMALL_MACHINE_CORES, head_directory, local_directory, target_source
-from deployments.errors import ApiError, not_ready
-from deployments.front_end import QUEUED_PER_RUNNING, Admitted, Answer, FrontEnd
+from deployments.errors import not_ready
+from deployments.front_end import QUEUED_PER_RUNNING, FrontEnd
 from deployments.front_end_processes import FrontEndProcesses
 from deployments.replicas import (
     POLL_INTERVAL_S,
@@ -133,12 +134,12 @@ class TargetServer(LLMServer):
         self.front_end = FrontEnd(settings, max_running, self._usage_log, self._replica)
         self.front_end.set_keys(keys)
         if self._front_ends is None:
-            self._generate = EngineAnswers.attach(self.engine, self._recorder, charge, self._grammars).generate
+            self.front_end.generate = EngineAnswers.attach(self.engine, self._recorder, charge, self._grammars).generate
         else:
             guard(client, self._grammars)
             abort = functools.partial(abort_all_of, client)
             await self._front_ends.attach(self._grammars, abort, client.output_handler)
-            self._generate = self._front_ends.generate
+            self.front_end.generate = self._front_ends.generate
         self.front_end.max_model_len = self._client.vllm_config.model_config.max_model_len
         if settings.drafter is not None and drafter is None:
             digest = head_digest(head_dir) if head_dir is not None else target_digest(target_dir)
@@ -291,16 +292,12 @@ class TargetServer(LLMServer):
                 503, f"The router, which knows the {page} of the service, does not answer; requests are served."
             ) from error
 
-    def generate(self, admitted: Admitted) -> Answer:
-        """The engine's answer to what the front end has admitted, see `deployments.front_end.Answer`."""
-        admitted.head = self.front_end.head_of(admitted.drafting.workload)
-        return self._generate(admitted)
-
     async def ask(self, call: Call, document: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """The answer to a request by deployment handle (see `deployments.client`), through the front end: one response,
         or one chunk after the other. What is refused gives `{"error": {...}, "status": ...}`."""
         try:
-            async with contextlib.aclosing(self.front_end.answer(call, document, self.generate)) as pieces:
+            fields = read_document(document, self.front_end.limits)
+            async with contextlib.aclosing(self.front_end.answer(call, fields)) as pieces:
                 async for piece in pieces:
                     data = piece.removeprefix("data: ").strip()
                     if data != "[DONE]":

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from cluster.request import Caller, UnknownCallerError, hash_key, identify_caller
+from cluster.errors import ApiError
+from cluster.request import Caller, hash_key, identify_caller
 from cluster.settings import Catalog, ClusterSettings, load_settings
 from peagle.checkpoint import read_head_config
 from peagle.schema import SettingsError
@@ -77,7 +78,7 @@ def test_a_key_by_digest_and_by_variable_are_the_same_caller_and_stay_secret() -
 )
 def test_an_unknown_caller_is_told_nothing_of_the_key(header: str | None) -> None:
     table = service({"web": {"key_sha256": DIGEST}}).caller_table()
-    with pytest.raises(UnknownCallerError) as raised:
+    with pytest.raises(ApiError) as raised:
         identify_caller(table, header)
     assert SECRET not in str(raised.value)
 
@@ -91,7 +92,7 @@ def test_all_keys_of_a_file_are_the_callers_and_others_can_be_read_later(tmp_pat
         assert found == {"web": [hash_key(key) for key in keys]}
         table = settings.caller_table(found)
         for key in ("sk-new", "sk-old", "sk-next"):
-            with contextlib.nullcontext() if key in keys else pytest.raises(UnknownCallerError):
+            with contextlib.nullcontext() if key in keys else pytest.raises(ApiError):
                 assert identify_caller(table, f"Bearer {key}") == Caller("web", max_k=3)
         assert identify_caller(table, f"Bearer {SECRET}").name == "job"
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from cluster.request import ANYONE, Caller, DepthPolicy, Drafting, DraftingError, ForbiddenTagError, resolve
+from cluster.errors import ApiError
+from cluster.request import ANYONE, Caller, DepthPolicy, Drafting, resolve
 
 POLICY = DepthPolicy(max_draft_tokens=7, max_k=6, default_k=5, by_workload={"code": 6, "chat": 2, "prose": 0})
 
@@ -47,9 +48,9 @@ def test_header_and_body_may_each_give_one_part_and_may_agree():
     ],
 )
 def test_bad_input_names_its_field(requested, headers, field):
-    with pytest.raises(DraftingError) as raised:
+    with pytest.raises(ApiError) as raised:
         resolve(POLICY, requested, headers)
-    assert raised.value.field == field
+    assert raised.value.param == field
     assert field in raised.value.message
     assert len(raised.value.message) < 400
 
@@ -58,7 +59,7 @@ def test_without_a_drafter_only_zero_may_be_asked():
     policy = DepthPolicy(0, 0, 0)
     assert resolve(policy) == Drafting("default", 0, "default")
     assert resolve(policy, {"k": 0}) == Drafting("default", 0, "request")
-    with pytest.raises(DraftingError, match="without a drafter"):
+    with pytest.raises(ApiError, match="without a drafter"):
         resolve(policy, {"k": 1})
 
 
@@ -69,12 +70,12 @@ def test_a_tag_is_taken_only_from_a_caller_that_may_set_one():
         (None, {"X-Drafting-Workload": "code"}, "X-Drafting-Workload"),
         ({"workload": "chat"}, {}, "drafting.workload"),
     ):
-        with pytest.raises(ForbiddenTagError, match=f"web may not set {name}") as raised:
+        with pytest.raises(ApiError, match=f"web may not set {name}") as raised:
             resolve(POLICY, requested, headers, chat)
-        assert raised.value.field == name
+        assert raised.value.param == name
     ignoring = Caller("old", tags="ignore", workload="chat")
     assert resolve(POLICY, {"workload": "code", "k": 6}, {}, ignoring) == Drafting("chat", 6, "request")
-    with pytest.raises(DraftingError, match="letters"):
+    with pytest.raises(ApiError, match="letters"):
         resolve(POLICY, {"workload": "a b"}, {}, ignoring)
     trusted = Caller("job", tags="allow", workload="chat")
     assert resolve(POLICY, {"workload": "code"}, {}, trusted) == Drafting("code", 6, "workload")
@@ -90,7 +91,7 @@ def test_a_callers_own_workload_comes_before_what_the_request_shows():
     assert resolve(POLICY, None, {}, Caller("web", workload="chat"), workload_of).workload == "chat"
     assert resolve(POLICY, None, {}, Caller("web"), workload_of).workload == "sys-0"
     assert resolve(POLICY, {"workload": "x"}, {}, ANYONE, workload_of).workload == "x"
-    with pytest.raises(DraftingError):
+    with pytest.raises(ApiError):
         resolve(POLICY, {"workload": "x", "k": 99}, {}, ANYONE, workload_of)
     # A refused request is not counted as one of its workload.
     assert asked == [None, "x"]

@@ -23,6 +23,7 @@ from pydantic import ValidationError
 
 from cluster.admission import Admission
 from cluster.counts import Counts
+from cluster.errors import ApiError
 from cluster.heads import HeadRouting
 from cluster.request import Caller
 from cluster.settings import (
@@ -35,9 +36,9 @@ from cluster.settings import (
     with_live,
 )
 from deployments import http_streams
-from deployments.body import BODIES, MAX_NESTING, Call, from_engine, known_fields, read_json
+from deployments.body import BODIES, MAX_NESTING, from_engine, known_fields, read_document, read_json
 from deployments.compat import GATEWAY_HEADER
-from deployments.errors import ApiError, engine_lost
+from deployments.errors import engine_lost
 from deployments.front_end import Admitted, FrontEnd, FrontEndMetrics, Usage, drafting_field
 from deployments.routes import Entrance, make_app
 from deployments.usage_log import UsageLog
@@ -46,7 +47,8 @@ from peagle.vllm.request_args import DEPTH_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, 
 SECRET = "sk-very-secret"
 DIGEST = hashlib.sha256(SECRET.encode()).hexdigest()
 HELLO = [{"role": "user", "content": "Hi"}]
-JSON_TYPE = {"content-type": "application/json"}
+JSON = "application/json"
+JSON_TYPE = {"content-type": JSON}
 
 
 def http_scope(path: str = "/v1/chat/completions") -> dict[str, Any]:
@@ -77,6 +79,7 @@ class Echo:
 
     def __init__(self, found: ClusterSettings | None = None, ends_with: Exception | None = None) -> None:
         self.front_end = FrontEnd(found or cluster())
+        self.front_end.generate = self.generate
         self.admitted: list[Admitted] = []
         self.pause: asyncio.Event | None = None
         self.num_begun = self.num_closed = 0
@@ -85,7 +88,7 @@ class Echo:
     async def generate(self, admitted: Admitted) -> AsyncIterator[Any]:
         self.admitted.append(admitted)
         try:
-            if admitted.streams:
+            if admitted.body.stream:
                 yield 'data: {"id":"x","choices":[]}\n\n'
                 self.num_begun += 1
             if self.pause is not None:
@@ -95,10 +98,10 @@ class Echo:
                     yield self._ends_with
                     return
                 raise self._ends_with
-            if admitted.streams:
+            if admitted.body.stream:
                 yield "data: [DONE]\n\n"
             else:
-                yield json.dumps({"drafting": admitted.drafting.to_wire()})
+                yield json.dumps({"drafting": drafting_field(admitted.drafting, "", Counts())})
             yield Usage(3, 5)
         finally:
             self.num_closed += 1
@@ -163,13 +166,6 @@ def statuses(backend: Echo) -> dict[str, float]:
     return {sample.labels["status"]: sample.value for sample in answers.samples}
 
 
-def by_handle(backend: Echo, document: Any) -> list[str]:
-    async def ask() -> list[str]:
-        return [piece async for piece in backend.front_end.answer("chat", document, backend.generate)]
-
-    return asyncio.run(ask())
-
-
 # ---- what is refused, with the field that is to blame
 
 
@@ -189,11 +185,9 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 BAD_CHATS: dict[str, tuple[dict[str, Any], str | None]] = {
     "content as an object": (content({"a": 1}), "messages.0.content"),
     "content of an unknown part": (content([{"type": "nope"}]), "messages.0.content.0"),
-    "content whose type is a list": (content([{"type": ["text"], "text": "Hi"}]), "messages.0.content.0"),
     "text that is missing": (content([{"type": "text"}]), "messages.0.content.0.text"),
     "no messages": ({"messages": []}, "messages"),
     "messages missing": ({"messages": None}, "messages"),
-    "messages as an object": ({"messages": {"role": "user"}}, "messages"),
     "message as a text": ({"messages": ["Hi"]}, "messages.0"),
     "message in Harmony's form": ({"messages": [{"author": {"role": "user"}, "content": []}]}, "messages.0.role"),
     "name as a number": ({"messages": [{"role": "user", "content": "Hi", "name": 3}]}, "messages.0.name"),
@@ -203,15 +197,11 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], str | None]] = {
         {"messages": [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": 3}}]}]},
         "tool_calls.0.function.arguments",
     ),
-    "surrogate in content": (content("\ud800"), "messages.0.content"),
-    "surrogate in stop": ({"stop": ["\ud800"]}, "stop.0"),
-    "surrogate in a name": ({"drafting": {"\ud800": 3}}, "drafting.\\ud800"),
-    "unknown field nested deeply": ({"x": nested(900)}, "x"),
-    "known field nested deeply": ({"chat_template_kwargs": nested(MAX_NESTING)}, "chat_template_kwargs"),
+    "surrogate in content": (content("\ud800"), None),
+    "surrogate in a name": ({"drafting": {"\ud800": 3}}, None),
+    "field nested deeply": ({"chat_template_kwargs": nested(MAX_NESTING)}, "chat_template_kwargs"),
     "number beyond 64 bits": ({"top_k": 10**30}, "top_k"),
-    "number beyond all bits": ({"logit_bias": {"1": 10**400}}, "logit_bias.1"),
     "temperature as text": ({"temperature": "hot"}, "temperature"),
-    "half a token": ({"max_tokens": 1.5}, "max_tokens"),
     "too many stop strings": ({"stop": [str(number) for number in range(17)]}, "stop"),
     "K above the range": ({"drafting": {"k": 99}}, "drafting.k"),
     **{
@@ -220,29 +210,22 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], str | None]] = {
     },
     "an object in extra arguments": ({"vllm_xargs": {"a": {"b": 1}}}, "vllm_xargs.a"),
     "stream options as a text": ({"stream_options": "all"}, "stream_options"),
+    "spoken answers": ({"modalities": ["text", "audio"]}, "modalities"),
+    "the best of two": ({"best_of": 2}, "best_of"),
     "two grammars": ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
     "a grammar of no kind": ({"structured_outputs": {"regexx": "a"}}, "structured_outputs"),
     "choices as a number": ({"structured_outputs": {"choice": 3}}, "structured_outputs.choice"),
-    "a format of no kind": ({"response_format": {"type": "xml"}}, "response_format.type"),
-    "a schema as a number": (
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": 3}}},
-        "response_format.json_schema.schema",
-    ),
     "a tool without a function": ({"tools": [{"type": "function"}]}, "tools.0.function"),
-    "a choice without tools": ({"tool_choice": "required"}, "tool_choice"),
     "a choice of another tool": (
         {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
         "tool_choice",
     ),
     "no sequence": ({"n": 0}, "n"),
     "more sequences than allowed": ({"n": 17}, "n"),
-    "top logprobs alone": ({"top_logprobs": 3}, "top_logprobs"),
     "more logprobs than allowed": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     "prompt logprobs of all tokens": ({"prompt_logprobs": -1}, "prompt_logprobs"),
     "both ends of a message": ({"add_generation_prompt": True, "continue_final_message": True}, None),
-    "an empty salt": ({"cache_salt": ""}, "cache_salt"),
     "a request id without end": ({"request_id": "a" * 10_000}, "request_id"),
-    "a request id with a line break": ({"request_id": "a\nb"}, "request_id"),
     "a field of a plugin": ({"logits_processors": ["os.system"]}, "logits_processors"),
     "100,000 choices": ({"structured_outputs": {"choice": [f"choice {n}" for n in range(100_000)]}}, None),
     "a large schema": (
@@ -259,30 +242,9 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], str | None]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_CHATS)
-def test_a_bad_request_gets_400_that_names_the_field_over_http_and_by_handle(name: str) -> None:
-    body, param = BAD_CHATS[name]
-    backend = Echo()
-    for stream in (False, True):
-        document = {"messages": HELLO, **body, "stream": stream}
-        sent = {"content": json.dumps(document), "headers": JSON_TYPE}
-        response = request(backend, "POST", "/v1/chat/completions", **sent)
-        error = response.json()["error"]
-        assert response.status_code == 400, response.text
-        assert set(error) == {"message", "type", "param", "code"}
-        assert error["type"] == "invalid_request_error"
-        assert len(error["message"]) < 1000
-        if param is not None:
-            assert error["param"] == param
-        with pytest.raises(ApiError) as raised:
-            by_handle(backend, document)
-        assert raised.value.body()["error"] == error, "the same whatever way it comes"
-    assert backend.admitted == [], "no engine sees it"
-
-
-BAD_COMPLETIONS: dict[str, tuple[dict[str, Any], str]] = {
+BAD_COMPLETIONS: dict[str, tuple[dict[str, Any], str | None]] = {
     "a prompt as an object": ({"prompt": {"a": 1}}, "prompt"),
-    "a prompt of ids and texts": ({"prompt": [1, "a"]}, "prompt"),
+    "a prompt of ids and texts": ({"prompt": [1, "a"]}, "prompt.1"),
     "prompts above the limit": ({"prompt": ["a"] * 17}, "n"),
     "messages of a chat": ({"messages": HELLO}, "messages"),
     "logprobs of all tokens": ({"logprobs": -1}, "logprobs"),
@@ -290,14 +252,19 @@ BAD_COMPLETIONS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_COMPLETIONS)
-def test_a_bad_completion_gets_400_that_names_the_field(name: str) -> None:
-    body, param = BAD_COMPLETIONS[name]
-    backend = Echo()
-    response = complete(backend, **body)
+@pytest.mark.parametrize("name", [*BAD_CHATS, *BAD_COMPLETIONS])
+def test_a_bad_request_gets_400_that_names_the_field(name: str) -> None:
+    body, param = {**BAD_CHATS, **BAD_COMPLETIONS}[name]
+    backend, path = Echo(), "chat/completions" if name in BAD_CHATS else "completions"
+    least: dict[str, Any] = {"messages": HELLO} if name in BAD_CHATS else {"prompt": "One,"}
+    response = request(backend, "POST", f"/v1/{path}", content=json.dumps({**least, **body}), headers=JSON_TYPE)
+    error = response.json()["error"]
     assert response.status_code == 400, response.text
-    assert response.json()["error"]["param"].partition(".")[0] == param
-    assert backend.admitted == []
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["type"], len(error["message"]) < 1000) == ("invalid_request_error", True)
+    if param is not None:
+        assert error["param"] == param
+    assert backend.admitted == [], "no engine sees it"
 
 
 @pytest.mark.parametrize(
@@ -327,10 +294,8 @@ def test_the_openapi_document_is_true_of_bodies_and_refusals() -> None:
     for path, name in bodies.items():
         operation = document["paths"][path]["post"]
         ref = f"#/components/schemas/{name}"
-        assert operation["requestBody"]["content"]["application/json"]["schema"] == {"anyOf": [{"$ref": ref}]}
-        assert {"200", "400", "401", "403", "404", "408", "413", "415", "429", "502", "503"} == operation[
-            "responses"
-        ].keys()
+        assert operation["requestBody"]["content"]["application/json"]["schema"] == {"$ref": ref}
+        assert operation["responses"].keys() == {"200", "4XX", "5XX"}
     validator = jsonschema.Draft202012Validator({"$ref": "#/components/schemas/ChatCompletionRequest", **document})
     for good in ({}, {"drafting": {"k": 3, "workload": "code"}}, {"n": None}, {"store": True}, {"stop": ["a"]}):
         assert validator.is_valid({"messages": HELLO, **good})
@@ -339,7 +304,7 @@ def test_the_openapi_document_is_true_of_bodies_and_refusals() -> None:
         assert not validator.is_valid({"messages": HELLO, **bad})
         refused = chat(Echo(), **bad)
         assert refused.status_code == 400
-        jsonschema.validate(refused.json(), schemas["Error"])
+        jsonschema.validate(refused.json(), {"$ref": "#/components/schemas/Error", **document})
     assert "422" not in json.dumps(document)
 
 
@@ -361,13 +326,13 @@ def test_an_unknown_field_is_told_what_it_is_called_here(name: str, hint: str) -
 @pytest.mark.parametrize(
     ("call", "declared", "refused"),
     [
-        ("chat", chat_params.CompletionCreateParamsBase, {"audio", "function_call", "functions"}),
+        ("chat", chat_params.CompletionCreateParamsBase, {"audio", "function_call", "functions", "moderation"}),
         ("completions", completion_params.CompletionCreateParamsBase, set()),
     ],
 )
 def test_every_parameter_of_openais_client_is_taken_or_refused_by_name(call: Any, declared: Any, refused: Any) -> None:
     least = {"messages": HELLO} if call == "chat" else {"prompt": "One,"}
-    unused: dict[str, Any] = {"modalities": ["text"], "best_of": 1, "moderation": {"policy": {"input": {"mode": "a"}}}}
+    unused: dict[str, Any] = {"modalities": ["text"], "best_of": 1}
     for name in get_type_hints(declared).keys() - known_fields(BODIES[call]):
         if name in refused:
             with pytest.raises(ApiError) as raised:
@@ -375,24 +340,6 @@ def test_every_parameter_of_openais_client_is_taken_or_refused_by_name(call: Any
             assert (raised.value.status, raised.value.param) == (400, name)
         else:
             assert name not in FRONT_END.admit(call, {**least, name: unused.get(name, "any")}).fields
-
-
-@pytest.mark.parametrize(
-    ("call", "fields", "param"),
-    [
-        ("chat", {"modalities": ["text", "audio"]}, "modalities"),
-        ("chat", {"audio": {"voice": "a", "format": "wav"}}, "audio"),
-        ("chat", {"moderation": {"policy": {"output": {"mode": "block"}}}}, "moderation.policy.output"),
-        ("completions", {"best_of": 2}, "best_of"),
-        ("completions", {"best_of": 1, "n": 2}, "best_of"),
-    ],
-)
-def test_a_value_that_would_change_the_answer_is_refused(call: Any, fields: dict[str, Any], param: str) -> None:
-    least = {"messages": HELLO} if call == "chat" else {"prompt": "One,"}
-    with pytest.raises(ApiError) as raised:
-        FRONT_END.admit(call, {**least, **fields})
-    assert (raised.value.status, raised.value.param) == (400, param)
-    assert "unknown field" not in raised.value.message
 
 
 @pytest.mark.parametrize(
@@ -447,7 +394,7 @@ def test_a_body_that_does_not_come_gets_408_and_one_whose_client_leaves_is_no_fa
     assert "Traceback" not in caplog.text
 
 
-JSON = st.recursive(
+VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=12,
@@ -458,19 +405,17 @@ JSON = st.recursive(
 @given(
     call=st.sampled_from(sorted(BODIES)),
     field=st.sampled_from(sorted({*BODIES["chat"].model_fields, *BODIES["completions"].model_fields, "drafting"})),
-    value=JSON,
+    value=VALUES,
 )
 def test_no_value_of_any_field_is_the_servers_fault(call: Any, field: str, value: Any) -> None:
     """A value is admitted or refused with 4xx; whatever else is raised would be a 500."""
-    document = {"messages": HELLO} if call == "chat" else {"prompt": "Hi"}
-    refusal = None
+    least = {"messages": HELLO} if call == "chat" else {"prompt": "Hi"}
+    refusal = ApiError(400, "")
     try:
-        admitted = FRONT_END.admit(call, {**document, field: value})
+        document = read_document({**least, field: value}, FRONT_END.limits)
+        assert FRONT_END.admit(call, document).body.vllm_xargs
     except ApiError as error:
         refusal = error
-    if refusal is None:
-        assert admitted.body.vllm_xargs
-        return
     assert 400 <= refusal.status < 500
     json.dumps(refusal.body()).encode()
 
@@ -494,17 +439,11 @@ def test_sequences_are_prompts_times_n() -> None:
 def test_log_probabilities_of_prompts_are_bounded_by_the_whole_answer() -> None:
     backend = Echo(limits(max_num_prompt_logprobs=1000))
     ids = list(range(1, 101))
-    for body in (
-        {"prompt": ids, "echo": True, "logprobs": 4, "n": 2},
-        {"prompt": [ids, ids], "prompt_logprobs": 4},
-        {"prompt": "text" * 100, "echo": True, "logprobs": 9},
-        {"prompt": "text" * 100, "logprobs": 20, "n": 16},
-    ):
-        assert complete(backend, **body).status_code == 200, body
+    assert complete(backend, prompt=ids, echo=True, logprobs=4, n=2).status_code == 200
+    assert complete(backend, prompt="text" * 100, logprobs=20, n=16).status_code == 200, "of the answer alone"
     for body, param in (
         ({"prompt": ids, "echo": True, "logprobs": 4, "n": 3}, "logprobs"),
         ({"prompt": [ids, ids, ids], "prompt_logprobs": 4}, "prompt_logprobs"),
-        ({"prompt": ["text" * 50, "text" * 60], "echo": True, "logprobs": 9}, "logprobs"),
     ):
         error = complete(backend, **body).json()["error"]
         assert (error["param"], error["code"]) == (param, "limit")
@@ -524,60 +463,27 @@ def test_sequences_of_one_request_share_a_group_that_no_client_names() -> None:
     assert complete(backend, vllm_xargs={GROUP_KEY: "a"}).json()["error"]["param"] == f"vllm_xargs.{GROUP_KEY}"
 
 
-WRONG_LISTS: dict[str, tuple[Any, str]] = {
-    "messages": ([1], "messages.0"),
-    "bad_words": ([1], "bad_words.0"),
-    "stop_token_ids": (["a"], "stop_token_ids.0"),
-    "allowed_token_ids": (["a"], "allowed_token_ids.0"),
-    "tools": ([1], "tools.0"),
-    "structured_outputs": ({"choice": [1]}, "structured_outputs.choice.0"),
-    "prompt": ([1, "a"], "prompt.1"),
-}
+@pytest.mark.parametrize(
+    ("prompt", "param"), [([1, *["a"] * 1000], "prompt.1"), ([[1], *[["a"]] * 1000], "prompt.1.0")]
+)
+def test_of_a_list_of_wrong_elements_the_first_is_looked_at(prompt: Any, param: str) -> None:
+    with pytest.raises(ApiError) as raised:
+        FrontEnd(limits(max_num_sequences=2000)).admit("completions", {"prompt": prompt})
+    assert (raised.value.status, raised.value.param) == (400, param)
+    assert isinstance(cause := raised.value.__cause__, ValidationError)
+    assert cause.error_count() < 10
 
 
-def longer(value: Any, num: int) -> Any:
-    """The wrong element of a list, `num` times."""
-    if isinstance(value, dict):
-        return {name: longer(item, num) for name, item in value.items()}
-    return [*value[:-1], *value[-1:] * num]
-
-
-@pytest.mark.parametrize("field", WRONG_LISTS)
-def test_of_a_list_of_wrong_elements_the_first_is_looked_at(field: str) -> None:
-    value, param = WRONG_LISTS[field]
-    call: Call = "completions" if field == "prompt" else "chat"
-    front_end = FrontEnd(cluster())
-    num_errors = []
-    for num in (1, 10 if field.startswith("stop") else 1000):
-        document = {**({} if call == "completions" else {"messages": HELLO}), field: longer(value, num)}
-        with pytest.raises(ApiError) as raised:
-            front_end.admit(call, document)
-        assert (raised.value.status, raised.value.param) == (400, param)
-        if isinstance(cause := raised.value.__cause__, ValidationError):
-            num_errors.append(cause.error_count())
-    assert num_errors == num_errors[:1] * len(num_errors)
-
-
-@pytest.mark.parametrize("field", ["logit_bias", "vllm_xargs", "chat_template_kwargs", *sorted(WRONG_LISTS)])
-def test_entries_of_a_field_are_counted_before_they_are_looked_at(field: str) -> None:
+def test_entries_of_a_field_are_counted_before_they_are_looked_at() -> None:
     backend = Echo(limits(max_list_entries=50, max_num_sequences=50))
-    value = {str(n): {} for n in range(51)} if field not in WRONG_LISTS else longer(WRONG_LISTS[field][0], 51)
-    if field == "prompt":
-        response = complete(backend, prompt=[{}] * 51)
-    else:
-        response = chat(backend, **{field: value})
-    assert response.status_code == 400
-    assert response.json()["error"]["code"] == "limit", response.text
+    for field in ("messages", "tools", "bad_words", "allowed_token_ids", "stop_token_ids"):
+        assert chat(backend, **{field: [{}] * 51}).json()["error"]["code"] == "limit", field
+    for field in ("logit_bias", "vllm_xargs", "chat_template_kwargs"):
+        assert chat(backend, **{field: {str(n): {} for n in range(51)}}).json()["error"]["code"] == "limit", field
+    assert complete(backend, prompt=[{}] * 51).json()["error"]["code"] == "limit"
     assert complete(backend, prompt=[5] * 51).status_code == 200, "token ids of a prompt are not counted"
-
-
-def test_parts_and_calls_of_all_messages_count_together() -> None:
-    backend = Echo(limits(max_list_entries=50))
-    parts = [{"type": "text", "text": "a"}] * 26
-    assert chat(backend, messages=[{"role": "user", "content": parts}]).status_code == 200
-    response = chat(backend, messages=[{"role": "user", "content": parts}] * 2)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
-    assert "is 52, above this service's limit of 50" in response.json()["error"]["message"]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}] * 26}]
+    assert [chat(backend, messages=parts * num).status_code for num in (1, 2)] == [200, 400], "of all messages"
 
 
 def test_values_of_a_body_are_counted_before_it_is_parsed() -> None:
@@ -591,24 +497,17 @@ def test_values_of_a_body_are_counted_before_it_is_parsed() -> None:
         return 200
 
     for element in ("[]", "{}", '{"a":1}', "1", '""', '"\\""', '"[,"', "1.5", "null"):
-        assert status(f"[{','.join([element] * 120)}]") == 413, element
-        assert status(f"[{','.join([element] * 30)}]") == 200, element
-    assert status(json.dumps({"prompt": ',[{"\\' * 1000})) == 200, "a text is one value"
-    assert status('["' + "," * 1000) == 400, "an unfinished text"
+        assert status(f'{{"a": [{",".join([element] * 120)}]}}') == 413, element
+        assert status(f'{{"a": [{",".join([element] * 30)}]}}') == 200, element
     assert status("[" * 101) == 413
-    with pytest.raises(ApiError, match="more than 100 values in all") as raised:
-        FrontEnd(limits(max_body_values=100)).admit("completions", {"prompt": [[1] * 60, [1] * 60]})
-    assert (raised.value.status, raised.value.param) == (413, "prompt")
 
 
 @pytest.mark.parametrize(
     "named",
     [
         lambda long: {long: 1},
-        lambda long: {"model": long},
         lambda long: {"messages": long},
         lambda long: {"messages": [{"role": "user", "content": [{"type": long}]}]},
-        lambda long: {"tool_choice": long},
         lambda long: {"drafting": {"workload": long}},
         lambda long: {"vllm_xargs": {long: {}}},
     ],
@@ -629,7 +528,7 @@ def test_more_than_run_and_wait_gets_429_and_callers_take_turns() -> None:
         (refused,), _ = await asyncio.wait(pieces, timeout=60, return_when=asyncio.FIRST_COMPLETED)
         error = refused.exception()
         assert isinstance(error, ApiError)
-        assert (error.status, error.response().headers["retry-after"]) == (429, "2")
+        assert (error.status, error.retry_after_s) == (429, 2)
         assert error.body()["error"]["type"] == "rate_limit_error"
         backend.pause.set()
         await asyncio.gather(*pieces, return_exceptions=True)
@@ -640,7 +539,7 @@ def test_more_than_run_and_wait_gets_429_and_callers_take_turns() -> None:
 
 async def _collected(backend: Echo, caller: Caller) -> list[str]:
     document = {"messages": HELLO, "stream": True}
-    return [piece async for piece in backend.front_end.answer("chat", document, backend.generate, caller)]
+    return [piece async for piece in backend.front_end.answer("chat", document, caller)]
 
 
 # ---- workload and K
@@ -700,41 +599,32 @@ def test_invocations_are_told_apart_by_their_fields(body: dict[str, Any], call: 
     assert (found.status_code, found.text, found.headers["content-type"]) == (
         200, expected.text, expected.headers["content-type"]
     )  # fmt: skip
-    assert (backend.admitted[0].call, backend.admitted[0].fields) == (call, other.admitted[0].fields)
+    assert (backend.admitted[0].call, without_id(backend)) == (call, without_id(other))
+
+
+def without_id(backend: Echo) -> dict[str, Any]:
+    return {name: value for name, value in backend.admitted[0].fields.items() if name != "request_id"}
 
 
 def test_invocations_that_are_neither_are_refused() -> None:
-    for body in ({}, {"inputs": "Hi"}, {"messages": None}):
+    for body, param in (({"messages": None}, "messages"), ({"messages": HELLO, "prompt": "One,"}, "prompt")):
         response = request(Echo(), "POST", "/invocations", json=body)
-        assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
-        assert "nor prompt, for a completion" in response.json()["error"]["message"]
-    for raw in (b"", b"[]", b"{"):
-        assert request(Echo(), "POST", "/invocations", content=raw, headers=JSON_TYPE).status_code == 400
-    both = request(Echo(), "POST", "/invocations", json={"messages": HELLO, "prompt": "One,"})
-    assert (both.status_code, both.json()["error"]["param"]) == (400, "prompt")
-    assert request(Echo(callers(web={"key_sha256": DIGEST})), "POST", "/invocations", json={}).status_code == 401
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 # ---- who may call, and in what form
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/invocations"])
-@pytest.mark.parametrize("kind", [None, "", "text/plain", "application/jsonp"])
-def test_a_body_that_is_not_said_to_be_json_gets_415(path: str, kind: str | None) -> None:
+@pytest.mark.parametrize("kind", [None, "", "text/plain", "application/jsonp", JSON, "Application/JSON ;a=b"])
+def test_a_body_that_is_not_said_to_be_json_gets_415(kind: str | None) -> None:
     """A browser sends none of these elsewhere without asking first, but for what a form or a script can send."""
-    backend = Echo()
     headers = {} if kind is None else {"content-type": kind}
-    response = request(backend, "POST", path, content=b'{"messages": []}', headers=headers)
-    assert (response.status_code, response.json()["error"]["code"]) == (415, "unsupported_media_type")
-    assert "application/json" in response.json()["error"]["message"]
-    assert backend.admitted == []
-
-
-@pytest.mark.parametrize("kind", ["application/json", "application/json; charset=utf-8", "Application/JSON ;a=b"])
-def test_a_body_that_is_said_to_be_json_is_read(kind: str) -> None:
     text = json.dumps({"messages": HELLO})
-    headers = {"content-type": kind}
-    assert request(Echo(), "POST", "/v1/chat/completions", content=text, headers=headers).status_code == 200
+    response = request(Echo(), "POST", "/v1/chat/completions", content=text, headers=headers)
+    if kind and kind.lower().partition(" ")[0] == JSON:
+        assert response.status_code == 200
+    else:
+        assert (response.status_code, response.json()["error"]["code"]) == (415, "unsupported_media_type")
 
 
 LOCAL = Entrance("127.0.0.1", allowed_hosts=["api.example.com"], allow_origins=["http://page.example"])
@@ -773,19 +663,18 @@ def test_a_service_of_this_machine_answers_no_foreign_page(headers: dict[str, st
 
 def test_hosts_are_checked_where_no_key_is_and_nobody_else_should_call() -> None:
     evil = {"host": "evil.example", "origin": "http://evil.example"}
-    body = {"json": {"messages": HELLO}, "headers": evil}
-    path = "/v1/chat/completions"
-    for host in ("0.0.0.0", "192.0.2.1", ""):
-        assert request(Echo(), "POST", path, entrance=Entrance(host), **body).status_code == 200
-    for host in ("127.0.0.1", "127.0.0.2", "localhost", "::1"):
-        assert request(Echo(), "POST", path, entrance=Entrance(host), **body).status_code == 403
-    named = Entrance("0.0.0.0", allowed_hosts=["api.example.com"])
-    assert request(Echo(), "POST", path, entrance=named, **body).status_code == 403
-    everyone = Entrance("127.0.0.1", allowed_hosts=["*"], allow_origins=["*"])
-    assert request(Echo(), "POST", path, entrance=everyone, **body).status_code == 200
-    keyed = Echo(callers(web={"key_sha256": DIGEST}))
-    body["headers"] = {**evil, **bearer(SECRET)}
-    assert request(keyed, "POST", path, entrance=LOCAL, **body).status_code == 200
+    keyed = callers(web={"key_sha256": DIGEST})
+    for entrance, found, status in (
+        (Entrance("0.0.0.0"), None, 200),
+        (Entrance(""), None, 200),
+        (Entrance("127.0.0.2"), None, 403),
+        (Entrance("::1"), None, 403),
+        (Entrance("0.0.0.0", allowed_hosts=["api.example.com"]), None, 403),
+        (Entrance("127.0.0.1", allowed_hosts=["*"], allow_origins=["*"]), None, 200),
+        (LOCAL, keyed, 200),
+    ):
+        sent = {"json": {"messages": HELLO}, "headers": {**evil, **bearer(SECRET)}, "entrance": entrance}
+        assert request(Echo(found), "POST", "/v1/chat/completions", **sent).status_code == status, entrance
 
 
 def test_callers_without_a_key_are_told_apart_by_the_address_that_the_proxy_wrote(
@@ -840,7 +729,7 @@ def test_a_body_is_held_until_its_answer_has_ended(stream: bool) -> None:
             yield item
             seen.append(backend.front_end.bodies.num_bytes)
 
-    backend.generate = generate
+    backend.front_end.generate = generate
     assert chat(backend, stream=stream, user="u" * 50_000).status_code == 200
     assert min(seen) > 50_000
     assert backend.front_end.bodies.num_bytes == 0
@@ -855,12 +744,8 @@ def test_head_is_answered_as_get_and_a_slash_at_the_end_changes_nothing() -> Non
         assert head.headers["content-length"] == plain.headers["content-length"]
         assert request(Echo(), "GET", f"{path.rstrip('/')}/").content == plain.content
         assert request(Echo(), "GET", f"/app{path.rstrip('/')}/", root_path="/app").content == plain.content
-    for path, body in (("chat/completions", {"messages": HELLO}), ("completions", {"prompt": "One,"})):
-        assert request(Echo(), "POST", f"/v1/{path}/", json=body).status_code == 200
+    assert request(Echo(), "POST", "/v1/completions/", json={"prompt": "One,"}).status_code == 200
     assert request(Echo(), "HEAD", "/v1/chat/completions").status_code == 405
-    keyed = Echo(callers(web={"key_sha256": DIGEST}))
-    assert request(keyed, "GET", "/v1/models/").status_code == 401
-    assert request(keyed, "HEAD", "/health/").status_code == 200
 
 
 # ---- the answer
@@ -891,6 +776,7 @@ def test_the_engines_own_refusal_keeps_its_field_and_its_failures_keep_their_wor
     by_name = from_engine({"code": 400, "message": "top_k must be 0 (disable), or at least 1, got -5.", "param": None})
     assert by_name.param == "top_k"
     assert from_engine({"code": 400, "message": "The prompt is empty", "param": None}).param is None
+    assert from_engine({"code": 400, "message": "Client disconnected"}).status == 499
     flags = from_engine({"code": 400, "message": "needs --enable-auto-tool-choice (`--max-logprobs`), not --my-own"})
     assert flags.message == "needs engine.enable_auto_tool_choice (`engine.max_logprobs`), not --my-own"
     failed = from_engine({"code": 500, "message": "EngineCore encountered an issue. See stack trace (above)"})
@@ -907,33 +793,12 @@ def test_a_client_that_leaves_closes_its_answer_at_once_and_logs_nothing(stream:
         backend.pause = asyncio.Event()
         text = await call_and_leave(backend, {"messages": HELLO, "stream": stream}, begins=stream)
         await asyncio.sleep(0)  # what is cancelled ends in the next turn
+        gc.collect()
         assert (backend.num_closed, b"DONE" in text) == (1, False)
         assert statuses(backend) == {"499": 1.0}
 
     asyncio.run(run())
     assert "Traceback" not in caplog.text
-    assert not [record for record in caplog.records if record.levelname == "ERROR"]
-
-
-def test_an_engine_that_answers_a_cancelled_request_is_not_heard(caplog: Any) -> None:
-    """As vLLM's handler of whole answers does."""
-
-    class Answering(Echo):
-        async def generate(self, admitted: Admitted) -> AsyncIterator[Any]:
-            self.admitted.append(admitted)
-            try:
-                await asyncio.sleep(5)
-            except asyncio.CancelledError:
-                yield from_engine({"code": 400, "message": "Client disconnected"})
-
-    async def run() -> None:
-        backend = Answering()
-        await call_and_leave(backend, {"messages": HELLO}, begins=False)
-        await asyncio.sleep(0)
-        gc.collect()
-        assert statuses(backend) == {"499": 1.0}
-
-    asyncio.run(run())
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
@@ -971,6 +836,7 @@ def test_each_request_leaves_one_line_of_its_use_without_its_text(tmp_path: Path
     log, backend = UsageLog(str(tmp_path / "usage")), Echo()
     settings = callers(web={"key_sha256": DIGEST, "workload": "pages"})
     backend.front_end = FrontEnd(settings, usage_log=log, replica="r1")
+    backend.front_end.generate = backend.generate
     chat(backend, headers=bearer(SECRET))
     assert chat(backend, headers=bearer(SECRET), drafting={"k": 99}).status_code == 400
     backend.front_end.charge("web", 7, Usage(1, 1, 2))  # of no open request
@@ -1058,7 +924,7 @@ def test_limits_callers_depths_and_aliases_change_while_the_edge_serves() -> Non
         update={
             "limits": before.limits.model_copy(update={"max_num_sequences": 1}),
             "depth": before.depth.model_copy(update={"max": 2}),
-            "model": before.model.model_copy(update={"aliases": {"other": "chat"}}),
+            "model": before.model.model_copy(update={"aliases": {"other": "code"}}),
         }
     )
     backend = Echo(before)
@@ -1071,18 +937,8 @@ def test_limits_callers_depths_and_aliases_change_while_the_edge_serves() -> Non
     assert chat(backend, headers=bearer(SECRET), n=2).status_code == 400
     assert chat(backend, headers=bearer(SECRET), model="tiny-coder").status_code == 404
     drafting = chat(backend, headers=bearer(SECRET), model="other").json()["drafting"]
-    assert (drafting["workload"], drafting["k"]) == ("chat", 2)
+    assert (drafting["workload"], drafting["k"]) == ("code", 2)
     assert SECRET not in json.dumps(live)
-
-
-def test_an_alias_of_a_workload_that_has_a_name_already_changes_live() -> None:
-    before = cluster()
-    depth = before.depth.model_copy(update={"by_workload": {"code": 2}})
-    named = before.model_copy(update={"depth": depth})
-    backend = Echo(named)
-    model = before.model.model_copy(update={"aliases": {"other": "code"}})
-    backend.front_end.apply_settings(named.model_copy(update={"model": model}))
-    assert chat(backend, model="other").json()["drafting"]["workload"] == "code"
 
 
 # ---- which head drafts

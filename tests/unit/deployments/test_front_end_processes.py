@@ -13,9 +13,9 @@ import pytest
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
 from cluster.counts import WorkloadCounts
+from cluster.errors import ApiError
 from deployments import compat, front_end_processes
 from deployments.answers import EngineAnswers
-from deployments.errors import ApiError
 from deployments.front_end import FrontEnd, Usage
 from deployments.front_end_processes import (
     MAX_RESTARTS,
@@ -169,7 +169,6 @@ def test_answers_and_errors_come_through_as_they_are(monkeypatch: pytest.MonkeyP
         await soon(lambda: replica.kept == [("code", "web", [1, 2], [3])])
         found = await replica.process(0).checker.find_outcome({"regex": "a"})
         assert found == {"error": "no {'regex': 'a'}"}
-        assert "no JSON" in (await replica.process(0).checker.find_outcome({"regex": object()}))["error"]
 
     asyncio.run(run())
 

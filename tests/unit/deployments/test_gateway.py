@@ -16,7 +16,7 @@ from starlette.routing import Mount, Route
 
 from benchmarks.common import free_port
 from deployments import compat
-from deployments.errors import not_ready
+from deployments.errors import json_response, not_ready
 from deployments.gateway import Forwarder, GatewaySettings
 from peagle.schema import SettingsError
 
@@ -33,7 +33,7 @@ class Model:
 
     async def answer(self, request: Request) -> Response:
         if not self.is_ready:
-            return not_ready("The service").response()
+            return json_response(not_ready("The service"))
         body = await request.body()
         if body and json.loads(body).get("stream"):
             return StreamingResponse(self.stream(), media_type="text/event-stream", headers={"x-own": "1"})

@@ -15,9 +15,9 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 from vllm.exceptions import GenerationError, VLLMValidationError
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from cluster.errors import ApiError
 from cluster.request import Caller
 from deployments.answers import EngineAnswers
-from deployments.errors import ApiError
 from deployments.front_end import FrontEnd, Usage
 from deployments.replicas import EngineLost
 from deployments.target import TargetServer, default_front_ends
@@ -32,13 +32,13 @@ COUNTS = counts_of([(3, 3), (3, 1)])
 class Replica(TargetServer):
     """Without Ray and an engine; `answer` is what vLLM's API objects do with a request."""
 
-    def __init__(self, answer: Callable[[Any], Any]) -> None:
+    def __init__(self, answer: Callable[[Any], Any], log: UsageLog | None = None) -> None:
         async def ask(request: Any) -> Any:
             return answer(request)
 
         self.aborted: list[str] = []
         self._settings = cluster()
-        self.front_end = FrontEnd(self._settings)
+        self._usage_log, self.front_end = log, FrontEnd(self._settings, usage_log=log)
         self._front_ends = None
         self.front_end.heads = ("digest",)
         self._client = SimpleNamespace(errored=False, abort=self._end)
@@ -50,7 +50,7 @@ class Replica(TargetServer):
             _oai_serving_chat=chat,
             _oai_serving_completion=SimpleNamespace(create_completion=ask),
         )
-        self._generate = EngineAnswers(self.engine, self.recorder, self.front_end.charge).generate
+        self.front_end.generate = EngineAnswers(self.engine, self.recorder, self.front_end.charge).generate
 
     async def _end(self, ids: list[str]) -> None:
         self.aborted += ids
@@ -74,7 +74,7 @@ async def events(*items: Any) -> AsyncIterator[str]:
 def items(replica: Replica, **body: Any) -> list[Any]:
     async def run() -> list[Any]:
         admitted = replica.front_end.admit("chat", {"messages": HELLO, **body})
-        found = [item async for item in replica.generate(admitted)]
+        found = [item async for item in replica.front_end.generate(admitted)]
         await asyncio.sleep(0.01)
         return found
 
@@ -239,15 +239,13 @@ def test_a_client_that_leaves_aborts_all_sequences_of_its_request(call: Any, tmp
             finally:
                 closed.append(True)
 
-        replica = Replica(lambda _: endless())
+        log = UsageLog(str(tmp_path / "usage"))
+        replica = Replica(lambda _: endless(), log)
         fields = {"messages": HELLO} if call == "chat" else {"prompt": ["a", "b"]}
         document = {**fields, "stream": True, "n": 3, "request_id": "r1"}
         charged: list[Any] = []
-        log = UsageLog(str(tmp_path / "usage"))
-        replica.front_end = FrontEnd(cluster(), usage_log=log)
-        replica._generate = EngineAnswers(replica.engine, replica.recorder, replica.front_end.charge).generate
         replica.front_end.admission.charge_tokens = lambda *given: charged.append(given)
-        answer = replica.front_end.answer(call, document, replica.generate, Caller("web"))
+        answer = replica.front_end.answer(call, document, Caller("web"))
         assert [await anext(answer) for _ in range(3)]
         await answer.aclose()
         await asyncio.sleep(0.01)
@@ -264,9 +262,7 @@ def test_a_client_that_leaves_aborts_all_sequences_of_its_request(call: Any, tmp
 
 def test_a_replica_that_ends_writes_the_lines_that_wait_for_tokens(tmp_path: Path) -> None:
     async def run() -> None:
-        replica = Replica(lambda _: events(chunk(), chunk("stop")))
-        replica._usage_log = UsageLog(str(tmp_path / "usage"))
-        replica.front_end = FrontEnd(cluster(), usage_log=replica._usage_log)
+        replica = Replica(lambda _: events(chunk(), chunk("stop")), UsageLog(str(tmp_path / "usage")))
         replica._client.abort = lambda _: asyncio.sleep(60)  # which says the tokens too late
         replica.engine.shutdown = lambda: asyncio.sleep(0)  # type: ignore[attr-defined]
         left = replica.ask("chat", {"messages": HELLO, "stream": True})
@@ -299,7 +295,9 @@ def test_requests_of_one_name_do_not_end_each_other(call: Any) -> None:
         fields = {"messages": HELLO} if call == "chat" else {"prompt": ["a", "b"]}
 
         def begin() -> Any:
-            return replica.generate(replica.front_end.admit(call, {**fields, "stream": True, "request_id": "r1"}))
+            return replica.front_end.generate(
+                replica.front_end.admit(call, {**fields, "stream": True, "request_id": "r1"})
+            )
 
         first, second = begin(), begin()
         assert await anext(first)
@@ -325,8 +323,9 @@ def test_a_call_by_handle_goes_through_the_same_edge() -> None:
 
     (answer,) = asyncio.run(run(drafting={"k": 3}))
     assert (answer["drafting"]["k"], answer["drafting"]["source"]) == (3, "request")
-    (refused,) = asyncio.run(run(drafting={"k": 99}))
-    assert (refused["status"], refused["error"]["param"]) == (400, "drafting.k")
+    for body, param in (({"drafting": {"k": 99}}, "drafting.k"), ({"top_k": 10**30}, "top_k"), ({"top_p": {1}}, None)):
+        (refused,) = asyncio.run(run(**body))
+        assert (refused["status"], refused["error"]["param"]) == (400, param)
 
 
 @pytest.mark.parametrize(
