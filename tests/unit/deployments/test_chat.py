@@ -100,13 +100,13 @@ def type_keys(service: SmallService, keys: str, **options: Any) -> None:
         converse(Conversation(service.url, None, k=None, max_tokens=8, **options))
 
 
-UP, STOP, LEAVE, NEW_LINE = "\x1b[A", "\x03", "\x04", "\x1b\r"
+UP, STOP, LEAVE, PASTED = "\x1b[A", "\x03", "\x04", "\x1b[200~two\nlines\x1b[201~"
 PROMPT = r">.*?\x1b\[\?25h"  # the cursor is shown when keys are read
 ANSWER = "a\néb!"
 
 
 def test_what_is_typed_is_asked_and_commands_change_how(service: SmallService, capfd) -> None:
-    type_keys(service, f"one\r/k 3\r/system be brief\rtwo{NEW_LINE}lines\r/k auto\r/reset\r/system\rthree\r{LEAVE}")
+    type_keys(service, f"one\r/k 3\r/system be brief\r{PASTED}\r/k auto\r/reset\r/system\rthree\r{LEAVE}")
     assert service.messages == [
         [("user", "one")],
         [("system", "be brief"), ("user", "one"), ("assistant", ANSWER), ("user", "two\nlines")],
