@@ -44,7 +44,6 @@ PATCH_POINTS = (
     "ray._private.authentication.authentication_token_setup:maybe_enable_token_auth_if_token_available",
     "ray._private.authentication.authentication_token_setup:logger",
     "ray.dashboard.modules.serve.sdk:ServeSubmissionClient.deploy_applications",
-    "ray.serve._private.haproxy:_resolve_haproxy_binary",
     "ray.serve._private.constants:RAY_SERVE_ENABLE_HA_PROXY",
     "ray.serve._private.constants:RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH",
     "ray.serve._private.controller:HAProxyManager",
@@ -356,17 +355,6 @@ sends under that name. Replicas listen on ports of their own, so the name is one
 WATCH_INTERVAL_S = 0.25
 MAX_WAIT_S = 0.5
 """For a replica to come, at the most."""
-
-
-def why_no_haproxy() -> str:
-    """Why HTTP cannot go through Serve's HAProxy on this machine, "" where it can."""
-    from ray.serve._private.haproxy import _resolve_haproxy_binary  # the public one logs
-
-    try:
-        _resolve_haproxy_binary()
-    except (OSError, RuntimeError) as error:
-        return str(error)
-    return ""
 
 
 def warn_without_haproxy() -> None:

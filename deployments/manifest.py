@@ -17,7 +17,7 @@ import yaml
 
 from cluster.settings import ClusterSettings, PodSettings, key_variables
 from deployments.autoscaling import MAX_STREAM_S
-from deployments.up import RAY_ENVIRONMENT, UpError, live_form, model_applications, read_config, replica_resources
+from deployments.up import RAY_ENVIRONMENT, UpError, live_form, model_applications, read_config
 from peagle import __version__
 
 Json = dict[str, Any]
@@ -209,9 +209,9 @@ class Manifest:
         one beside each target; drafters in pods of their own where a node has too few GPUs for both. A learner has
         one of its own."""
         settings, scaling = self._settings, self._settings.autoscaling
-        needed = replica_resources(settings)
-        cpus = needed["CPU"] + settings.ingress.num_cpus
-        gpus = needed.get("GPU", 0.0)
+        bundles = settings.target_bundles()
+        cpus = sum(bundle.get("CPU", 0.0) for bundle in bundles) + settings.ingress.num_cpus
+        gpus = sum(bundle.get("GPU", 0.0) for bundle in bundles)
         fewest, most = settings.target.num_replicas, settings.max_num_targets
         groups = []
         if settings.drafter is not None and (drafters := settings.drafter.replicas) is not None:

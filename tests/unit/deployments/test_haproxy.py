@@ -136,10 +136,10 @@ def test_a_path_outside_of_the_application_is_not_found() -> None:
 def test_the_last_header_of_the_secret_name_is_the_clients_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    env = ray_environment(pytest.fail)
+    env = ray_environment()
     monkeypatch.setenv(compat.ADDRESS_HEADER_ENV, env[compat.ADDRESS_HEADER_ENV])
     name = compat.address_header().lower()
-    assert ray_environment(pytest.fail)[compat.ADDRESS_HEADER_ENV].lower() != name, "no two services have the same"
+    assert ray_environment()[compat.ADDRESS_HEADER_ENV].lower() != name, "no two services have the same"
 
     async def use(api: Any, client: httpx.AsyncClient) -> None:
         heads: list[list[str]] = []
