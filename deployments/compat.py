@@ -76,12 +76,16 @@ class CompatError(RuntimeError):
     """This Ray is not one that the service can run on."""
 
 
+def unsupported(reason: str) -> CompatError:
+    """The error of a Ray that lacks something."""
+    return CompatError(f"Ray {importlib.metadata.version('ray')} is not supported, {RAY_VERSION} is: {reason}")
+
+
 def check(names: tuple[str, ...] = PATCH_POINTS) -> None:
     """Raises CompatError naming the version and every name that is missing; warns of another version that has all."""
+    if missing := [name for name in names if not _exists(name)]:
+        raise unsupported(f"it has no {', '.join(missing)}")
     version = importlib.metadata.version("ray")
-    missing = [name for name in names if not _exists(name)]
-    if missing:
-        raise CompatError(f"Ray {version} is not supported, {RAY_VERSION} is: it has no {', '.join(missing)}")
     if not version.startswith(f"{RAY_VERSION}."):
         warnings.warn(f"Ray {version} has not been tried with this service, {RAY_VERSION} has", stacklevel=2)
 
@@ -210,11 +214,10 @@ def check_engine(engine: Any) -> None:
     """Raises CompatError where a started engine lacks what the functions above use."""
     for name in ("_engine_client", "_app_state", "_oai_serving_chat", "_oai_serving_completion"):
         if getattr(engine, name, None) is None:
-            version = importlib.metadata.version("ray")
-            raise CompatError(f"Ray {version} is not supported, {RAY_VERSION} is: its vLLM engine has no {name}")
+            raise unsupported(f"its vLLM engine has no {name}")
     for name in ("anthropic_serving_messages", "openai_serving_responses", "serving_tokenization"):
         if getattr(vllm_state(engine), name, None) is None:
-            raise CompatError(f"this vLLM's API server has no {name}")
+            raise unsupported(f"vLLM's API server has no {name}")
 
 
 class KVChannel:
@@ -361,16 +364,12 @@ def warn_without_haproxy() -> None:
     """Log what to set where this Ray was started without HAProxy, or with HAProxy as Ray configures it."""
     from ray.serve._private.constants import RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH, RAY_SERVE_ENABLE_HA_PROXY
 
-    if not RAY_SERVE_ENABLE_HA_PROXY:
+    install = "deployments.haproxy:install"
+    if not RAY_SERVE_ENABLE_HA_PROXY or install != RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH:
         logger.warning(
-            "HTTP goes through Serve's proxy in Python, which costs each chunk of a stream three times the CPU: "
-            "start Ray with RAY_SERVE_ENABLE_HA_PROXY=1 in its environment, on every node (`peagle serve` does)"
-        )
-    elif (install := "deployments.haproxy:install") != RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH:
-        logger.warning(
-            "HAProxy runs as Ray configures it: a request whose replica dies is not sent to another one, and its pages "
-            "are open on every interface: start Ray with RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH=%s in its "
-            "environment, on every node (`peagle serve` does)",
+            "HTTP does not go through HAProxy as this service configures it: a chunk of a stream costs more CPU, and a "
+            "request whose replica dies is not sent to another one. Start Ray with RAY_SERVE_ENABLE_HA_PROXY=1 and "
+            "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH=%s in its environment, on every node (`peagle serve` does)",
             install,
         )
 

@@ -133,7 +133,7 @@ def up(path: Path, *, detach: bool = False, timeout_s: float = 900.0, say: Say =
                 return
             say("Ctrl-C stops the service.")
             logging.getLogger("ray.serve").setLevel(logging.ERROR)  # of the handles
-            names = [application.get("name", "default") for application in model_applications(config)]
+            names = [application["name"] for application in model_applications(config)]
             watch({name: ray.serve.get_deployment_handle(ROUTER_NAME, name) for name in names}, say)
         except KeyboardInterrupt:
             pass
@@ -191,6 +191,8 @@ def read_config(path: Path, *, is_here: bool = True) -> tuple[Any, ...]:
         ) from error
     except ValueError as error:
         raise UpError(f"{path} is not a Ray Serve config file: {error}") from error
+    for application in config["applications"]:
+        application.setdefault("name", "default")
     if not config["applications"]:
         raise UpError(f"{path}: applications is empty, there is nothing to serve")
     services = [_read_application(application, is_here) for application in model_applications(config)]
@@ -459,7 +461,7 @@ def running_config(serve: Any, config: Mapping[str, Any]) -> dict[str, Any] | No
 
 def _states(serve: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     found = serve.get_serve_details().get("applications", {})
-    names = [application.get("name", "default") for application in config["applications"]]
+    names = [application["name"] for application in config["applications"]]
     return {name: found[name] for name in names if name in found}
 
 
@@ -473,8 +475,8 @@ def _update(
 ) -> None:
     """Change a running service. Raises UpError, after which it runs as before."""
     wanted = live_form(config, *services)
-    args = {one.get("name", "default"): one.get("args") for one in before["applications"]}
-    changed = [args.get(one.get("name", "default")) != one["args"] for one in model_applications(wanted)]
+    args = {one["name"]: one.get("args") for one in before["applications"]}
+    changed = [args.get(one["name"]) != one["args"] for one in model_applications(wanted)]
     anew = [settings for settings, is_changed in zip(services, changed, strict=True) if is_changed]
     check_resources(config, services)
     _check_room_beside(anew)
@@ -573,20 +575,14 @@ def watch(routers: Mapping[str, Any], say: Say) -> None:
     """Say what the routers note of replicas and heads. `routers`: deployment handles by application. Does not
     return."""
     seen: dict[str, Any] = {}
-    is_away = dict.fromkeys(routers, False)
     while True:
         time.sleep(WATCH_INTERVAL_S)
         for name, router in routers.items():
             whose = f"{name}: " if len(routers) > 1 else ""
             try:
                 events = router.drafting.remote().result(timeout_s=ROUTER_TIMEOUT_S)["events"]
-            except Exception as error:  # noqa: BLE001  # a router that starts again, or is busy
-                if not is_away[name]:
-                    now, what = time.strftime("%H:%M:%S"), type(error).__name__
-                    say(f"{now} {whose}the router does not answer ({what}); requests are served all the same")
-                is_away[name] = True
+            except Exception:  # noqa: BLE001  # a router that starts again, or is busy
                 continue
-            is_away[name] = False
             for event in reversed(events if name in seen else ()):
                 if event not in seen[name] and event["kind"] != "k":
                     say(f"{time.strftime('%H:%M:%S', time.localtime(event['time_s']))} {whose}{event['text']}")

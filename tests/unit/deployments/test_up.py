@@ -372,13 +372,11 @@ def test_processes_of_a_session_are_ended_with_their_shared_memory() -> None:
     assert done.stdout.strip() == "nothing is left", done.stdout + done.stderr
 
 
-def test_each_event_of_replicas_and_heads_is_said_once_and_so_is_a_router_that_is_away(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_each_event_of_replicas_and_heads_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     history = ServiceHistory()
     notes: Any = iter([
         ("router", "the router has started"), ("replica", "target b is gone (1 running)"), ("k", "K of code 5 to 4"),
-        ConnectionError, ConnectionError, ("replica", "target c runs (2 running)"), KeyboardInterrupt,
+        ConnectionError, ("replica", "target c runs (2 running)"), KeyboardInterrupt,
     ])  # fmt: skip
 
     def result(timeout_s: float) -> Any:
@@ -393,9 +391,7 @@ def test_each_event_of_replicas_and_heads_is_said_once_and_so_is_a_router_that_i
     router = SimpleNamespace(drafting=SimpleNamespace(remote=lambda: SimpleNamespace(result=result)))
     with pytest.raises(KeyboardInterrupt):
         up.watch({"a": router}, said.append)
-    gone, away, back = [line.split(" ", 1)[1] for line in said]
-    assert (gone, back) == ("target b is gone (1 running)", "target c runs (2 running)")
-    assert away == "the router does not answer (ConnectionError); requests are served all the same"
+    assert [line.split(" ", 1)[1] for line in said] == ["target b is gone (1 running)", "target c runs (2 running)"]
 
 
 def test_megabytes_that_come_from_the_hub_are_said(
