@@ -152,12 +152,13 @@ def _stop_service(serve: Any, config: Mapping[str, Any], say: Say) -> None:
     with contextlib.suppress(Exception):  # of a Ray that is gone
         for name in _states(serve, config):
             ray.serve.delete(name, _blocking=False)
-        # A replica without a node cannot stop by itself, and Serve would wait for it.
-        for state in _states(serve, config).values():
-            for deployment in state["deployments"].values():
-                for replica in deployment["replicas"]:
-                    if "node_id" not in replica:
+        end_s = time.monotonic() + RAY_STOP_S
+        while (waiting := _waiting_replicas(serve, config)) and time.monotonic() < end_s:
+            for replica in waiting:
+                if replica["state"] == "STOPPING":  # it cannot stop by itself; of one that is starting, another follows
+                    with contextlib.suppress(ValueError):
                         ray.kill(ray.get_actor(replica["actor_name"], namespace="serve"))
+            time.sleep(0.1)
     ray.serve.shutdown()  # type: ignore[no-untyped-call]
 
 
@@ -463,6 +464,12 @@ def _states(serve: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     found = serve.get_serve_details().get("applications", {})
     names = [application["name"] for application in config["applications"]]
     return {name: found[name] for name in names if name in found}
+
+
+def _waiting_replicas(serve: Any, config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Those that no node has room for."""
+    deployments = [one for state in _states(serve, config).values() for one in state["deployments"].values()]
+    return [replica for one in deployments for replica in one["replicas"] if "node_id" not in replica]
 
 
 def _update(
