@@ -16,8 +16,8 @@ from typing import Any
 import yaml
 
 from cluster.settings import ClusterSettings, PodSettings, key_variables
-from deployments.autoscaling import MAX_STREAM_S
-from deployments.up import RAY_ENVIRONMENT, UpError, live_form, model_applications, read_config
+from deployments.compat import MAX_STREAM_S, RAY_ENVIRONMENT
+from deployments.up import UpError, live_form, model_applications, read_config
 from peagle import __version__
 
 Json = dict[str, Any]

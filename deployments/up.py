@@ -40,7 +40,6 @@ from cluster.settings import (
 )
 from deployments import DRAFTER_NAME, ROUTER_NAME, TARGET_NAME, compat
 from deployments.app import catalog, check_heads
-from deployments.autoscaling import MAX_STREAM_S
 from deployments.gateway import GATEWAY_PATH, GatewaySettings
 from deployments.host import TERMINATE_S
 from peagle.schema import read_yaml
@@ -51,31 +50,6 @@ HEARTBEAT_S = 10.0
 MIN_LOGICAL_CPUS = 8
 RAY_STOP_S = 30.0
 DASHBOARD_TIMEOUT_S = 30.0
-
-RAY_ENVIRONMENT = {
-    # By Ray's default of 15 any other process of the machine starves the engines.
-    "RAY_worker_niceness": "0",
-    # What Serve's proxy answers itself comes in OpenAI's form and at once.
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.compat:proxy_middlewares",
-    # HAProxy takes HTTP to the replicas, and not Serve's proxy in Python.
-    "RAY_SERVE_ENABLE_HA_PROXY": "1",
-    # Each change of its servers starts a new HAProxy beside the old one, which may finish the streams that it has.
-    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": f"{MAX_STREAM_S:.0f}",
-    # HAProxy as this service needs it: retries, refusals in OpenAI's form, no pages of its own.
-    "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "deployments.haproxy:install",
-    # HAProxy tells replicas the client's address in it: callers without keys take turns by their address.
-    compat.ADDRESS_HEADER_ENV: "X-Peagle-Client",
-    # A HAProxy whose manager died is the door closed: it is noticed after three checks, and started anew.
-    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
-    # Ray gives up a proxy that three times is not ready in this time, and on a busy machine all take long to start.
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
-    # HAProxy needs this time to hear that a replica is to go. A request that still comes is sent to another one.
-    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3",
-    # By Ray's default of 1000 the kernel ends engines first, whoever fills the memory; so it ends the largest process.
-    "RAY_worker_oom_score_adjustment": "0",
-}
-"""Environment of the processes that start Ray, on every node."""
-
 
 LOCAL_ENVIRONMENT = {
     # Where other programs fill the memory, Ray's monitor would end replicas, which gives little of it back.
@@ -377,7 +351,7 @@ def ray_cluster(
 
 def ray_environment() -> dict[str, str]:
     """What a Ray that starts on this machine is to have in its environment, ports that are free here included."""
-    made = dict(RAY_ENVIRONMENT)
+    made = dict(compat.RAY_ENVIRONMENT)
     made[compat.ADDRESS_HEADER_ENV] += f"-{secrets.token_hex(8)}"
     for name, port in HAPROXY_PORTS.items():
         while _why_taken("0.0.0.0", port):

@@ -3,14 +3,14 @@
 import httpx
 import pytest
 
-from deployments import up
+from deployments import compat
 from tests.support.service_harness import PROMPTS, QUESTION, running_service, wait_for
 
 pytestmark = [pytest.mark.service, pytest.mark.long]
 
 
 def test_requests_are_refused_answered_streamed_and_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(up.RAY_ENVIRONMENT, "RAY_SERVE_ENABLE_HA_PROXY", "0")
+    monkeypatch.setitem(compat.RAY_ENVIRONMENT, "RAY_SERVE_ENABLE_HA_PROXY", "0")
     with running_service(drafter={"placement": "colocated", "replicas": None}) as service:
         refused = [response for response in service.early if response.status_code == 503]
         assert len(refused) >= 4
