@@ -378,7 +378,7 @@ def test_kustomize_builds_the_service_with_its_components_and_the_users_image() 
     service = by_kind["RayService"]
     assert service["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]
     images = {container(group)["image"] for group in groups(service).values()}
-    assert images == {f"registry.example.com/{GPU.image}"}
+    assert images == {f"registry.example.com/{GPU['image']}"}
     # KubeRay gives the head service the ports of the head's container.
     (endpoint,) = monitor["spec"]["endpoints"]
     assert endpoint["port"] in {port["name"] for port in container(groups(service)["headgroup"])["ports"]}
@@ -396,7 +396,7 @@ def test_jobs_are_valid_and_their_commands_can_be_typed() -> None:
     found, refused = read_requests(ROOT / Path(requests).relative_to("/opt/peagle"))  # the image's copy
     assert found
     assert not refused
-    assert (asking["image"], loading["image"]) == (CPU.image, GPU.image)
+    assert (asking["image"], loading["image"]) == (CPU["image"], GPU["image"])
     assert subprocess.run(["sh", "-nc", loading["args"][0]]).returncode == 0
     (named,) = re.findall(r"for name in (.*); do", loading["args"][0])
     assert all(checkpoint in (ROOT / "configs/gpu.yaml").read_text() for checkpoint in named.split())
