@@ -17,7 +17,6 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from deployments.chat import Conversation, converse
-from deployments.cli import main
 from tests.support.terminal import terminal
 from tests.unit.deployments.test_batch import JsonHandler
 
@@ -160,11 +159,6 @@ def test_view_in_a_pipe_is_printed_once_and_no_line_is_broken(service: SmallServ
         ["code", "2", "10", "2", "learned", "2.40", "90(80-95)", "50(40-60)"],
     ]
     assert done.stdout.endswith("\n\nm: K_max 2, policy adaptive, unknown\ncode: it pays\n")
-
-
-def test_who_does_not_answer_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["chat", "Hello", "--url", "http://127.0.0.1:9"]) == 1
-    assert "error: http://127.0.0.1:9 does not answer: " in capsys.readouterr().err
 
 
 def test_in_a_terminal_drafts_are_green_and_ctrl_c_stops_the_answer_alone(service: SmallService) -> None:
