@@ -124,15 +124,12 @@ def _stop_service(serve: Any, config: Mapping[str, Any], say: Say) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C would leave processes behind
     with contextlib.suppress(Exception):  # of a Ray that is gone
-        for name in _states(serve, config):
-            ray.serve.delete(name, _blocking=False)
-        end_s = time.monotonic() + RAY_STOP_S
-        while (waiting := _waiting_replicas(serve, config)) and time.monotonic() < end_s:
-            for replica in waiting:
-                if replica["state"] == "STOPPING":  # it cannot stop by itself; of one that is starting, another follows
-                    with contextlib.suppress(ValueError):
-                        ray.kill(ray.get_actor(replica["actor_name"], namespace="serve"))
-            time.sleep(0.1)
+        if waiting := _waiting_replicas(serve, config):
+            for name in _states(serve, config):
+                ray.serve.delete(name, _blocking=False)
+            time.sleep(POLL_INTERVAL_S)  # until then Serve would start another in the place of one that is gone
+            for actor in waiting:
+                ray.kill(ray.get_actor(actor, namespace="serve"))
     ray.serve.shutdown()  # type: ignore[no-untyped-call]
 
 
@@ -440,10 +437,10 @@ def _states(serve: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: found[name] for name in names if name in found}
 
 
-def _waiting_replicas(serve: Any, config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Those that no node has room for."""
+def _waiting_replicas(serve: Any, config: Mapping[str, Any]) -> list[str]:
+    """Names of the replicas that no node has room for. They cannot stop by themselves, and Serve waits for them."""
     deployments = [one for state in _states(serve, config).values() for one in state["deployments"].values()]
-    return [replica for one in deployments for replica in one["replicas"] if "node_id" not in replica]
+    return [replica["actor_name"] for one in deployments for replica in one["replicas"] if "node_id" not in replica]
 
 
 def _update(

@@ -130,10 +130,9 @@ class Serve:
             status = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
             status = "DEPLOY_FAILED" if one in self.fails else status
             message = 'It failed 3 times. Error:\n\x1b[36mray::x()\n  File "x.py", line 1\nRuntimeError: no such GPU'
-            is_ending = one["name"] in self.ended
-            waiting = {"actor_name": "waiting", "state": "STOPPING" if is_ending else "STARTING"}
-            replicas = [{"node_id": "a", "actor_name": "placed"}, *([] if "waiting" in self.ended else [waiting])]
-            about = {"deployed_app_config": one, "deployments": {"target": {"replicas": replicas}}}
+            target = {"replicas": [{"actor_name": "waiting"}, {"node_id": "a", "actor_name": "placed"}]}
+            deployments = {} if one["name"] in self.ended else {"target": target}  # as Serve says
+            about = {"deployed_app_config": one, "deployments": deployments}
             found[one.get("name", "default")] = {"status": status, "message": message, **about}
         return {"applications": found}
 
