@@ -94,7 +94,7 @@ docs: $(VENV)/.installed
 	@$(PY) -m benchmarks.pages
 
 # Each manifest has the name of its config; `peagle manifest YOUR.yaml` makes another.
-K8S = local local-autoscale gpu gpu-remote
+K8S = local gpu
 k8s: $(VENV)/.installed
 	@for name in $(K8S); do $(VENV)/bin/peagle manifest configs/$$name.yaml --output k8s/$$name.yaml; done
 

@@ -40,7 +40,7 @@ def running_applications(make: Callable[[], Mapping[str, Application]], ready: s
     """
     url = f"http://127.0.0.1:{(port := free_port())}"
     before = dict(os.environ)
-    os.environ.update({**ray_environment(print), **before})  # Ray's processes take it from this one
+    os.environ.update({**ray_environment(), **before})  # Ray's processes take it from this one
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     try:
         prefix = "/{}" if len(applications := make()) > 1 else "/"

@@ -32,7 +32,7 @@ import psutil
 import yaml
 
 from benchmarks.common import free_port, markdown
-from deployments.up import RAY_ENVIRONMENT
+from deployments.compat import RAY_ENVIRONMENT
 from peagle.provenance import conditions
 
 READY_TIMEOUT_S, RECOVERY_TIMEOUT_S, STEADY_S, HANG_S, NODE_S = 600, 300, 4.0, 10.0, 15

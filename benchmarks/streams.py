@@ -212,7 +212,7 @@ def application(options: argparse.Namespace) -> serve.Application:
 def server(arm: str, options: argparse.Namespace) -> Iterator[str]:
     """URL of an arm that is ready."""
     if arm != "vllm":
-        os.environ.update(ray_environment(print), RAY_SERVE_ENABLE_HA_PROXY="1")
+        os.environ.update(ray_environment())
         with running_applications(lambda: {"streams": application(options)}, "/health") as url:
             yield url
         return

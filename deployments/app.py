@@ -16,7 +16,7 @@ from ray import serve
 import peagle.heads
 from cluster.settings import OBJECT_STORES, Catalog, ClusterSettings, live_config, load_settings
 from deployments import DRAFTER_NAME, LEARNER_NAME, ROUTER_NAME, TARGET_NAME, compat, haproxy
-from deployments.autoscaling import MAX_STREAM_S, drafter_autoscaling, target_autoscaling
+from deployments.autoscaling import drafter_autoscaling, target_autoscaling
 from deployments.replicas import MAX_DRAIN_S
 from peagle.checkpoint import check_head, read_head_config
 from peagle.config import read_json
@@ -91,7 +91,7 @@ def target_options(settings: ClusterSettings) -> dict[str, Any]:
     return {
         "name": TARGET_NAME,
         **({"num_replicas": target.num_replicas} if scaling is None else {"autoscaling_config": scaling}),
-        "graceful_shutdown_timeout_s": MAX_STREAM_S,
+        "graceful_shutdown_timeout_s": compat.MAX_STREAM_S,
         "max_ongoing_requests": TARGET_REQUESTS,
         "ray_actor_options": actor,
         "placement_group_bundles": settings.target_bundles(),

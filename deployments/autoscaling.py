@@ -30,8 +30,6 @@ logger = logging.getLogger("ray.serve")
 
 POLICY = "deployments.autoscaling:ReplicaPolicy"
 
-MAX_STREAM_S = 600.0
-"""Time that a target replica which Serve retires has to finish its streams; it takes no new ones."""
 
 DECISION_INTERVAL_S = 5.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +12,6 @@ import openai
 import typer
 from prompt_toolkit import PromptSession
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
-from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
 from peagle.store import cache_root
 
@@ -27,19 +23,7 @@ HELP = """\
 /system TEXT    system prompt of this conversation; without TEXT: none
 /reset          forget what was said
 /help           this list
-Enter sends, Alt-Enter begins a new line, Ctrl-C stops an answer, Ctrl-D leaves."""
-
-KEYS = KeyBindings()
-
-
-@KEYS.add("enter")
-def _send(event: KeyPressEvent) -> None:
-    event.current_buffer.validate_and_handle()
-
-
-@KEYS.add("escape", "enter")
-def _begin_line(event: KeyPressEvent) -> None:
-    event.current_buffer.insert_text("\n")
+Enter sends, Ctrl-C stops an answer, Ctrl-D leaves. Text of several lines can be pasted."""
 
 
 class Conversation:
@@ -53,9 +37,6 @@ class Conversation:
         self._url, self._sampling = url, sampling
         self._system: list[Any] = []
         self._turns: list[Any] = []
-        self._out, self._notes = (
-            Console(highlight=False, markup=False, emoji=False, stderr=is_error) for is_error in (False, True)
-        )
         # Without a key no header: the client would send what a service with keys takes for a wrong one.
         self._headers: Any = {} if api_key else {"Authorization": openai.Omit()}
         self._client = openai.OpenAI(base_url=f"{url.rstrip('/')}/v1", api_key=api_key or "none")
@@ -75,7 +56,7 @@ class Conversation:
             case "/reset":
                 self._turns.clear()
             case "/help":
-                self._notes.print(HELP)
+                typer.echo(HELP, err=True)
             case _ if command.startswith("/"):
                 raise ValueError(f"{line.strip()} is no command\n{HELP}")
             case _:
@@ -95,42 +76,22 @@ class Conversation:
                     model=self._model, messages=[*self._system, *self._turns, asked], stream=True, logprobs=True,
                     extra_body=extra, extra_headers=self._headers,
                 ) as stream,
-                self._printer() as show,
             ):  # fmt: skip
                 for chunk in stream:
                     drafting = (chunk.model_extra or {}).get("drafting", drafting)
                     for token, is_draft in _tokens(chunk):
                         text = decoder.decode(token)
-                        show(text, is_draft)
+                        typer.echo(typer.style(text, fg="green") if is_draft else text, nl=False)
                         answer += text
                         num_tokens += 1
         finally:
             if answer:
+                typer.echo()
                 self._turns += [asked, {"role": "assistant", "content": answer}]
         speed = f"{num_tokens / (time.monotonic() - start_s):.0f} tokens/s"
         k, source = drafting.get("k", 0), drafting.get("source", "no drafter")
         steps = f"{drafting.get('acceptance_length', 1.0):.2f} tokens a step"
-        self._notes.print(f"[K = {k} ({source}), {steps}, {speed}]", style="dim")
-
-    @contextmanager
-    def _printer(self) -> Iterator[Callable[[str, bool], None]]:
-        """A function that prints a token's text: on a terminal wrapped at words, and in green if it was drafted."""
-        if not self._out.is_terminal:
-            yield lambda text, _: typer.echo(text, nl=False)
-            typer.echo()
-            return
-        line = Text()
-        # Only the last line is drawn again and again: what is above it scrolls as any output does.
-        with Live(line, console=self._out, refresh_per_second=20, vertical_overflow="visible") as live:
-
-            def show(text: str, is_draft: bool) -> None:
-                nonlocal line
-                *finished, line = line.append(text, "green" if is_draft else "").split("\n", allow_blank=True)
-                for one in finished:
-                    self._out.print(one)
-                live.update(line)
-
-            yield show
+        typer.secho(f"[K = {k} ({source}), {steps}, {speed}]", dim=True, err=True)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -166,7 +127,7 @@ def _history() -> History:
 
 def converse(conversation: Conversation) -> None:
     """Obey what is typed until Ctrl-D; an error is shown, and the conversation goes on. Ctrl-C stops what runs."""
-    session: PromptSession[str] = PromptSession("> ", history=_history(), multiline=True, key_bindings=KEYS)
+    session: PromptSession[str] = PromptSession("> ", history=_history())
     while True:
         try:
             conversation.obey(session.prompt())

@@ -45,9 +45,6 @@ PATCH_POINTS = (
     "ray._private.authentication.authentication_token_setup:maybe_enable_token_auth_if_token_available",
     "ray._private.authentication.authentication_token_setup:logger",
     "ray.dashboard.modules.serve.sdk:ServeSubmissionClient.deploy_applications",
-    "ray.serve._private.haproxy:_resolve_haproxy_binary",
-    "ray.serve._private.constants:RAY_SERVE_ENABLE_HA_PROXY",
-    "ray.serve._private.constants:RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH",
     "ray.serve._private.controller:HAProxyManager",
     "ray.serve._private.haproxy:HAProxyApi._generate_config_file_internal",
     "ray.serve._private.haproxy:HAProxyApi._start_and_wait_for_haproxy",
@@ -71,6 +68,37 @@ ENGINE_PATCH_POINTS = (
 )
 
 
+MAX_STREAM_S = 600.0
+"""Time that a target replica which Serve retires has to finish its streams; it takes no new ones."""
+
+ADDRESS_HEADER_ENV = "PEAGLE_ADDRESS_HEADER"
+"""Environment variable of Ray that names the header in which HAProxy writes its client's address, below what the client
+sends under that name. Replicas listen on ports of their own, so the name is one that clients cannot guess."""
+
+RAY_ENVIRONMENT = {
+    # By Ray's default of 15 any other process of the machine starves the engines.
+    "RAY_worker_niceness": "0",
+    # What Serve's proxy answers itself comes in OpenAI's form and at once.
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.compat:proxy_middlewares",
+    # HAProxy takes HTTP to the replicas, and not Serve's proxy in Python.
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    # Each change of its servers starts a new HAProxy beside the old one, which may finish the streams that it has.
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": f"{MAX_STREAM_S:.0f}",
+    # HAProxy as this service needs it: retries, refusals in OpenAI's form, no pages of its own.
+    "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "deployments.haproxy:install",
+    # HAProxy tells replicas the client's address in it: callers without keys take turns by their address.
+    ADDRESS_HEADER_ENV: "X-Peagle-Client",
+    # A HAProxy whose manager died is the door closed: it is noticed after three checks, and started anew.
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+    # Ray gives up a proxy that three times is not ready in this time, and on a busy machine all take long to start.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
+    # HAProxy needs this time to hear that a replica is to go. A request that still comes is sent to another one.
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3",
+    # By Ray's default of 1000 the kernel ends engines first, whoever fills the memory; so it ends the largest process.
+    "RAY_worker_oom_score_adjustment": "0",
+}
+"""Environment of the processes that start Ray, on every node."""
+
 KV_NAMESPACE = "peagle"
 
 
@@ -78,12 +106,16 @@ class CompatError(RuntimeError):
     """This Ray is not one that the service can run on."""
 
 
+def unsupported(reason: str) -> CompatError:
+    """The error of a Ray that lacks something."""
+    return CompatError(f"Ray {importlib.metadata.version('ray')} is not supported, {RAY_VERSION} is: {reason}")
+
+
 def check(names: tuple[str, ...] = PATCH_POINTS) -> None:
     """Raises CompatError naming the version and every name that is missing; warns of another version that has all."""
+    if missing := [name for name in names if not _exists(name)]:
+        raise unsupported(f"it has no {', '.join(missing)}")
     version = importlib.metadata.version("ray")
-    missing = [name for name in names if not _exists(name)]
-    if missing:
-        raise CompatError(f"Ray {version} is not supported, {RAY_VERSION} is: it has no {', '.join(missing)}")
     if not version.startswith(f"{RAY_VERSION}."):
         warnings.warn(f"Ray {version} has not been tried with this service, {RAY_VERSION} has", stacklevel=2)
 
@@ -210,11 +242,10 @@ def check_engine(engine: Any) -> None:
     """Raises CompatError where a started engine lacks what the functions above use."""
     for name in ("_engine_client", "_app_state", "_oai_serving_chat", "_oai_serving_completion"):
         if getattr(engine, name, None) is None:
-            version = importlib.metadata.version("ray")
-            raise CompatError(f"Ray {version} is not supported, {RAY_VERSION} is: its vLLM engine has no {name}")
+            raise unsupported(f"its vLLM engine has no {name}")
     for name in ("anthropic_serving_messages", "openai_serving_responses", "serving_tokenization"):
         if getattr(vllm_state(engine), name, None) is None:
-            raise CompatError(f"this vLLM's API server has no {name}")
+            raise unsupported(f"vLLM's API server has no {name}")
 
 
 class KVChannel:
@@ -275,20 +306,13 @@ def gateway_token() -> str:
 
 
 def be_no_nicer() -> None:
-    """Give this process, and so those that it starts, the priority of any other. Ray starts workers at nice 15, where
-    whatever else runs on the machine starves an engine; `peagle serve` and the manifests tell Ray not to. In a Ray that
-    others have started this needs the right to (root, or CAP_SYS_NICE), else RAY_worker_niceness=0 where Ray starts."""
-    if os.nice(0) <= 0:
-        return
-    try:
-        for thread in Path("/proc/self/task").iterdir():
-            os.setpriority(os.PRIO_PROCESS, int(thread.name), 0)
-    except PermissionError:
-        logger.warning(
-            "this replica runs at nice %d, and other processes of the machine come first: start Ray with "
-            "RAY_worker_niceness=0 in its environment",
-            os.nice(0),
-        )
+    """Give this process, and so those that it starts, the priority of any other, where it may (root, or CAP_SYS_NICE):
+    without RAY_worker_niceness Ray starts workers at nice 15, where whatever else runs on the machine starves an
+    engine."""
+    if os.nice(0) > 0:
+        with contextlib.suppress(PermissionError):
+            for thread in Path("/proc/self/task").iterdir():
+                os.setpriority(os.PRIO_PROCESS, int(thread.name), 0)
 
 
 def prepare_replica() -> None:
@@ -348,41 +372,18 @@ def serve_client(dashboard: str) -> Any:
 
 # ---- Serve's ways of HTTP: HAProxy, and its own proxy in Python, which takes what HAProxy finds no replica for
 
-ADDRESS_HEADER_ENV = "PEAGLE_ADDRESS_HEADER"
-"""Environment variable of Ray that names the header in which HAProxy writes its client's address, below what the client
-sends under that name. Replicas listen on ports of their own, so the name is one that clients cannot guess."""
-
 WATCH_INTERVAL_S = 0.25
 MAX_WAIT_S = 0.5
 """For a replica to come, at the most."""
 
 
-def why_no_haproxy() -> str:
-    """Why HTTP cannot go through Serve's HAProxy on this machine, "" where it can."""
-    from ray.serve._private.haproxy import _resolve_haproxy_binary  # the public one logs
-
-    try:
-        _resolve_haproxy_binary()
-    except (OSError, RuntimeError) as error:
-        return str(error)
-    return ""
-
-
-def warn_without_haproxy() -> None:
-    """Log what to set where this Ray was started without HAProxy, or with HAProxy as Ray configures it."""
-    from ray.serve._private.constants import RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH, RAY_SERVE_ENABLE_HA_PROXY
-
-    if not RAY_SERVE_ENABLE_HA_PROXY:
+def warn_of_environment() -> None:
+    """Log which variables of RAY_ENVIRONMENT this Ray was started without."""
+    if missing := [name for name in RAY_ENVIRONMENT if name not in os.environ]:
         logger.warning(
-            "HTTP goes through Serve's proxy in Python, which costs each chunk of a stream three times the CPU: "
-            "start Ray with RAY_SERVE_ENABLE_HA_PROXY=1 in its environment, on every node (`peagle serve` does)"
-        )
-    elif (install := "deployments.haproxy:install") != RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH:
-        logger.warning(
-            "HAProxy runs as Ray configures it: a request whose replica dies is not sent to another one, and its pages "
-            "are open on every interface: start Ray with RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH=%s in its "
-            "environment, on every node (`peagle serve` does)",
-            install,
+            "streams cost more CPU, and requests are lost with their replica: start Ray with %s in its environment, on "
+            "every node; docs/configuration.md has the values, and `peagle serve` sets them",
+            ", ".join(missing),
         )
 
 

@@ -20,7 +20,7 @@ from ray.serve._private import controller, haproxy
 from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
 from cluster.errors import ApiError
-from deployments.compat import RAY_VERSION, CompatError, address_header
+from deployments.compat import address_header, unsupported
 from deployments.errors import json_response, not_ready, server_lost
 
 RETRY_ON = "conn-failure empty-response 502"
@@ -48,9 +48,7 @@ def check() -> None:
     missing = [part.strip() for part in EDITED if part not in HAPROXY_CONFIG_TEMPLATE]
     missing += [] if NOT_FOUND.search(HAPROXY_CONFIG_TEMPLATE) else [NOT_FOUND.pattern]
     if missing:
-        raise CompatError(
-            f"Ray {ray.__version__} is not supported, {RAY_VERSION} is: its HAProxy has no {', '.join(missing)}"
-        )
+        raise unsupported(f"its HAProxy has no {', '.join(missing)}")
 
 
 def own_config(text: str, not_ready_page: Path, address_header: str = "") -> str:

@@ -9,15 +9,14 @@ default memory and CPUs of pods with GPUs are room to start with, not measured: 
 import importlib.metadata
 import math
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from cluster.settings import ClusterSettings, PodSettings, key_variables
-from deployments.autoscaling import MAX_STREAM_S
-from deployments.up import RAY_ENVIRONMENT, UpError, live_form, model_applications, read_config, replica_resources
+from deployments.compat import MAX_STREAM_S, RAY_ENVIRONMENT
+from deployments.up import UpError, live_form, model_applications, read_config
 from peagle import __version__
 
 Json = dict[str, Any]
@@ -55,23 +54,13 @@ SECURITY = {
 """Security context of every container, as Kubernetes' pod security standard `restricted` asks."""
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What a pod runs, and its memory, where the settings say nothing else."""
-
-    image: str
-    dockerfile: str
-    head_memory: str
-    worker_memory: str
-    shared_memory: str
-    """/dev/shm: Ray's object store and the engine's own segments."""
-
-
 # One replica on CPUs was seen to need about 6.5 GB with the embedded target (engine 4.1 GB; replica, router and proxy
 # 0.7 GB to 0.9 GB each; the object store apart), and a drafter beside it 1.1 GB. The limit leaves room for longer
 # contexts.
-CPU = Machine(f"peagle-serve:{__version__}-cpu", "k8s/Dockerfile", "4Gi", "10Gi", "1Gi")
-GPU = Machine(f"peagle-serve:{__version__}-gpu", "k8s/Dockerfile.gpu", "8Gi", "64Gi", "8Gi")
+CPU = {"image": f"peagle-serve:{__version__}-cpu", "head": "4Gi", "worker": "10Gi", "shared_memory": "1Gi"}
+GPU = {"image": f"peagle-serve:{__version__}-gpu", "head": "8Gi", "worker": "64Gi", "shared_memory": "8Gi"}
+"""Image, memory of head and worker pods, and /dev/shm (Ray's object store and the engine's own segments), where the
+settings say nothing else."""
 
 
 def render(path: Path) -> str:
@@ -83,12 +72,12 @@ def render(path: Path) -> str:
         raise UpError(f"{path.name} names the RayService: rename it to small letters, digits and -, at most 40")
     service = Manifest(f"peagle-{path.stem}", config, settings)
     header = f"# Made from configs/{path.name} by `make k8s`; do not edit by hand.\n"
-    header += f"# Needs KubeRay 1.5.1 or later and the image that {service.machine.dockerfile} builds.\n"
+    header += f"# Needs KubeRay 1.5.1 or later and the image {service.image}.\n"
     if keys := [*service.key_variables, *(path.name for path in service.key_files)]:
         header += f"# Needs a secret {KEYS_SECRET} with callers' API keys: {', '.join(keys)}.\n"
     if claims := sorted(set(settings.kubernetes.volumes.values())):
         header += f"# Needs the PersistentVolumeClaims {', '.join(claims)}, of an access mode for many nodes.\n"
-    if service.machine is GPU:
+    if settings.target.has_gpu:
         header += (
             "# Needs NVIDIA's device plugin on the nodes; for gated models a secret hf-token with the key token.\n"
         )
@@ -109,7 +98,8 @@ class Manifest:
         self._labels = {"peagle-service": name}  # of every pod, besides KubeRay's
         self.key_variables = key_variables(self._args)
         self.key_files = [Path(one.key_file) for one in (settings.callers or {}).values() if one.key_file]
-        self.machine = GPU if settings.target.has_gpu else CPU
+        self._defaults = GPU if settings.target.has_gpu else CPU
+        self.image = settings.kubernetes.image or self._defaults["image"]
 
     def rayservice(self) -> Json:
         # Serve scales replicas, and KubeRay's autoscaler the pods that they ask for.
@@ -199,7 +189,7 @@ class Manifest:
         KubeRay makes the Kubernetes service of HTTP only where the head names its port."""
         ports = {"gcs-server": 6379, "dashboard": 8265, "client": 10001, "serve": self._port}
         head = self._pods.head
-        resources = {"cpu": f"{head.cpus or 1:g}", "memory": head.memory or self.machine.head_memory}
+        resources = {"cpu": f"{head.cpus or 1:g}", "memory": head.memory or self._defaults["head"]}
         pod = self._pod("ray-head", ports, resources, head)
         pod["spec"]["containers"][0]["readinessProbe"] = _probe("/api/healthz", AGENT_PORT, 10)
         return {"rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0"}, "template": pod}
@@ -209,9 +199,9 @@ class Manifest:
         one beside each target; drafters in pods of their own where a node has too few GPUs for both. A learner has
         one of its own."""
         settings, scaling = self._settings, self._settings.autoscaling
-        needed = replica_resources(settings)
-        cpus = needed["CPU"] + settings.ingress.num_cpus
-        gpus = needed.get("GPU", 0.0)
+        bundles = settings.target_bundles()
+        cpus = sum(bundle.get("CPU", 0.0) for bundle in bundles) + settings.ingress.num_cpus
+        gpus = sum(bundle.get("GPU", 0.0) for bundle in bundles)
         fewest, most = settings.target.num_replicas, settings.max_num_targets
         groups = []
         if settings.drafter is not None and (drafters := settings.drafter.replicas) is not None:
@@ -234,7 +224,7 @@ class Manifest:
         wanted = given.cpus or max(2, CPUS_PER_GPU * num_gpus, math.ceil(cpus))
         if wanted < cpus:
             raise UpError(f"kubernetes.workers.cpus is {wanted:g}, but Ray places {cpus:g} in a pod of {group}")
-        resources = {"cpu": f"{wanted:g}", "memory": given.memory or self.machine.worker_memory}
+        resources = {"cpu": f"{wanted:g}", "memory": given.memory or self._defaults["worker"]}
         if num_gpus:
             resources["nvidia.com/gpu"] = str(num_gpus)
         pod = self._pod("ray-worker", {"serve": self._port}, resources, given)
@@ -268,7 +258,7 @@ class Manifest:
         variables: list[Json] = [{"name": variable, "value": value} for variable, value in environment.items()]
         variables += [_secret(variable, KEYS_SECRET, variable) for variable in self.key_variables]
         # A container has 64 MB of /dev/shm by default.
-        memory = {"medium": "Memory", "sizeLimit": self._pods.shared_memory or self.machine.shared_memory}
+        memory = {"medium": "Memory", "sizeLimit": self._pods.shared_memory or self._defaults["shared_memory"]}
         claims = self._pods.volumes
         mounts = {"/dev/shm": "shared-memory"} | {path: f"claim-{claim}" for path, claim in claims.items()}
         volumes: dict[str, Json] = {"shared-memory": {"emptyDir": memory}}
@@ -277,7 +267,7 @@ class Manifest:
             mounts |= {str(path.parent): "keys" for path in self.key_files}
             volumes["keys"] = {"secret": {"secretName": KEYS_SECRET}}
         tolerations = [toleration.as_kubernetes() for toleration in nodes.tolerations]
-        if self.machine is GPU:
+        if self._settings.target.has_gpu:
             variables.append(_secret("HF_TOKEN", "hf-token", "token", optional=True))
         if "nvidia.com/gpu" in resources:
             tolerations.insert(0, {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"})
@@ -286,7 +276,7 @@ class Manifest:
                 volumes["cache"] = {"emptyDir": {}}
         container = {
             "name": name,
-            "image": self._pods.image or self.machine.image,
+            "image": self.image,
             "ports": [{"name": port, "containerPort": number} for port, number in ports.items()],
             "env": variables,
             # Requests equal limits: an engine that is squeezed for CPU or memory drags every request of its replica.

@@ -113,7 +113,7 @@ class Router:
         if settings.autoscaling is not None:
             self._autoscaler = Autoscaler(settings, self._channel, functools.partial(read_pools, context.app_name))
         self._warn_without_callers()
-        compat.warn_without_haproxy()
+        compat.warn_of_environment()
         # A replica that takes another's place must know the targets before its first request.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FIRST_POLL_S):

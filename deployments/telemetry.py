@@ -353,7 +353,8 @@ class StateStore:
 
     def document(self) -> dict[str, Any]:
         """The state of now, as JSON."""
-        heads, acceptance = self._heads and self._heads.snapshot(), self._policy.posteriors.snapshot()
+        heads = None if self._heads is None else self._heads.snapshot()
+        acceptance = self._policy.posteriors.snapshot()
         document: dict[str, Any] = msgspec.to_builtins(
             SavedState(self._policy.last_reports, acceptance, self.spending, heads)
         )

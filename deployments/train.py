@@ -5,6 +5,7 @@ A step then has `num_workers` times the batches of the recipe, one lot on each w
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from peagle.train.recipe import Recipe
 
 
 def train_worker(settings: dict[str, Any]) -> None:
-    """One worker. settings: "recipe" path and "overrides"."""
+    """One worker. settings: "recipe" path, "overrides", and the "folder" that relative paths start from."""
     from peagle.train.trainer import train_head
 
+    os.chdir(settings["folder"])  # Ray gives each worker a directory of its own
     train_head(Recipe.load(settings["recipe"], settings["overrides"]), device=str(get_device()))
 
 
@@ -33,20 +35,8 @@ def train(recipe: Path, overrides: list[str], num_workers: int, *, use_gpu: bool
     output = Path(loaded.output).resolve()
     TorchTrainer(
         train_worker,
-        train_loop_config={"recipe": str(recipe.resolve()), "overrides": [*overrides, *absolute_paths(loaded)]},
+        train_loop_config={"recipe": str(recipe), "overrides": overrides, "folder": str(Path.cwd())},
         scaling_config=ScalingConfig(num_workers=num_workers, use_gpu=use_gpu),
         run_config=RunConfig(name="ray-train", storage_path=str(output)),
     ).fit()
     return output / "head"
-
-
-def absolute_paths(recipe: Recipe) -> list[str]:
-    """Overrides that name the recipe's folders from the root: a worker runs in a directory of its own."""
-    folders = {
-        "data": recipe.data,
-        "output": recipe.output,
-        "evaluate.data": recipe.evaluate.data,
-        "states_dir": recipe.states_dir,
-        "target": recipe.target if Path(recipe.target).is_dir() else None,
-    }
-    return [f"{key}={Path(folder).resolve()}" for key, folder in folders.items() if folder]

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,6 @@ from cluster.settings import (
 )
 from deployments import DRAFTER_NAME, ROUTER_NAME, TARGET_NAME, compat
 from deployments.app import catalog, check_heads
-from deployments.autoscaling import MAX_STREAM_S
 from deployments.gateway import GATEWAY_PATH, GatewaySettings
 from deployments.host import TERMINATE_S
 from peagle.schema import read_yaml
@@ -51,31 +50,6 @@ HEARTBEAT_S = 10.0
 MIN_LOGICAL_CPUS = 8
 RAY_STOP_S = 30.0
 DASHBOARD_TIMEOUT_S = 30.0
-
-RAY_ENVIRONMENT = {
-    # By Ray's default of 15 any other process of the machine starves the engines.
-    "RAY_worker_niceness": "0",
-    # What Serve's proxy answers itself comes in OpenAI's form and at once.
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.compat:proxy_middlewares",
-    # HAProxy takes HTTP to the replicas, and not Serve's proxy in Python.
-    "RAY_SERVE_ENABLE_HA_PROXY": "1",
-    # Each change of its servers starts a new HAProxy beside the old one, which may finish the streams that it has.
-    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": f"{MAX_STREAM_S:.0f}",
-    # HAProxy as this service needs it: retries, refusals in OpenAI's form, no pages of its own.
-    "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "deployments.haproxy:install",
-    # HAProxy tells replicas the client's address in it: callers without keys take turns by their address.
-    compat.ADDRESS_HEADER_ENV: "X-Peagle-Client",
-    # A HAProxy whose manager died is the door closed: it is noticed after three checks, and started anew.
-    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
-    # Ray gives up a proxy that three times is not ready in this time, and on a busy machine all take long to start.
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
-    # HAProxy needs this time to hear that a replica is to go. A request that still comes is sent to another one.
-    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3",
-    # By Ray's default of 1000 the kernel ends engines first, whoever fills the memory; so it ends the largest process.
-    "RAY_worker_oom_score_adjustment": "0",
-}
-"""Environment of the processes that start Ray, on every node."""
-
 
 LOCAL_ENVIRONMENT = {
     # Where other programs fill the memory, Ray's monitor would end replicas, which gives little of it back.
@@ -113,15 +87,18 @@ def up(path: Path, *, detach: bool = False, timeout_s: float = 900.0, say: Say =
             dashboard = stack.enter_context(ray_cluster(config, services, detach, say))
             _stop_by_signals()  # Ray has put handlers of its own in their place
             serve = _connect(dashboard)
+            if any(state["status"] in {"NOT_STARTED", "DEPLOYING"} for state in _states(serve, config).values()):
+                say(f"the service is starting already: waiting until it is ready (`{_tool('serve')} shutdown` ends it)")
+                wait_until_ready(serve, config, services, time.monotonic() + timeout_s, say)
             before = running_config(serve, config)
             if before is not None:
                 _update(serve, config, before, services, timeout_s, say)
                 return
-            stack.callback(_stop_service, say)
+            stack.callback(_stop_service, serve, config, say)
             if any(settings.callers is None for settings in services):
                 say("no callers in the settings: no API key is asked for, and every workload tag is trusted")
             deploy(serve, live_form(config, *services))
-            wait_until_ready(serve, config, time.monotonic() + timeout_s, say, Downloads(*services))
+            wait_until_ready(serve, config, services, time.monotonic() + timeout_s, say)
             first = services[0]
             say(usage(base_url(config), first.model.id, dashboard, needs_key=first.callers is not None))
             if detach:
@@ -130,7 +107,7 @@ def up(path: Path, *, detach: bool = False, timeout_s: float = 900.0, say: Say =
                 return
             say("Ctrl-C stops the service.")
             logging.getLogger("ray.serve").setLevel(logging.ERROR)  # of the handles
-            names = [application.get("name", "default") for application in model_applications(config)]
+            names = [application["name"] for application in model_applications(config)]
             watch({name: ray.serve.get_deployment_handle(ROUTER_NAME, name) for name in names}, say)
         except KeyboardInterrupt:
             pass
@@ -142,10 +119,17 @@ def _stop_by_signals() -> None:
         signal.signal(name, signal.default_int_handler)
 
 
-def _stop_service(say: Say) -> None:
+def _stop_service(serve: Any, config: Mapping[str, Any], say: Say) -> None:
     say("stopping the service")
-    for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, signal.SIG_IGN)  # a second Ctrl-C would leave processes behind
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C would leave processes behind
+    with contextlib.suppress(Exception):  # of a Ray that is gone
+        if waiting := _waiting_replicas(serve, config):
+            for name in _states(serve, config):
+                ray.serve.delete(name, _blocking=False)
+            time.sleep(POLL_INTERVAL_S)  # until then Serve would start another in the place of one that is gone
+            for actor in waiting:
+                ray.kill(ray.get_actor(actor, namespace="serve"))
     ray.serve.shutdown()  # type: ignore[no-untyped-call]
 
 
@@ -179,6 +163,8 @@ def read_config(path: Path, *, is_here: bool = True) -> tuple[Any, ...]:
         ) from error
     except ValueError as error:
         raise UpError(f"{path} is not a Ray Serve config file: {error}") from error
+    for application in config["applications"]:
+        application.setdefault("name", "default")
     if not config["applications"]:
         raise UpError(f"{path}: applications is empty, there is nothing to serve")
     services = [_read_application(application, is_here) for application in model_applications(config)]
@@ -242,18 +228,18 @@ def _make_live(application: dict[str, Any], settings: ClusterSettings) -> None:
     if settings.depth.state is not None:  # the router reads it before Serve hands it a user_config
         args["depth"] = {"state": settings.depth.state}
     args["model"] = {key: value for key, value in args["model"].items() if key != "aliases"}
-    section = args.pop("ingress", {})
-    if kept := {key: section[key] for key in ("allow_origins", "allowed_hosts", "usage_log") if section.get(key)}:
+    ingress = args.pop("ingress", None) or {}
+    if kept := {key: ingress[key] for key in ("allow_origins", "allowed_hosts", "usage_log") if ingress.get(key)}:
         args["ingress"] = kept
     changes: dict[str, dict[str, Any]] = {
         ROUTER_NAME: {"ray_actor_options": {"num_cpus": settings.ingress.num_cpus}, "user_config": live},
         TARGET_NAME: {"user_config": live},
     }
     if settings.autoscaling is None:
-        args.get("target", {}).pop("num_replicas", None)
+        (args.get("target") or {}).pop("num_replicas", None)
         changes[TARGET_NAME]["num_replicas"] = settings.target.num_replicas
         if settings.drafter is not None and settings.drafter.replicas is not None:
-            args["drafter"].get("replicas", {}).pop("num_replicas", None)
+            (args["drafter"].get("replicas") or {}).pop("num_replicas", None)
             changes[DRAFTER_NAME] = {"num_replicas": settings.drafter.replicas.num_replicas}
     for given in application.get("deployments") or ():
         changes[given["name"]] = {**changes.get(given["name"], {}), **given}
@@ -272,73 +258,53 @@ def _address(config: Mapping[str, Any]) -> tuple[str, int]:
     return options.host, options.port
 
 
-def replica_resources(settings: ClusterSettings) -> dict[str, float]:
-    """Ray resources of one target replica, its engine's workers included."""
-    bundles = settings.target_bundles()
-    return {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in bundles[0]}
-
-
-def resources(settings: ClusterSettings) -> dict[str, float]:
-    """Ray resources of all replicas together, at the most."""
-    asked = _asked(settings, settings.max_num_targets, settings.max_num_drafters)
-    return _sum({name: number} for _, name, number in asked)
-
-
-def _asked(settings: ClusterSettings, num_targets: int, num_drafters: int) -> Iterator[tuple[str, str, float]]:
-    """Setting, Ray resource and number that these replicas ask for."""
-    yield "target.num_cpus", "CPU", num_targets * settings.target.num_cpus
-    for name, number in settings.target.bundle.items():
-        yield "target.bundle", name, num_targets * settings.num_workers * number
-    yield "ingress.num_cpus", "CPU", settings.ingress.num_cpus
-    drafters = None if settings.drafter is None else settings.drafter.replicas
-    for section, number, asking in ("drafter.replicas", num_drafters, drafters), ("learning", 1, settings.learning):
-        if asking is not None:
-            yield f"{section}.num_cpus", "CPU", number * asking.num_cpus
-            yield f"{section}.num_gpus", "GPU", number * (asking.num_gpus or 0.0)
+def asked_resources(
+    config: Mapping[str, Any], services: Sequence[ClusterSettings], *, at_start: bool = False
+) -> dict[str, dict[str, float]]:
+    """What all replicas together ask for, by Ray resource and setting: at the most, or those that start first."""
+    asked = defaultdict[str, dict[str, float]](lambda: defaultdict(float))
+    for settings in services:
+        is_one = at_start and settings.autoscaling is not None
+        num_targets, num_drafters = (1, 1) if is_one else (settings.max_num_targets, settings.max_num_drafters)
+        asked["CPU"]["target.num_cpus"] += num_targets * settings.target.num_cpus
+        asked["CPU"]["ingress.num_cpus"] += settings.ingress.num_cpus
+        for name, number in settings.target.bundle.items():
+            asked[name]["target.bundle"] += num_targets * settings.num_workers * number
+        drafters = None if settings.drafter is None else settings.drafter.replicas
+        for section, number, one in ("drafter.replicas", num_drafters, drafters), ("learning", 1, settings.learning):
+            if one is not None:
+                asked["CPU"][f"{section}.num_cpus"] += number * one.num_cpus
+                asked["GPU"][f"{section}.num_gpus"] += number * (one.num_gpus or 0.0)
+    if (gateway := gateway_application(config)) is not None:
+        front = GatewaySettings.read(gateway.get("args"))
+        asked["CPU"]["num_cpus of the gateway"] += front.num_replicas * front.num_cpus
+    return asked
 
 
 def describe(config: Mapping[str, Any], *services: ClusterSettings) -> str:
     """What a config that was read asks for, a line each."""
-    return "\n\n".join(_describe(config, settings) for settings in services)
-
-
-def _describe(config: Mapping[str, Any], settings: ClusterSettings) -> str:
-    drafter, scaling = settings.drafter, settings.autoscaling
-    lines = [f"target: {settings.model.source}, served as {settings.model.id} at {base_url(config)}"]
-    if drafter is None:
-        lines.append("drafter: none")
-    else:
-        what = drafter.head or "without files of its own"
-        lines.append(f"drafter: {what} ({drafter.method}), {drafter.placement}, K_max {settings.max_draft_tokens}")
-    lines.append(f"replicas at the most: {settings.max_num_targets} targets, {settings.max_num_drafters} drafters")
-    needed = {name: number for name, number in sorted(resources(settings).items()) if number}
-    lines.append(f"Ray resources at the most: {', '.join(f'{name} {number:g}' for name, number in needed.items())}")
-    lines.append(f"autoscaling: {'off' if scaling is None else scaling.policy}")
-    lines.append(f"callers: {'anybody' if settings.callers is None else ', '.join(settings.callers)}")
-    return "\n".join(lines)
-
-
-def total_resources(config: Mapping[str, Any], services: Sequence[ClusterSettings]) -> dict[str, float]:
-    """Ray resources of all applications together, at the most."""
-    needed = _sum(map(resources, services))
-    if (gateway := gateway_application(config)) is not None:
-        front = GatewaySettings.read(gateway.get("args"))
-        needed["CPU"] += front.num_replicas * front.num_cpus
-    return needed
-
-
-def _sum(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    needed = defaultdict[str, float](float)
-    for part in parts:
-        for name, number in part.items():
-            needed[name] += number
-    return needed
+    lines = []
+    for settings in services:
+        drafter, scaling = settings.drafter, settings.autoscaling
+        lines.append(f"target: {settings.model.source}, served as {settings.model.id} at {base_url(config)}")
+        if drafter is None:
+            lines.append("drafter: none")
+        else:
+            what = drafter.head or "without files of its own"
+            lines.append(f"drafter: {what} ({drafter.method}), {drafter.placement}, K_max {settings.max_draft_tokens}")
+        lines.append(f"replicas at the most: {settings.max_num_targets} targets, {settings.max_num_drafters} drafters")
+        lines.append(f"autoscaling: {'off' if scaling is None else scaling.policy}")
+        lines.append(f"callers: {'anybody' if settings.callers is None else ', '.join(settings.callers)}\n")
+    totals = {name: sum(parts.values()) for name, parts in sorted(asked_resources(config, services).items())}
+    needed = ", ".join(f"{name} {total:g}" for name, total in totals.items() if total)
+    return "\n".join([*lines, f"Ray resources at the most: {needed}"])
 
 
 def num_logical_cpus(config: Mapping[str, Any], services: Sequence[ClusterSettings]) -> int:
     """CPUs that Ray is told to have. They are places for processes, not cores: replicas, router and engine workers
     each take some, and on a small machine nothing would ever be scheduled with the number of cores."""
-    return max(MIN_LOGICAL_CPUS, int(total_resources(config, services)["CPU"]) + 3, os.cpu_count() or 1)
+    asked = sum(asked_resources(config, services)["CPU"].values())
+    return max(MIN_LOGICAL_CPUS, int(asked) + 3, os.cpu_count() or 1)
 
 
 # ---- a Ray cluster
@@ -372,22 +338,18 @@ def ray_cluster(
             num_cpus = num_logical_cpus(config, services)
             say(f"starting Ray on this machine ({num_cpus} logical CPUs)")
             local = {} if detach else LOCAL_ENVIRONMENT
-            env = {**ray_environment(say), **local, **os.environ}
+            env = {**ray_environment(), **local, **os.environ}
             address = stack.enter_context(_own_ray(num_cpus, env, detach))
             context = ray.init(address=address, **quiet)
-            check_start(services)  # another cluster may add nodes by itself
+            check_resources(config, services)  # another cluster may add nodes by itself
         stack.callback(ray.shutdown)
         yield f"http://{context.dashboard_url}"
 
 
-def ray_environment(say: Say) -> dict[str, str]:
+def ray_environment() -> dict[str, str]:
     """What a Ray that starts on this machine is to have in its environment, ports that are free here included."""
-    made = dict(RAY_ENVIRONMENT)
+    made = dict(compat.RAY_ENVIRONMENT)
     made[compat.ADDRESS_HEADER_ENV] += f"-{secrets.token_hex(8)}"
-    if reason := compat.why_no_haproxy():
-        say(f"without HAProxy, streams go through Serve's slower proxy in Python: {reason}")
-        del made["RAY_SERVE_ENABLE_HA_PROXY"]
-        return made
     for name, port in HAPROXY_PORTS.items():
         while _why_taken("0.0.0.0", port):
             port += 1
@@ -471,8 +433,14 @@ def running_config(serve: Any, config: Mapping[str, Any]) -> dict[str, Any] | No
 
 def _states(serve: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     found = serve.get_serve_details().get("applications", {})
-    names = [application.get("name", "default") for application in config["applications"]]
+    names = [application["name"] for application in config["applications"]]
     return {name: found[name] for name in names if name in found}
+
+
+def _waiting_replicas(serve: Any, config: Mapping[str, Any]) -> list[str]:
+    """Names of the replicas that no node has room for. They cannot stop by themselves, and Serve waits for them."""
+    deployments = [one for state in _states(serve, config).values() for one in state["deployments"].values()]
+    return [replica["actor_name"] for one in deployments for replica in one["replicas"] if "node_id" not in replica]
 
 
 def _update(
@@ -485,14 +453,15 @@ def _update(
 ) -> None:
     """Change a running service. Raises UpError, after which it runs as before."""
     wanted = live_form(config, *services)
-    args = {one.get("name", "default"): one.get("args") for one in before["applications"]}
-    changed = [args.get(one.get("name", "default")) != one["args"] for one in model_applications(wanted)]
+    args = {one["name"]: one.get("args") for one in before["applications"]}
+    changed = [args.get(one["name"]) != one["args"] for one in model_applications(wanted)]
     anew = [settings for settings, is_changed in zip(services, changed, strict=True) if is_changed]
-    _check_room(total_resources(config, services), anew)
+    check_resources(config, services)
+    _check_room_beside(anew)
     say("the service runs: " + ("its replicas start anew, one after the other" if anew else "only options change"))
     try:
         deploy(serve, wanted)
-        wait_until_ready(serve, config, time.monotonic() + timeout_s, say)
+        wait_until_ready(serve, config, services, time.monotonic() + timeout_s, say)
     except (UpError, KeyboardInterrupt) as error:
         say("the config is not taken; the service goes back to the one before")
         deploy(serve, before)
@@ -502,39 +471,34 @@ def _update(
     say(f"ready with the new config: {base_url(config)}/v1")
 
 
-def _check_room(total: Mapping[str, float], anew: Sequence[ClusterSettings]) -> None:
-    """Raises UpError where the cluster cannot hold `total`, or not a new target of each application that starts `anew`
-    beside those it replaces."""
-
-    def lacking(needed: Mapping[str, float], there: Mapping[str, float]) -> str:
-        short = [name for name, number in needed.items() if number > there.get(name, 0.0) + 1e-6]
-        return ", ".join(f"{needed[name]:g} {name} of {there.get(name, 0.0):g}" for name in short)
-
-    if found := lacking(total, ray.cluster_resources()):  # type: ignore[no-untyped-call]
-        raise UpError(f"the cluster is too small for this config: it needs {found}; the service goes on")
-    beside = _sum(replica_resources(settings) for settings in anew if settings.autoscaling is None)
-    if missing := lacking(beside, ray.available_resources()):  # type: ignore[no-untyped-call]
-        raise UpError(
-            "this config starts the engines anew, and there is no room for a new replica beside the old one "
-            f"({missing} free): stop the service first, or add a node; the service goes on"
-        )
-
-
-def check_start(services: Sequence[ClusterSettings]) -> None:
+def check_resources(config: Mapping[str, Any], services: Sequence[ClusterSettings]) -> None:
     """Raises UpError where the cluster can never hold the replicas that are to start: Serve would wait for ever."""
-    asked, there = list[tuple[str, str, float]](), ray.cluster_resources()  # type: ignore[no-untyped-call]
-    for settings in services:
-        all_of_them = settings.max_num_targets, settings.max_num_drafters
-        asked += _asked(settings, *(all_of_them if settings.autoscaling is None else (1, 1)))
-    for name in dict.fromkeys(name for _, name, _ in asked):
-        asking = [(setting, number) for setting, resource, number in asked if resource == name and number]
-        if sum(number for _, number in asking) > (found := there.get(name, 0.0)) + 1e-6:
-            who = " and ".join(f"{setting} asks for {number:g} {name}" for setting, number in asking)
+    there = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    for name, parts in asked_resources(config, services, at_start=True).items():
+        if sum(parts.values()) > (found := there.get(name, 0.0)) + 1e-6:
+            asking = {setting: number for setting, number in parts.items() if number}
+            who = " and ".join(f"{setting} asks for {number:g} {name}" for setting, number in asking.items())
             remedy = f"ask for less, or {'start Ray with more --num-cpus' if name == 'CPU' else 'add a node'}"
             if name == "GPU" and not found:
-                values = (f"{setting}: {'{CPU: 1}' if setting == 'target.bundle' else 0}" for setting, _ in asking)
+                values = (f"{setting}: {'{CPU: 1}' if setting == 'target.bundle' else 0}" for setting in asking)
                 remedy = f"without a GPU set {', '.join(values)}"
             raise UpError(f"{who}, and the Ray cluster has {found:g}: {remedy}")
+
+
+def _check_room_beside(anew: Sequence[ClusterSettings]) -> None:
+    """Raises UpError where there is no room for a new target of each of these applications beside the old one."""
+    needed = defaultdict[str, float](float)
+    for settings in anew:
+        for bundle in settings.target_bundles() if settings.autoscaling is None else ():
+            for name, number in bundle.items():
+                needed[name] += number
+    free = ray.available_resources()  # type: ignore[no-untyped-call]
+    if missing := [name for name, number in needed.items() if number > free.get(name, 0.0) + 1e-6]:
+        found = ", ".join(f"{needed[name]:g} {name} of {free.get(name, 0.0):g}" for name in missing)
+        raise UpError(
+            "this config starts the engines anew, and there is no room for a new replica beside the old one "
+            f"({found} free): stop the service first, or add a node; the service goes on"
+        )
 
 
 def deploy(serve: Any, config: Mapping[str, Any]) -> None:
@@ -545,43 +509,27 @@ def deploy(serve: Any, config: Mapping[str, Any]) -> None:
         raise UpError(f"Ray Serve refused the config: {str(error).strip()[-2000:]}") from error
 
 
-class Downloads:
-    """What comes from the Hugging Face hub into the cache of this machine, as replicas that start fill it."""
+def _downloaded_mb(services: Sequence[ClusterSettings]) -> float:
+    """Size of what this machine has of the services' checkpoints from the Hugging Face hub."""
+    from huggingface_hub import constants
 
-    def __init__(self, *services: ClusterSettings) -> None:
-        names = {one.model.source for one in services} | {one.drafter.head for one in services if one.drafter}
-        self._names = [name for name in sorted(names) if "/" in name and "://" not in name and not Path(name).exists()]
-        self._began: tuple[float, int, int] | None = None
-
-    def describe(self, now_s: float) -> str:
-        """Bytes, and the time left where the hub says the size; "" while nothing comes."""
-        from huggingface_hub import HfApi, constants
-
-        size, total = 0, 0
-        for name in self._names:
-            for file in Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "blobs").glob("*"):
-                with contextlib.suppress(OSError):  # a part that is complete gets another name
-                    size += file.stat().st_size
-            if self._began is None:
-                with contextlib.suppress(Exception):  # offline, or no access: the replica's own error says it
-                    files = HfApi().model_info(name, files_metadata=True, timeout=10).siblings or []
-                    tensors = [file for file in files if file.rfilename.endswith(".safetensors")]
-                    total += sum(file.size or 0 for file in tensors or files)
-        self._began = began_s, before, total = self._began or (now_s, size, total)
-        if size == before:
-            return ""
-        left_s = (total - size) * (now_s - began_s) / (size - before)
-        left = f" of {total / 1e6:,.0f} MB, {left_s:.0f} s left" if total > size else " MB"
-        return f"; downloaded {size / 1e6:,.0f}{left}"
+    size = 0
+    heads = {one.drafter.head for one in services if one.drafter is not None and one.drafter.head is not None}
+    for name in {one.model.source for one in services} | heads:
+        for file in Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "blobs").glob("*"):
+            with contextlib.suppress(OSError):  # a part that is complete gets another name
+                size += file.stat().st_size
+    return size / 1e6
 
 
 def wait_until_ready(
-    serve: Any, config: Mapping[str, Any], deadline_s: float, say: Say, downloads: Downloads | None = None
+    serve: Any, config: Mapping[str, Any], services: Sequence[ClusterSettings], deadline_s: float, say: Say
 ) -> None:
     """Return when the service answers requests; say on the way what it waits for.
 
     Raises UpError when an application fails, or at `deadline_s` (of time.monotonic()).
     """
+    had_mb = _downloaded_mb(services)
     said, said_s = "", 0.0
     while True:
         states = _states(serve, config)
@@ -593,7 +541,8 @@ def wait_until_ready(
             return
         now_s, line = time.monotonic(), "; ".join(progress(name, state) for name, state in states.items())
         if line and (line != said or now_s - said_s >= HEARTBEAT_S):
-            say(line + (downloads.describe(now_s) if downloads else ""))
+            size_mb = _downloaded_mb(services)
+            say(line + (f"; {size_mb:,.0f} MB downloaded" if size_mb > had_mb else ""))
             said, said_s = line, now_s
         if now_s > deadline_s:
             raise UpError(f"not ready in time; last state: {line}\n" + "\n".join(map(_reasons, states.values())))
@@ -604,20 +553,14 @@ def watch(routers: Mapping[str, Any], say: Say) -> None:
     """Say what the routers note of replicas and heads. `routers`: deployment handles by application. Does not
     return."""
     seen: dict[str, Any] = {}
-    is_away = dict.fromkeys(routers, False)
     while True:
         time.sleep(WATCH_INTERVAL_S)
         for name, router in routers.items():
             whose = f"{name}: " if len(routers) > 1 else ""
             try:
                 events = router.drafting.remote().result(timeout_s=ROUTER_TIMEOUT_S)["events"]
-            except Exception as error:  # noqa: BLE001  # a router that starts again, or is busy
-                if not is_away[name]:
-                    now, what = time.strftime("%H:%M:%S"), type(error).__name__
-                    say(f"{now} {whose}the router does not answer ({what}); requests are served all the same")
-                is_away[name] = True
+            except Exception:  # noqa: BLE001  # a router that starts again, or is busy
                 continue
-            is_away[name] = False
             for event in reversed(events if name in seen else ()):
                 if event not in seen[name] and event["kind"] != "k":
                     say(f"{time.strftime('%H:%M:%S', time.localtime(event['time_s']))} {whose}{event['text']}")

@@ -186,9 +186,9 @@ def tables_left_out(config: DrafterConfig, names: Collection[str]) -> list[str]:
 
 
 def check_tensors(config: DrafterConfig, specs: dict[str, TensorSpec], source: str | Path) -> None:
-    """Raises HeadError with a line for each missing, spare, or wrong-shaped or wrong-typed tensor.
+    """Raises HeadError, in one line, for missing, spare, wrong-shaped or wrong-typed tensors, of which it names three.
 
-    specs: by canonical name. source: what to call the head in the message.
+    specs: by canonical name. source: the head's file or directory.
     """
     expected = expected_tensors(config)
     specs = {name: spec for name, spec in specs.items() if name not in TARGET_TENSORS}
@@ -206,7 +206,8 @@ def check_tensors(config: DrafterConfig, specs: dict[str, TensorSpec], source: s
     if "mask_hidden" in specs and "mask_hidden" not in expected:
         problems.append(f"config.json names no mask token ({', '.join(MASK_TOKEN_KEYS)})")
     if problems:
-        raise HeadError(f"head {source} does not match its config.json:\n  " + "\n  ".join(problems))
+        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise HeadError(f"head {source} does not match its config.json: {'; '.join(problems[:3])}{more}")
 
 
 def check_head(head_dir: str | Path, target: dict[str, Any] | None = None) -> DrafterConfig:
@@ -218,7 +219,8 @@ def check_head(head_dir: str | Path, target: dict[str, Any] | None = None) -> Dr
     if target is not None:
         check_head_fits(config, target)
     specs = read_tensor_specs(head_dir)
-    check_tensors(config, specs, head_dir)
+    files = weight_files(head_dir)
+    check_tensors(config, specs, files[0] if len(files) == 1 else head_dir)
     shared = [name for name in ("embed_tokens.weight", "lm_head.weight") if name not in specs]
     if shared == ["lm_head.weight"] and read_json(Path(head_dir) / "config.json").get("tie_word_embeddings"):
         raise HeadError(

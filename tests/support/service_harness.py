@@ -221,7 +221,7 @@ def running_service(config: Path = CONFIG, **sections: dict[str, Any]) -> Iterat
         args[name] = {**args.get(name, {}), **keys}
     document = live_form(written, *(load_settings(args, catalog(), os.environ) for args in models))
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in ray_environment(print).items():
+        for name, value in ray_environment().items():
             patch.setenv(name, value)
         # Two logical CPUs, whatever the machine has: what the file asks for must fit the smallest.
         ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, namespace="test-service")

@@ -17,7 +17,6 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from deployments.chat import Conversation, converse
-from deployments.cli import main
 from tests.support.terminal import terminal
 from tests.unit.deployments.test_batch import JsonHandler
 
@@ -100,13 +99,13 @@ def type_keys(service: SmallService, keys: str, **options: Any) -> None:
         converse(Conversation(service.url, None, k=None, max_tokens=8, **options))
 
 
-UP, STOP, LEAVE, NEW_LINE = "\x1b[A", "\x03", "\x04", "\x1b\r"
+UP, STOP, LEAVE, PASTED = "\x1b[A", "\x03", "\x04", "\x1b[200~two\nlines\x1b[201~"
 PROMPT = r">.*?\x1b\[\?25h"  # the cursor is shown when keys are read
 ANSWER = "a\néb!"
 
 
 def test_what_is_typed_is_asked_and_commands_change_how(service: SmallService, capfd) -> None:
-    type_keys(service, f"one\r/k 3\r/system be brief\rtwo{NEW_LINE}lines\r/k auto\r/reset\r/system\rthree\r{LEAVE}")
+    type_keys(service, f"one\r/k 3\r/system be brief\r{PASTED}\r/k auto\r/reset\r/system\rthree\r{LEAVE}")
     assert service.messages == [
         [("user", "one")],
         [("system", "be brief"), ("user", "one"), ("assistant", ANSWER), ("user", "two\nlines")],
@@ -160,11 +159,6 @@ def test_view_in_a_pipe_is_printed_once_and_no_line_is_broken(service: SmallServ
         ["code", "2", "10", "2", "learned", "2.40", "90(80-95)", "50(40-60)"],
     ]
     assert done.stdout.endswith("\n\nm: K_max 2, policy adaptive, unknown\ncode: it pays\n")
-
-
-def test_who_does_not_answer_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["chat", "Hello", "--url", "http://127.0.0.1:9"]) == 1
-    assert "error: http://127.0.0.1:9 does not answer: " in capsys.readouterr().err
 
 
 def test_in_a_terminal_drafts_are_green_and_ctrl_c_stops_the_answer_alone(service: SmallService) -> None:

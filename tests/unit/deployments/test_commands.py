@@ -112,8 +112,9 @@ def test_errors(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "none.yaml", "--prompts", "none.jsonl"]) == 1
     assert "--prompts needs --out" in capsys.readouterr().err
     assert main(["tran"]) == 2
-    assert main(["view", "http://127.0.0.1:9"]) == 1
-    assert "http://127.0.0.1:9/drafting does not answer" in capsys.readouterr().err
+    for line in (["view", "http://127.0.0.1:9"], ["chat", "Hello", "--url", "http://127.0.0.1:9"]):
+        assert main(line) == 1
+        assert re.search("error: http://127.0.0.1:9(/drafting)? does not answer: ", capsys.readouterr().err)
     with pytest.raises(FileNotFoundError):
         main(["--traceback", "train", "none.yaml"])
 

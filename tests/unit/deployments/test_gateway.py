@@ -91,88 +91,91 @@ async def gateway(coder: Model, chat: Model) -> AsyncIterator[httpx.AsyncClient]
         await forwarder.session.close()
 
 
-def run(test: Any) -> None:
-    async def start() -> None:
-        coder, chat = Model("org/coder"), Model("chat")
-        async with asyncio.timeout(60), gateway(coder, chat) as client:
-            await test(client, coder, chat)
+def with_gateway(test: Any) -> Any:
+    """A test that gets a client of the gateway, and the two models behind it."""
 
-    asyncio.run(start())
+    def run() -> None:
+        async def start() -> None:
+            coder, chat = Model("org/coder"), Model("chat")
+            async with asyncio.timeout(60), gateway(coder, chat) as client:
+                await test(client, coder, chat)
 
+        asyncio.run(start())
 
-def test_a_request_goes_unchanged_to_the_application_of_its_model() -> None:
-    async def test(client: httpx.AsyncClient, *_: Model) -> None:
-        for name, served in (("org/coder", "org/coder"), ("small-coder", "org/coder"), ("chat", "chat")):
-            body = json.dumps({"model": name, "messages": []}, indent=3)
-            headers = {"Authorization": "Bearer k", "X-Drafting-K": "3", "Content-Type": "application/json"}
-            answer = await client.post("/v1/chat%20x?a=%2F", content=body, headers=headers)
-            got = answer.json()
-            assert (answer.status_code, got["model"], got["body"]) == (201, served, body)
-            assert got["path"] == f"{MODELS[name]}/v1/chat x"
-            sent = {key: value for key, value in answer.request.headers.items() if key != "connection"}
-            assert {key: value for key, value in got["headers"] if key != "connection"} == sent
-        first = await client.get("/version")
-        assert (first.json()["path"], first.json()["body"]) == ("/coder/version", "")
-
-    run(test)
+    return run
 
 
-def test_the_clients_address_comes_with_a_proof_and_none_of_the_clients_own_making() -> None:
-    async def test(client: httpx.AsyncClient, *_: Model) -> None:
-        forged = [(compat.GATEWAY_HEADER, "token 10.0.0.1"), ("X-Secret", "10.0.0.2"), ("X-Secret", "192.0.2.7")]
-        got = (await client.post("/v1/x", json={"model": "chat"}, headers=forged)).json()["headers"]
-        assert [value for name, value in got if name in (compat.GATEWAY_HEADER, "x-secret")] == ["token 192.0.2.7"]
-
-    run(test)
-
-
-def test_streams_come_piece_by_piece_and_end_when_their_client_leaves() -> None:
-    async def test(client: httpx.AsyncClient, coder: Model, chat: Model) -> None:
-        async with client.stream("POST", "/v1/x", json={"model": "org/coder", "stream": True}) as answer:
-            assert (answer.status_code, answer.headers["x-own"]) == (200, "1")
-            assert answer.headers["content-type"].startswith("text/event-stream")
-            pieces = answer.aiter_text()
-            assert await anext(pieces) == "data: 1\n\n"
-            coder.pause.set()
-            assert await anext(pieces) == "data: 2\n\n"
-        async with client.stream("POST", "/v1/x", json={"model": "chat", "stream": True}) as answer:
-            assert await anext(answer.aiter_text()) == "data: 1\n\n"
-        await chat.has_left.wait()
-        chat.has_left.clear()
-        waiting = asyncio.create_task(client.post("/v1/x", json={"model": "chat", "waits": True}))
-        await asyncio.sleep(0.2)
-        waiting.cancel()
-        await chat.has_left.wait()
-
-    run(test)
+@with_gateway
+async def test_a_request_goes_unchanged_to_the_application_of_its_model(client: httpx.AsyncClient, *_: Model) -> None:
+    for name, served in (("org/coder", "org/coder"), ("small-coder", "org/coder"), ("chat", "chat")):
+        body = json.dumps({"model": name, "messages": []}, indent=3)
+        headers = {"Authorization": "Bearer k", "X-Drafting-K": "3", "Content-Type": "application/json"}
+        answer = await client.post("/v1/chat%20x?a=%2F", content=body, headers=headers)
+        got = answer.json()
+        assert (answer.status_code, got["model"], got["body"]) == (201, served, body)
+        assert got["path"] == f"{MODELS[name]}/v1/chat x"
+        sent = {key: value for key, value in answer.request.headers.items() if key != "connection"}
+        assert {key: value for key, value in got["headers"] if key != "connection"} == sent
+    first = await client.get("/version")
+    assert (first.json()["path"], first.json()["body"]) == ("/coder/version", "")
 
 
-def test_a_model_that_is_not_ready_refuses_its_own_requests_only() -> None:
-    async def test(client: httpx.AsyncClient, coder: Model, chat: Model) -> None:
-        chat.is_ready = False
-        refused = await client.post("/v1/x", json={"model": "chat"})
-        error = refused.json()["error"]
-        assert (refused.status_code, error["code"], refused.headers["retry-after"]) == (503, "model_not_ready", "5")
-        assert "'chat'" in error["message"]
-        assert (await client.post("/v1/x", json={"model": "org/coder"})).status_code == 201
-        listed = (await client.get("/v1/models")).json()["data"]
-        assert [card["id"] for card in listed] == list(MODELS)
-        assert [card.get("max_model_len") for card in listed] == [7, None, None]
-        assert (await client.get("/v1/models/chat/")).json()["id"] == "chat"
-        assert (await client.get("/v1/models/other")).json()["error"]["code"] == "model_not_found"
-        assert (await client.post("/v1/messages", json={"model": "chat"})).json()["type"] == "error"
-        assert (await client.get("/health")).json()["models"]["chat"] == "not ready"
-        coder.is_ready = False
-        assert (await client.get("/health")).status_code == 503
-        # HAProxy sends what belongs to an application that is not deployed yet to the one at /.
-        assert (await client.post("/coder/v1/x", json={"model": "chat"})).json()["error"]["code"] == "model_not_ready"
-
-    run(test)
+@with_gateway
+async def test_the_clients_address_comes_with_a_proof_and_none_of_the_clients_own_making(
+    client: httpx.AsyncClient, *_: Model
+) -> None:
+    forged = [(compat.GATEWAY_HEADER, "token 10.0.0.1"), ("X-Secret", "10.0.0.2"), ("X-Secret", "192.0.2.7")]
+    got = (await client.post("/v1/x", json={"model": "chat"}, headers=forged)).json()["headers"]
+    assert [value for name, value in got if name in (compat.GATEWAY_HEADER, "x-secret")] == ["token 192.0.2.7"]
 
 
-@pytest.mark.parametrize(
-    ("sent", "status", "param"),
-    [
+@with_gateway
+async def test_streams_come_piece_by_piece_and_end_when_their_client_leaves(
+    client: httpx.AsyncClient, coder: Model, chat: Model
+) -> None:
+    async with client.stream("POST", "/v1/x", json={"model": "org/coder", "stream": True}) as answer:
+        assert (answer.status_code, answer.headers["x-own"]) == (200, "1")
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        pieces = answer.aiter_text()
+        assert await anext(pieces) == "data: 1\n\n"
+        coder.pause.set()
+        assert await anext(pieces) == "data: 2\n\n"
+    async with client.stream("POST", "/v1/x", json={"model": "chat", "stream": True}) as answer:
+        assert await anext(answer.aiter_text()) == "data: 1\n\n"
+    await chat.has_left.wait()
+    chat.has_left.clear()
+    waiting = asyncio.create_task(client.post("/v1/x", json={"model": "chat", "waits": True}))
+    await asyncio.sleep(0.2)
+    waiting.cancel()
+    await chat.has_left.wait()
+
+
+@with_gateway
+async def test_a_model_that_is_not_ready_refuses_its_own_requests_only(
+    client: httpx.AsyncClient, coder: Model, chat: Model
+) -> None:
+    chat.is_ready = False
+    refused = await client.post("/v1/x", json={"model": "chat"})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"], refused.headers["retry-after"]) == (503, "model_not_ready", "5")
+    assert "'chat'" in error["message"]
+    assert (await client.post("/v1/x", json={"model": "org/coder"})).status_code == 201
+    listed = (await client.get("/v1/models")).json()["data"]
+    assert [card["id"] for card in listed] == list(MODELS)
+    assert [card.get("max_model_len") for card in listed] == [7, None, None]
+    assert (await client.get("/v1/models/chat/")).json()["id"] == "chat"
+    assert (await client.get("/v1/models/other")).json()["error"]["code"] == "model_not_found"
+    assert (await client.post("/v1/messages", json={"model": "chat"})).json()["type"] == "error"
+    assert (await client.get("/health")).json()["models"]["chat"] == "not ready"
+    coder.is_ready = False
+    assert (await client.get("/health")).status_code == 503
+    # HAProxy sends what belongs to an application that is not deployed yet to the one at /.
+    assert (await client.post("/coder/v1/x", json={"model": "chat"})).json()["error"]["code"] == "model_not_ready"
+
+
+@with_gateway
+async def test_what_belongs_to_no_model_is_refused_here(client: httpx.AsyncClient, *_: Model) -> None:
+    for sent, status, param in (
         ({"json": {"model": "other"}}, 404, "model"),
         ({"json": {"messages": []}}, 400, "model"),
         ({"json": {"model": ["chat"]}}, 404, "model"),
@@ -181,27 +184,22 @@ def test_a_model_that_is_not_ready_refuses_its_own_requests_only() -> None:
         ({"content": b'{"x": ' + b"[" * 900}, 400, None),
         ({"content": b'{"model": "\xff"}'}, 400, None),
         ({"content": b"x" * 1001}, 413, None),
-    ],
-)
-def test_what_belongs_to_no_model_is_refused_here(sent: dict[str, Any], status: int, param: str | None) -> None:
-    async def test(client: httpx.AsyncClient, *_: Model) -> None:
+    ):
         answer = await client.post("/v1/x", **sent)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
-
-    run(test)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), sent
 
 
-def test_metrics_of_all_models_stand_side_by_side_and_keys_are_asked_for() -> None:
-    async def test(client: httpx.AsyncClient, *_: Model) -> None:
-        lines = (await client.get("/metrics")).text.splitlines()
-        assert lines[1:] == [
-            "# TYPE a_total counter",
-            'a_total{application="/coder",x="org/coder"} 1.0',
-            'a_total{application="/chat",x="chat"} 1.0',
-        ]
-        assert (await client.get("/v1/models", headers={"Authorization": "Bearer wrong"})).status_code == 401
-
-    run(test)
+@with_gateway
+async def test_metrics_of_all_models_stand_side_by_side_and_keys_are_asked_for(
+    client: httpx.AsyncClient, *_: Model
+) -> None:
+    lines = (await client.get("/metrics")).text.splitlines()
+    assert lines[1:] == [
+        "# TYPE a_total counter",
+        'a_total{application="/coder",x="org/coder"} 1.0',
+        'a_total{application="/chat",x="chat"} 1.0',
+    ]
+    assert (await client.get("/v1/models", headers={"Authorization": "Bearer wrong"})).status_code == 401
 
 
 def test_wrong_settings_are_named() -> None:

@@ -20,10 +20,10 @@ from deployments.up import ray_environment
 Use = Callable[[Any, httpx.AsyncClient], Awaitable[None]]
 
 
-def use_haproxy(folder: Path, use: Use) -> None:
-    """Run `use` on a started HAProxy and a client of it, then stop that HAProxy."""
+def with_haproxy(test: Use) -> Callable[[Path], None]:
+    """A test that gets a started HAProxy and a client of it; HAProxy's files are in pytest's `tmp_path`."""
 
-    async def run() -> None:
+    async def run(folder: Path) -> None:
         http, stats, metrics = (free_port() for _ in range(3))
         api: Any = HAProxyApi(
             HAProxyConfig(
@@ -42,12 +42,12 @@ def use_haproxy(folder: Path, use: Use) -> None:
         await api.start()
         try:
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{http}") as client:
-                await use(api, client)
+                await test(api, client)
         finally:
             await api.stop()
         assert api.count_haproxy_processes() == 0
 
-    asyncio.run(run())
+    return lambda tmp_path: asyncio.run(run(tmp_path))
 
 
 async def serve_ok(api: Any, heads: list[list[str]] | None = None) -> None:
@@ -80,52 +80,50 @@ async def wait_for_answer(client: httpx.AsyncClient) -> list[Any]:
     return seen
 
 
-def test_before_any_application_is_known_a_request_gets_503_with_retry_after(tmp_path: Path) -> None:
-    async def use(_: Any, client: httpx.AsyncClient) -> None:
-        answer = await client.post("/v1/completions", json={"prompt": "a"})
-        assert (answer.status_code, answer.headers["retry-after"]) == (503, str(errors.RETRY_AFTER_S))
-        assert answer.json()["error"]["code"] == errors.NOT_READY_CODE
-
-    use_haproxy(tmp_path, use)
-
-
-def test_nothing_but_the_service_listens_and_other_users_cannot_control_it(tmp_path: Path) -> None:
-    async def use(api: Any, _: httpx.AsyncClient) -> None:
-        for port in (api.cfg.stats_port, api.cfg.metrics_port):
-            with pytest.raises(ConnectionRefusedError):
-                await asyncio.open_connection("127.0.0.1", port)
-        assert stat.S_IMODE((tmp_path / "admin.sock").stat().st_mode) == 0o600
-        assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o700
-
-    use_haproxy(tmp_path, use)
+@with_haproxy
+async def test_before_any_application_is_known_a_request_gets_503_with_retry_after(
+    api: Any, client: httpx.AsyncClient
+) -> None:
+    answer = await client.post("/v1/completions", json={"prompt": "a"})
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, str(errors.RETRY_AFTER_S))
+    assert answer.json()["error"]["code"] == errors.NOT_READY_CODE
 
 
-def test_a_killed_haproxy_starts_again_with_its_servers_and_takes_later_changes(tmp_path: Path) -> None:
-    async def use(api: Any, client: httpx.AsyncClient) -> None:
-        await serve_ok(api)
-        await wait_for_answer(client)
-        killed = api._proc.pid
-        os.kill(killed, signal.SIGKILL)
-        seen = await wait_for_answer(client)
-        assert 404 not in seen
-        await api.reload()
-        assert await api._get_running_pid() not in (None, killed)
-        await wait_for_answer(client)
-
-    use_haproxy(tmp_path, use)
+@with_haproxy
+async def test_nothing_but_the_service_listens_and_other_users_cannot_control_it(
+    api: Any, client: httpx.AsyncClient
+) -> None:
+    for port in (api.cfg.stats_port, api.cfg.metrics_port):
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", port)
+    assert stat.S_IMODE(Path(api.cfg.socket_path).stat().st_mode) == 0o600
+    assert stat.S_IMODE(Path(api.cfg.socket_path).parent.stat().st_mode) == 0o700
 
 
-def test_a_server_that_died_gives_503_with_retry_after(tmp_path: Path) -> None:
-    async def use(api: Any, client: httpx.AsyncClient) -> None:
-        port = free_port()
-        gone = ServerConfig(name="target", host="127.0.0.1", port=port)
-        api.set_backend_configs({"app": BackendConfig(name="app", path_prefix="/", app_name="app", servers=[gone])})
-        await api.reload()
-        answer = await client.get("/v1/models")
-        assert (answer.status_code, answer.headers["retry-after"]) == (503, str(errors.RETRY_AFTER_S))
-        assert answer.json()["error"]["code"] == errors.LOST_CODE
+@with_haproxy
+async def test_a_killed_haproxy_starts_again_with_its_servers_and_takes_later_changes(
+    api: Any, client: httpx.AsyncClient
+) -> None:
+    await serve_ok(api)
+    await wait_for_answer(client)
+    killed = api._proc.pid
+    os.kill(killed, signal.SIGKILL)
+    seen = await wait_for_answer(client)
+    assert 404 not in seen
+    await api.reload()
+    assert await api._get_running_pid() not in (None, killed)
+    await wait_for_answer(client)
 
-    use_haproxy(tmp_path, use)
+
+@with_haproxy
+async def test_a_server_that_died_gives_503_with_retry_after(api: Any, client: httpx.AsyncClient) -> None:
+    port = free_port()
+    gone = ServerConfig(name="target", host="127.0.0.1", port=port)
+    api.set_backend_configs({"app": BackendConfig(name="app", path_prefix="/", app_name="app", servers=[gone])})
+    await api.reload()
+    answer = await client.get("/v1/models")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, str(errors.RETRY_AFTER_S))
+    assert answer.json()["error"]["code"] == errors.LOST_CODE
 
 
 def test_a_path_outside_of_the_application_is_not_found() -> None:
@@ -136,10 +134,10 @@ def test_a_path_outside_of_the_application_is_not_found() -> None:
 def test_the_last_header_of_the_secret_name_is_the_clients_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    env = ray_environment(pytest.fail)
+    env = ray_environment()
     monkeypatch.setenv(compat.ADDRESS_HEADER_ENV, env[compat.ADDRESS_HEADER_ENV])
     name = compat.address_header().lower()
-    assert ray_environment(pytest.fail)[compat.ADDRESS_HEADER_ENV].lower() != name, "no two services have the same"
+    assert ray_environment()[compat.ADDRESS_HEADER_ENV].lower() != name, "no two services have the same"
 
     async def use(api: Any, client: httpx.AsyncClient) -> None:
         heads: list[list[str]] = []
@@ -152,4 +150,4 @@ def test_the_last_header_of_the_secret_name_is_the_clients_address(
             found = [line.partition(": ")[2] for line in heads[-1] if line.startswith(f"{name}:")]
             assert found == ["192.0.2.1", address]
 
-    use_haproxy(tmp_path, use)
+    with_haproxy(use)(tmp_path)

@@ -18,15 +18,7 @@ import yaml
 from cluster.history import ServiceHistory
 from deployments import up
 from deployments.cli import main
-from deployments.up import (
-    UpError,
-    base_url,
-    gateway_application,
-    live_form,
-    num_logical_cpus,
-    read_config,
-    resources,
-)
+from deployments.up import UpError, base_url, gateway_application, live_form, num_logical_cpus, read_config
 from peagle.checkpoint import save_head
 from peagle.schema import SettingsError
 from tests.support.head_factory import CONFIG, head_tensors
@@ -42,12 +34,6 @@ def config(**http_options: Any) -> dict[str, Any]:
 def write(path: Path, raw: Any) -> str:
     path.write_text(raw if isinstance(raw, str) else yaml.dump(raw))
     return str(path)
-
-
-def test_right_config_is_read(tmp_path: Path) -> None:
-    raw, settings = read_config(Path(write(tmp_path / "right.yaml", config())))
-    assert raw == config()
-    assert settings.model.id == "smollm2-135m-instruct"
 
 
 def test_a_drafter_named_by_sagemakers_variable_goes_with_the_config(
@@ -72,7 +58,7 @@ def several(*prefixes: str, gateway: str | None = None) -> dict[str, Any]:
 def test_rays_places_are_enough_for_the_models_and_the_gateway() -> None:
     raw, *services = read_config(CONFIGS / "two-models.yaml")
     gateway_application(raw)["args"] |= {"num_replicas": 200, "num_cpus": 1}
-    assert num_logical_cpus(raw, services) >= 200 + sum(resources(one)["CPU"] for one in services)
+    assert num_logical_cpus(raw, services) >= 200 + sum(one.target_bundles()[0]["CPU"] for one in services)
 
 
 def test_each_of_several_models_is_changed_live() -> None:
@@ -113,11 +99,6 @@ def test_wrong_config_stops_before_ray_starts(
     assert output.out == ""
 
 
-def test_missing_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", str(tmp_path / "none.yaml")]) == 1
-    assert "cannot be read: No such file or directory" in capsys.readouterr().err
-
-
 def test_port_in_use_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,12 +110,15 @@ def test_port_in_use_is_named(
 
 
 class Serve:
-    """In the place of Serve's REST API: keeps what it is given. `fails`: applications that do not come up."""
+    """In the place of Serve and its REST API: keeps what it is given. `fails`: applications that do not come up;
+    `statuses`: of the others, at each look; `ended`: applications, replicas and at last all, in turn."""
 
     def __init__(self) -> None:
         self.deployed: list[dict[str, Any]] = []
         self.fails: list[dict[str, Any]] = []
+        self.statuses = ["RUNNING"]
         self.running: list[dict[str, Any]] = []
+        self.ended: list[str] = []
 
     def deploy_applications(self, wanted: dict[str, Any]) -> None:
         self.deployed.append(wanted)
@@ -143,17 +127,24 @@ class Serve:
     def get_serve_details(self) -> dict[str, Any]:
         found = {}
         for one in self.running:
-            status = "DEPLOY_FAILED" if one in self.fails else "RUNNING"
+            status = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
+            status = "DEPLOY_FAILED" if one in self.fails else status
             message = 'It failed 3 times. Error:\n\x1b[36mray::x()\n  File "x.py", line 1\nRuntimeError: no such GPU'
-            found[one.get("name", "default")] = {"status": status, "deployed_app_config": one, "message": message}
+            target = {"replicas": [{"actor_name": "waiting"}, {"node_id": "a", "actor_name": "placed"}]}
+            deployments = {} if one["name"] in self.ended else {"target": target}  # as Serve says
+            about = {"deployed_app_config": one, "deployments": deployments}
+            found[one.get("name", "default")] = {"status": status, "message": message, **about}
         return {"applications": found}
+
+    def end(self, name: str = "all", **_: Any) -> None:
+        self.ended.append(name)
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A Ray cluster that is there, with Serve on it; signals as they were afterwards."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    found = SimpleNamespace(serve=Serve(), stopped=[], total={"CPU": 8.0, "GPU": 1.0}, free={"CPU": 4.0})
+    found = SimpleNamespace(serve=(serve := Serve()), total={"CPU": 8.0, "GPU": 1.0}, free={"CPU": 4.0})
 
     @contextlib.contextmanager
     def ray_cluster(*_: Any) -> Iterator[str]:
@@ -168,7 +159,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(up.ray, "cluster_resources", lambda: found.total)
     monkeypatch.setattr(up.ray, "available_resources", lambda: found.free)
     monkeypatch.setattr(up.ray.serve, "get_deployment_handle", lambda *_: None)
-    monkeypatch.setattr(up.ray.serve, "shutdown", lambda: found.stopped.append(True))
+    monkeypatch.setattr(up.ray.serve, "delete", serve.end)
+    monkeypatch.setattr(up.ray.serve, "shutdown", serve.end)
+    monkeypatch.setattr(up.ray, "get_actor", lambda name, namespace: name)
+    monkeypatch.setattr(up.ray, "kill", serve.end)
     yield found
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -182,7 +176,17 @@ def test_a_terminated_service_is_stopped_in_order(
     monkeypatch.setattr(up, "watch", lambda *_: os.kill(os.getpid(), number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     assert main(["serve", write(tmp_path / "right.yaml", config())]) == 0
-    assert machine.stopped == [True]
+    assert machine.serve.ended == ["default", "waiting", "all"], "Serve would wait for a replica that has no node"
+
+
+def test_a_service_that_is_starting_is_waited_for(tmp_path: Path, machine: Any, capsys: Any) -> None:
+    running(machine, tmp_path)
+    machine.serve.statuses = ["DEPLOYING", "DEPLOYING", "RUNNING"]
+    assert main(["serve", write(tmp_path / "same.yaml", served())]) == 0
+    said = [line.split("] ")[1] for line in capsys.readouterr().out.splitlines()]
+    assert said[0].startswith("the service is starting already: waiting until it is ready")
+    assert said[-1] == "ready with the new config: http://127.0.0.1:8000/v1"
+    assert machine.serve.ended == []
 
 
 def test_a_service_that_cannot_start_is_stopped_and_says_why(
@@ -192,7 +196,7 @@ def test_a_service_that_cannot_start_is_stopped_and_says_why(
     machine.serve.fails.append(live_form(*read_config(path))["applications"][0])
     assert main(["serve", str(path)]) == 1
     assert "DEPLOY_FAILED\nIt failed 3 times. Error:\nRuntimeError: no such GPU\n" in capsys.readouterr().err
-    assert machine.stopped == [True]
+    assert machine.serve.ended[-1] == "all"
 
 
 def test_a_replica_that_serve_cannot_place_waits_for_resources() -> None:
@@ -245,7 +249,7 @@ def test_what_needs_no_new_engine_starts_none(tmp_path: Path, machine: Any, sect
     ((after,),) = [deployed["applications"] for deployed in machine.serve.deployed]
     assert before["args"] == after["args"], "Serve starts all replicas anew when these change"
     assert before["deployments"] != after["deployments"]
-    assert machine.stopped == [], "and the service is not this program's to stop"
+    assert machine.serve.ended == [], "and the service is not this program's to stop"
 
 
 def test_what_replicas_are_made_from_stays_in_args(tmp_path: Path) -> None:
@@ -286,11 +290,12 @@ def test_options_that_the_file_itself_gives_to_deployments_stay(tmp_path: Path) 
 def test_replicas_that_no_node_can_hold_are_refused_at_once(
     tmp_path: Path, machine: Any, gpus: float, message: str
 ) -> None:
+    running(machine, tmp_path)
     machine.total["GPU"] = gpus
     raw = served(target={"num_replicas": 2}, drafter={**REMOTE, "replicas": None})
-    _, *services = read_config(Path(write(tmp_path / "large.yaml", raw)))
     with pytest.raises(UpError, match=message):
-        up.check_start(services)
+        up.up(Path(write(tmp_path / "large.yaml", raw)), say=lambda _: None)
+    assert (machine.serve.deployed, machine.serve.ended) == ([], [])
 
 
 def test_a_service_of_another_name_is_not_ended(tmp_path: Path, machine: Any) -> None:
@@ -299,36 +304,23 @@ def test_a_service_of_another_name_is_not_ended(tmp_path: Path, machine: Any) ->
     raw["applications"][0]["name"] = "other"
     with pytest.raises(UpError, match="would end the application default, which"):
         up.up(Path(write(tmp_path / "other.yaml", raw)), say=lambda _: None)
-    assert (machine.serve.deployed, machine.stopped) == ([], [])
+    assert (machine.serve.deployed, machine.serve.ended) == ([], [])
 
 
-def test_a_new_engine_without_room_beside_the_old_one_is_refused(tmp_path: Path, machine: Any) -> None:
-    running(machine, tmp_path)
-    machine.free = {"CPU": 0.5}
-    path = Path(write(tmp_path / "after.yaml", served(engine={"dtype": "float32", "max_num_seqs": 8})))
-    with pytest.raises(UpError, match="no room for a new replica beside the old one"):
-        up.up(path, say=lambda _: None)
-    machine.total = {"CPU": 2.0}
-    many = Path(write(tmp_path / "many.yaml", served(target={"bundle": {"CPU": 1.0}, "num_replicas": 9})))
-    with pytest.raises(UpError, match=r"too small for this config: it needs \d+(\.\d+)? CPU of 2"):
-        up.up(many, say=lambda _: None)
-    assert (machine.serve.deployed, machine.stopped) == ([], [])
-
-
-def test_several_models_need_room_together(tmp_path: Path, machine: Any) -> None:
-    """Each of the two new engines, or each model, would fit alone."""
+def test_new_engines_without_room_beside_the_old_ones_are_refused(tmp_path: Path, machine: Any) -> None:
+    """Each of the two would fit alone."""
     raw, *services = read_config(CONFIGS / "two-models.yaml")
     machine.serve.running = live_form(raw, *services)["applications"]
     for application in raw["applications"][1:]:
         application["args"]["engine"]["max_num_seqs"] = 4
     path = Path(write(tmp_path / "after.yaml", raw))
-    beside = sum(up.replica_resources(one)["CPU"] for one in services)
+    beside = sum(one.target_bundles()[0]["CPU"] for one in services)
     machine.free = {"CPU": beside - 0.1}
     with pytest.raises(UpError, match=f"beside the old one \\({beside:g} CPU of "):
         up.up(path, say=lambda _: None)
-    total = 0.1 + sum(resources(one)["CPU"] for one in services)
+    total = sum(up.asked_resources(raw, services)["CPU"].values())
     machine.total = {"CPU": total - 0.05}
-    with pytest.raises(UpError, match=f"too small for this config: it needs {total:g} CPU of "):
+    with pytest.raises(UpError, match="num_cpus of the gateway asks for 0.1 CPU, and the Ray cluster has "):
         up.up(path, say=lambda _: None)
     machine.total, machine.free = {"CPU": total}, {"CPU": beside}
     up.up(path, say=lambda _: None)
@@ -342,19 +334,16 @@ def test_a_config_that_fails_gives_way_to_the_one_before(tmp_path: Path, machine
     with pytest.raises(UpError, match="no such GPU"):
         up.up(path, say=lambda _: None)
     assert machine.serve.deployed[-1]["applications"] == before["applications"]
-    assert machine.stopped == []
+    assert machine.serve.ended == []
 
 
 # ---- Ray, and what is left of it
 
 ENGINE = """
-import multiprocessing, multiprocessing.shared_memory as shared, signal, socket, sys, time
+import multiprocessing, multiprocessing.shared_memory as shared, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-shared.resource_tracker.register = lambda *_: None
 segment = shared.SharedMemory(create=True, size=64)
 lock = multiprocessing.get_context("spawn").Lock()
-server = socket.socket(socket.AF_UNIX)
-server.bind(sys.argv[1])
 print(segment.name, lock._semlock.name, flush=True)
 time.sleep(600)
 """
@@ -362,39 +351,33 @@ SESSION = """
 import os, subprocess, sys, time
 from deployments import host
 
-started_s = time.time()
-child = subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]], stdout=subprocess.PIPE, text=True)
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, text=True)
 segment, lock = child.stdout.readline().replace("/", "").split()
-segment, lock = f"/dev/shm/{segment}", f"/dev/shm/sem.{lock}"
-assert os.path.exists(segment) and os.path.exists(sys.argv[2])
-sockets = host.session_sockets()
-assert not {segment, lock} & set(map(str, host.abandoned_segments(started_s))), "they are in use"
+files = [f"/dev/shm/{segment}", f"/dev/shm/sem.{lock}"]
+assert all(map(os.path.exists, files))
 host.TERMINATE_S = 0.5
 host.end_session()
 assert child.wait(5) == -9
-left = {str(path) for path in (*sockets, *host.abandoned_segments(started_s))}
-print("found" if {segment, lock, sys.argv[2]} <= left else left)
-os.unlink(segment)
-os.unlink(lock)
+while any(map(os.path.exists, files)):
+    time.sleep(0.1)
+print("nothing is left")
 """
 
 
 @pytest.mark.long
-def test_processes_segments_and_sockets_of_a_session_are_found_and_ended(tmp_path: Path) -> None:
-    """An engine that outlives Ray keeps gigabytes; one that is killed leaves its files."""
+def test_processes_of_a_session_are_ended_with_their_shared_memory() -> None:
+    """An engine that outlives Ray keeps gigabytes."""
     env = {**os.environ, "PYTHONPATH": str(Path(up.__file__).parents[1])}
-    command = [sys.executable, "-c", SESSION, ENGINE, str(tmp_path / "socket")]
+    command = [sys.executable, "-c", SESSION, ENGINE]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, start_new_session=True, env=env)
-    assert done.stdout.strip() == "found", done.stdout + done.stderr
+    assert done.stdout.strip() == "nothing is left", done.stdout + done.stderr
 
 
-def test_each_event_of_replicas_and_heads_is_said_once_and_so_is_a_router_that_is_away(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_each_event_of_replicas_and_heads_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     history = ServiceHistory()
     notes: Any = iter([
         ("router", "the router has started"), ("replica", "target b is gone (1 running)"), ("k", "K of code 5 to 4"),
-        ConnectionError, ConnectionError, ("replica", "target c runs (2 running)"), KeyboardInterrupt,
+        ConnectionError, ("replica", "target c runs (2 running)"), KeyboardInterrupt,
     ])  # fmt: skip
 
     def result(timeout_s: float) -> Any:
@@ -409,31 +392,28 @@ def test_each_event_of_replicas_and_heads_is_said_once_and_so_is_a_router_that_i
     router = SimpleNamespace(drafting=SimpleNamespace(remote=lambda: SimpleNamespace(result=result)))
     with pytest.raises(KeyboardInterrupt):
         up.watch({"a": router}, said.append)
-    gone, away, back = [line.split(" ", 1)[1] for line in said]
-    assert (gone, back) == ("target b is gone (1 running)", "target c runs (2 running)")
-    assert away == "the router does not answer (ConnectionError); requests are served all the same"
+    assert [line.split(" ", 1)[1] for line in said] == ["target b is gone (1 running)", "target c runs (2 running)"]
 
 
-@pytest.mark.parametrize("is_reachable", [True, False])
-def test_a_download_is_told_in_bytes_with_the_time_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_reachable: bool
+def test_megabytes_that_come_from_the_hub_are_said(
+    tmp_path: Path, machine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = {"model-1.safetensors": 3_000_000, "model-2.safetensors": 1_000_000, "pytorch_model.bin": 4_000_000}
-    siblings = [{"rfilename": name, "size": size} for name, size in sizes.items()]
-    info = SimpleNamespace(json=lambda: {"id": "org/model", "siblings": siblings})
-    found = {"get": lambda *_, **__: info} if is_reachable else {}
-    monkeypatch.setattr("huggingface_hub.hf_api.get_session", lambda: SimpleNamespace(**found))
-    monkeypatch.setattr("huggingface_hub.hf_api.hf_raise_for_status", lambda _: None)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    raw = config()
-    raw["applications"][0]["args"]["model"] = {"source": "org/model", "id": "model"}
-    downloads = up.Downloads(read_config(Path(write(tmp_path / "c.yaml", raw)))[1])
-    assert downloads.describe(0.0) == "", "nothing has come yet"
     blobs = tmp_path / "models--org--model" / "blobs"
     blobs.mkdir(parents=True)
-    (blobs / "part.incomplete").write_bytes(bytes(1_000_000))
-    left = " of 4 MB, 30 s left" if is_reachable else " MB"
-    assert downloads.describe(10.0) == f"; downloaded 1{left}"
+
+    def answers(_: str) -> bool:
+        (blobs / "part.incomplete").write_bytes(bytes(3_000_000))
+        return machine.serve.statuses.pop() == "ready"
+
+    monkeypatch.setattr(up, "_answers", answers)
+    machine.serve.statuses = ["RUNNING", "RUNNING", "ready", "no"]
+    raw = config()
+    raw["applications"][0]["args"]["model"] = {"source": "org/model", "id": "model"}
+    path = Path(write(tmp_path / "c.yaml", raw))
+    said: list[str] = []
+    up.up(path, detach=True, say=said.append)
+    assert any(line.endswith("; 3 MB downloaded") for line in said)
 
 
 def test_a_head_of_another_target_is_refused_before_ray_starts(tmp_path: Path) -> None:

@@ -55,32 +55,33 @@ def test_every_name_that_vllm_knows_passes_the_settings_and_loads(tmp_path: Path
             load_settings({"model": {"source": "target"}, "drafter": {"head": str(head)}}, catalog, {})
 
 
-def test_every_wrong_tensor_is_named_in_one_message(head: Path) -> None:
-    rewrite(
-        head,
-        fc__weight=None,
-        layers__1__mlp__up_proj__weight=None,
-        norm__weight=torch.zeros(31),
-        mask_hidden=torch.zeros(1, 1, 64),
-        lm_head__weight=torch.zeros(100, 32, dtype=torch.int32),
-        layers__2__mlp__up_proj__weight=torch.zeros(48, 32),
-        extra=torch.zeros(3),
-    )
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"fc__weight": None}, "missing fc.weight: expected F32/F16/BF16 [32, 96]"),
+        ({"norm__weight": torch.zeros(31)}, "wrong norm.weight: found F32 [31], expected F32/F16/BF16 [32]"),
+        (
+            {"mask_hidden": torch.zeros(1, 1, 64)},
+            "wrong mask_hidden: found F32 [1, 1, 64], expected F32/F16/BF16 [96]",
+        ),
+        (
+            {"lm_head__weight": torch.zeros(100, 32, dtype=torch.int32)},
+            "wrong lm_head.weight: found I32 [100, 32], expected F32/F16/BF16 [100, 32]",
+        ),
+        ({"extra": torch.zeros(3)}, "spare extra: found F32 [3], not part of this head"),
+    ],
+)
+def test_a_wrong_tensor_is_named_in_one_line_with_its_file(head: Path, changed: Any, problem: str) -> None:
+    rewrite(head, **changed)
     with pytest.raises(HeadError) as caught:
         load_head(head)
-    lines = str(caught.value).splitlines()
-    assert lines[0].startswith(f"head {head} does not match")
-    assert sorted(line.strip() for line in lines[1:]) == sorted(
-        [
-            "missing fc.weight: expected F32/F16/BF16 [32, 96]",
-            "missing layers.1.mlp.up_proj.weight: expected F32/F16/BF16 [48, 32]",
-            "wrong norm.weight: found F32 [31], expected F32/F16/BF16 [32]",
-            "wrong mask_hidden: found F32 [1, 1, 64], expected F32/F16/BF16 [96]",
-            "wrong lm_head.weight: found I32 [100, 32], expected F32/F16/BF16 [100, 32]",
-            "spare layers.2.mlp.up_proj.weight: found F32 [48, 32], not part of this head",
-            "spare extra: found F32 [3], not part of this head",
-        ]
-    )
+    assert str(caught.value) == f"head {head}/model.safetensors does not match its config.json: {problem}"
+
+
+def test_many_wrong_tensors_are_one_line(head: Path) -> None:
+    rewrite(head, **{f"layers__2__mlp__{name}__weight": torch.zeros(1) for name in "abcde"})
+    with pytest.raises(HeadError, match=r"^[^\n]*spare layers.2.mlp.a.weight.*; and 2 more$"):
+        load_head(head)
 
 
 def test_a_mask_token_that_nobody_names(head: Path) -> None:
