@@ -90,7 +90,7 @@ def strong_head(config: DrafterConfig) -> dict[str, Tensor]:
 def make_head(folder: Path, name: str, target: Target) -> Path:
     """A head of that name in a folder of `write_small_run`."""
     if name in TRAINED:
-        settings = [f"output={folder / 'run'}", "schedule.max_steps=40", "evaluate.data=null", *TRAINED[name]]
+        settings = [f"output={folder / 'run'}", "schedule.max_steps=10", "evaluate.data=null", *TRAINED[name]]
         return Trainer(Recipe.load(folder / "recipe.yaml", settings)).run()
     config = DrafterConfig.for_target(target.config, num_depths=NUM_DRAFTS, **RANDOM[name])
     shipped = save_head(folder / "strong", config, strong_head(config))
@@ -117,7 +117,6 @@ def record(folder: Path, job: dict[str, Any]) -> list[dict[str, Any]]:
     (folder / "job.json").write_text(json.dumps(job))
     with engines_start_warm(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        patch.setenv("OMP_NUM_THREADS", "1")
         process = CONTEXT.Process(target=record_drafts.main, args=(folder / "job.json", folder / "records.json"))
         process.start()
         process.join(300)

@@ -32,6 +32,7 @@ from cluster.settings import load_settings
 from deployments import APP_NAME
 from deployments.app import catalog
 from deployments.up import live_form, model_applications, ray_environment
+from tests.support.warm_engine import ONE_THREAD
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 CONFIG = CONFIGS / "local.yaml"
@@ -89,7 +90,7 @@ class Service:
         with ThreadPoolExecutor(len(bodies)) as pool:
             return list(pool.map(ask, bodies))
 
-    def texts(self, prompts: Sequence[str], ks: Sequence[int], max_tokens: int = 24) -> list[str]:
+    def texts(self, prompts: Sequence[str], ks: Sequence[int], max_tokens: int = 16) -> list[str]:
         """What is answered to prompts that are sent at once, each with its K."""
         answers = self.ask_all([
             {"messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens, "drafting": {"k": k}}
@@ -219,6 +220,8 @@ def running_service(config: Path = CONFIG, **sections: dict[str, Any]) -> Iterat
     models = [application["args"] for application in model_applications(written)]
     for args, (name, keys) in itertools.product(models, sections.items()):
         args[name] = {**args.get(name, {}), **keys}
+    for args in models:
+        args["target"]["env"] = ONE_THREAD | args["target"].get("env", {})
     document = live_form(written, *(load_settings(args, catalog(), os.environ) for args in models))
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ray_environment(print).items():
