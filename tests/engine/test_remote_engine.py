@@ -4,7 +4,6 @@ Tests run on vLLM's asynchronous scheduler, as on a GPU, and in `make test-all` 
 target without drafts wrote the reference, in float32.
 """
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,8 @@ import pytest
 from transformers import AutoTokenizer
 from vllm.platforms import current_platform
 
-from peagle.checkpoint import load_head, save_head
-from peagle.heads import prepare_head
 from peagle.vllm.engine import RemoteSettings
 from peagle.vllm.request_args import undraftable_field
-from tests.engine.test_draft_engine import strong_head
 from tests.support.drafter_process import DrafterProcess
 from tests.support.engine_cases import (
     BATCH,
@@ -66,15 +62,9 @@ def reference(references: tuple[list[Result], list[Result]]) -> list[Result]:
 
 
 @pytest.fixture(scope="module")
-def drafter(
-    target_dir: Path, head_dir: Path, environment: None, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[DrafterProcess]:
-    """Serves the shipped head, and as head 1 a random one."""
-    folder = tmp_path_factory.mktemp("head")
-    shipped, _ = load_head(head_dir)
-    config = dataclasses.replace(shipped, num_hidden_layers=1)
-    random_head = prepare_head(save_head(folder / "random", config, strong_head(config)), target_dir, folder / "cache")
-    process = DrafterProcess([head_dir, random_head], target_dir)
+def drafter(target_dir: Path, head_dir: Path, environment: None) -> Iterator[DrafterProcess]:
+    """Serves the shipped head."""
+    process = DrafterProcess(head_dir, target_dir)
     yield process
     process.kill()
 
@@ -151,35 +141,6 @@ def test_sampled_output_is_the_same_without_drafts(
     for (job, tokens), result in zip(cases, results, strict=True):
         assert result.tokens[0] == tokens, (job.k, job.sampling)
     assert num_verified(results) > 0
-
-
-@pytest.mark.long
-def test_heads_of_one_drafter_serve_their_own_requests(
-    engine: RemoteEngine, prompts: list[list[int]], reference: list[Result]
-) -> None:
-    """In one batch: of the trained head some drafts are right, of the random one hardly any."""
-    jobs = [Job(prompt, 24, k=4, head=place % 2) for place, prompt in enumerate(prompts)]
-    results = engine.run(jobs)
-    check_text(results, reference)
-    num_accepted = [
-        sum(one.drafting.counts.num_accepted_tokens for one in results[head::2] if one.drafting is not None)
-        for head in (0, 1)
-    ]
-    assert num_accepted[0] > 10 + 5 * num_accepted[1]
-
-
-@pytest.mark.long
-def test_preemption_changes_nothing(engine: RemoteEngine, prompts: list[list[int]], reference: list[Result]) -> None:
-    preempted_before = engine.num_preempted
-    jobs = [
-        Job(prompt, NUM_LONG, k=2 + place % 2, continuation=expected.tokens[0])
-        for place, (prompt, expected) in enumerate(zip(prompts, reference, strict=True))
-    ]
-    results = engine.run(jobs)
-    assert engine.num_preempted > preempted_before
-    check_text(results, reference)
-    for job, result in zip(jobs, results, strict=True):
-        check_counts(result, job.k)
 
 
 @pytest.mark.long

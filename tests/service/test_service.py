@@ -68,7 +68,7 @@ def test_peagle_chat_shows_the_answer_and_its_drafting(service):
 
 @pytest.mark.parametrize(("call", "stream"), [("chat", True), ("completions", False)])
 def test_usage_says_how_many_tokens_of_a_prompt_were_cached(service, call: str, stream: bool):
-    client, prompt = service.client(), f"{call} {stream} " * 100
+    client, prompt = service.client(), f"{call} {stream} " * 200
 
     def usage() -> Any:
         asked: dict[str, Any] = {"model": service.model, "max_tokens": 4, "temperature": 0, "stream": stream}

@@ -1,12 +1,10 @@
 """The service through the official clients of OpenAI and Anthropic. Each protocol is converted to a chat and back, so
 its text is compared with the chat's own."""
 
-import asyncio
 from typing import Any, Literal
 
 import anthropic
 import httpx
-import openai
 import pytest
 from pydantic import BaseModel
 
@@ -118,18 +116,6 @@ def test_openais_client_parses_answers_of_a_schema(application: Service) -> None
     assert isinstance(chat.choices[0].message.parsed, Weather)
     response = client.responses.parse(**asked, input="Hi", text_format=Weather, max_output_tokens=60)
     assert isinstance(response.output_parsed, Weather)
-
-
-def test_openais_asynchronous_client_streams(application: Service, said: Any) -> None:
-    async def ask() -> str:
-        async with openai.AsyncOpenAI(base_url=f"{application.url}/v1", api_key="none", max_retries=0) as client:
-            turns: Any = [{"role": "system", "content": SYSTEM}, *QUESTION]
-            events = await client.responses.create(
-                model=application.model, temperature=0, input=turns, max_output_tokens=LIMIT, stream=True
-            )
-            return "".join([event.delta async for event in events if event.type == "response.output_text.delta"])
-
-    assert asyncio.run(ask()) == said["choices"][0]["message"]["content"]
 
 
 def test_text_becomes_tokens_and_tokens_text(application: Service, said: Any) -> None:
