@@ -1,24 +1,19 @@
 """The headline's arms and counters, on figures small enough to check by hand."""
 
 import argparse
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from benchmarks.headline import (
-    Cell,
     Counts,
     command,
-    keep_answers,
     parse_arm,
     parse_counters,
     speculative_config,
     verification,
 )
-from benchmarks.humaneval import add_pass_at_1, pass_at_1
+from benchmarks.humaneval import pass_at_1
 from benchmarks.prompts import COMPLETE, human_eval_problems
 from deployments.up import read_config
 from peagle.heads import prepare_head
@@ -57,23 +52,6 @@ def test_every_arm_becomes_one_of_vllms_settings_or_a_service(tmp_path: Path, ta
         assert checked.target.num_replicas == (3 if text == "remote-7r3" else 1)
 
 
-@pytest.mark.parametrize(
-    ("text", "given", "problem"),
-    [
-        ("eagle3", {}, "is none, ours-0, or KIND-K"),
-        ("peagle-7", {}, "is none, ours-0, or KIND-K"),
-        ("ours-7", {"peagle_head": None}, "ours-7 needs --peagle-head"),
-        ("remote-7r3", {"gpus": ["0", "1", "2"]}, "needs 4 of --gpus"),
-        ("ours-7k8", {}, "asks for 8 drafts a step of at most 7"),
-        ("eagle3-7k3", {}, "is none, ours-0, or KIND-K"),
-        ("remote-7fp8", {"gpus": ["0", "1"]}, "is none, ours-0, or KIND-K"),
-    ],
-)
-def test_arms_that_cannot_run_are_named(text: str, given: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        parse_arm(text, options(**given))
-
-
 def test_acceptance_by_vllms_counters_and_by_ours() -> None:
     theirs = """vllm:spec_decode_num_drafts_total{engine="0"} 10.0
 vllm:spec_decode_num_draft_tokens_total{engine="0"} 30.0
@@ -106,21 +84,3 @@ def test_pass_at_1_runs_the_problems_own_tests() -> None:
     answers = [block, second["canonical_solution"], "while True: pass\0", wrong]
     assert pass_at_1([*prompts, "Hello"], [*answers, "Hi"]) == 0.5
     assert pass_at_1(["Hello"], ["Hi"]) is None
-
-
-def test_answers_that_were_kept_are_tried_later(tmp_path: Path) -> None:
-    problem, *_ = human_eval_problems()
-    (tmp_path / "set.jsonl").write_text(json.dumps({"prompt": COMPLETE + problem["prompt"]}) + "\n")
-    cells = [Cell("set", 0.0, 1), Cell("random", 0.0, 1)]
-    answers = {
-        (0, cell): {"none": [problem["canonical_solution"]] * 2, "ours-7": [problem["canonical_solution"], "?"]}
-        for cell in cells
-    }
-    given = argparse.Namespace(prompts=tmp_path, out=tmp_path / "report.json")
-    rows = [{"arm": arm, "repeat": 0, **dataclasses.asdict(cell)} for _, cell in answers for arm in ("none", "ours-7")]
-    rows.append(rows[0] | {"repeat": 1})  # of a cell that was cut off: no answers are kept
-    given.out.write_text(json.dumps({"rows": rows}))
-    keep_answers(given, answers)
-    add_pass_at_1(given.out)
-    found = [row.get("pass_at_1") for row in json.loads(given.out.read_text())["rows"]]
-    assert found == [1.0, 0.5, None, None, None]
