@@ -8,7 +8,7 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
-from tests.service.test_service_tools import WEATHER
+from tests.service.test_service_tools import FEW_DRAFTS, WEATHER
 from tests.support.service_harness import QUESTION, Service
 
 pytestmark = pytest.mark.service
@@ -54,6 +54,7 @@ def test_anthropics_client_gets_the_chats_text_whole_and_as_a_stream(application
 def test_anthropics_client_calls_a_tool_and_gets_errors_of_its_own_form(application: Service) -> None:
     tool: Any = {"name": "weather", "input_schema": WEATHER["function"]["parameters"], "strict": True}
     asked: dict[str, Any] = {"model": application.model, "tools": [tool], "extra_body": {"temperature": 0}}
+    asked["extra_headers"] = FEW_DRAFTS
     messages, choice = claude(application).messages, {"type": "tool", "name": "weather"}
     with messages.stream(**asked, max_tokens=100, messages=QUESTION, tool_choice=choice) as stream:
         streamed = stream.get_final_message()
@@ -97,6 +98,7 @@ def test_responses_have_the_chats_text_whole_and_as_a_stream(application: Servic
 def test_a_tool_of_a_response_is_called_and_the_next_turn_has_its_result(application: Service) -> None:
     tool, choice = {"type": "function", "strict": True, **WEATHER["function"]}, {"type": "function", "name": "weather"}
     asked: dict[str, Any] = {"model": application.model, "tools": [tool], "temperature": 0}
+    asked["extra_headers"] = FEW_DRAFTS
     responses, question = application.client().responses, list(QUESTION)
     with responses.stream(**asked, input=question, tool_choice=choice) as stream:
         streamed = stream.get_final_response()

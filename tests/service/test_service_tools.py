@@ -25,6 +25,7 @@ WEATHER: dict[str, Any] = {
         },
     },
 }
+FEW_DRAFTS = {"X-Drafting-K": "1"}  # a grammar rules most of them out
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Porto"}}</tool_call>'
 STRICT = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
 WAYS: dict[str, dict[str, Any]] = {
@@ -37,6 +38,7 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_a_call_has_openais_form_whole_and_as_a_stream(application: Service, way: str) -> None:
     asked = {"model": application.model, "messages": QUESTION, "max_tokens": 100, "temperature": 0}
+    asked |= {"extra_headers": FEW_DRAFTS}
     chat = application.client().chat.completions
     answer = chat.create(**asked, **WAYS[way])
     assert answer.drafting["num_draft_tokens"] > 0

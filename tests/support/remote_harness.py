@@ -35,7 +35,6 @@ class RemoteEngine(RunningEngine):
         *,
         k_max: int,
         is_async: bool,
-        scheduler: str | None = None,
         extra: dict[str, Any],
     ) -> "RemoteEngine":
         kwargs = engine_kwargs(
@@ -47,8 +46,6 @@ class RemoteEngine(RunningEngine):
             remote=settings,
             extra=extra,
         )
-        if scheduler is not None:
-            kwargs["scheduler_cls"] = scheduler
         if is_async:
             kwargs["worker_cls"] = "tests.support.async_remote_worker.AsyncRemoteWorker"
         return cls(kwargs, is_async=is_async)
