@@ -124,7 +124,7 @@ def test_a_callers_limit_holds_across_both_processes(service: Service) -> None:
     requests = counts(service, "requests")
     try:
         with ThreadPoolExecutor(5) as pool:
-            asked = [pool.submit(stream, service, Event(), "web", max_tokens=12, ignore_eos=True) for _ in range(5)]
+            asked = [pool.submit(stream, service, Event(), "web", max_tokens=24, ignore_eos=True) for _ in range(5)]
             times = sorted(one.result()[:2] for one in asked)
     finally:
         service.change_live()
