@@ -151,7 +151,7 @@ def test_buffered_tokens_all_arrive(engine: RunningEngine, prompts: Prompts, ref
     """Fewer outputs with the same tokens, text and counts of steps."""
     jobs = [
         Job(prompts[place], 2 * NUM_SHORT, MIXED[number % len(MIXED)], None, reference["greedy"][place].tokens[0])
-        for number, place in enumerate(BATCH[:5])
+        for number, place in enumerate(BATCH[:4])
     ]
     at_once = engine.run(jobs)
     ways: list[tuple[dict[str, Any], int]] = [
@@ -296,7 +296,7 @@ def test_grammar(engine: RunningEngine, prompts: Prompts, reference: Reference) 
         assert all(num_verified <= k for num_verified, _ in result.steps)
         steps = [(verified, min(verified, accepted)) for verified, accepted in result.steps if verified]
         assert result.drafting.counts == counts_of(steps)
-    sampled = [grammar_job(prompts[9], k) for k in ks]
+    sampled = [grammar_job(prompts[9], k) for k in (0, K_MAX)]
     for job in sampled:
         job.sampling.update(temperature=1.5, seed=3)
     results = engine.run(sampled)
@@ -307,9 +307,9 @@ def test_grammar(engine: RunningEngine, prompts: Prompts, reference: Reference) 
 def test_sampled_output_is_the_same_without_drafts(
     engine: RunningEngine, prompts: Prompts, reference: Reference, sampled_prompt: list[int]
 ) -> None:
-    """Token for token, with K = 0, 3 and 7 in one batch, whatever the sampling. test_coupling has the distribution."""
+    """Token for token, with K = 0 and 7 in one batch, whatever the sampling. test_coupling has the distribution."""
     expected = list(reference["varied"].values())
-    ks = (0, 3, K_MAX)
+    ks = (0, K_MAX)
     jobs = [
         dataclasses.replace(job, k=k, continuation=result.tokens[0])
         for k in ks

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tests.support.service_harness import Service
 
 CONFIG = Path(__file__).parents[2] / "configs" / "local.yaml"
-MAX_GROWTH_MIB = 700.0
+MAX_GROWTH_MIB = 1000.0
 """Growth of a process by all named requests. One that nothing limits takes gigabytes."""
 
 
@@ -45,13 +45,11 @@ def test_an_answer_is_judged_by_its_status_and_form(response: httpx.Response, pr
 def test_hostile_requests_are_answered_right_beside_a_canary_that_is_too(application: "Service") -> None:
     """All named ones, from several clients at once."""
     named = hostile_requests(num_bytes=2**18)
-    with httpx.Client(base_url=application.url, timeout=240) as client:
-        named["all kinds of neighbours"](client)  # what each kind needs stays loaded, whoever asks first
-        with Watch(application.url) as watch:
-            started_s = time.monotonic()
-            rows = send_together(list(named.items()), client, started_s + 400)
-            watch.wait_until_well()
-            found = watch.report(started_s, time.monotonic())
+    with httpx.Client(base_url=application.url, timeout=240) as client, Watch(application.url) as watch:
+        started_s = time.monotonic()
+        rows = send_together(list(named.items()), client, started_s + 400)
+        watch.wait_until_well()
+        found = watch.report(started_s, time.monotonic())
     assert {row["name"]: (row["problem"], row["answer"]) for row in rows if row["problem"]} == {}
     assert len(rows) == len(named)
     assert (found["canary"]["problems"], found["health"]["problems"], found["ended"]) == ({}, {}, [])
