@@ -44,8 +44,11 @@ def test_an_answer_is_judged_by_its_status_and_form(response: httpx.Response, pr
 @pytest.mark.service
 def test_hostile_requests_are_answered_right_beside_a_canary_that_is_too(application: "Service") -> None:
     """All named ones, from several clients at once."""
-    named = hostile_requests(num_bytes=2**18)
-    with httpx.Client(base_url=application.url, timeout=240) as client, Watch(application.url) as watch:
+    named, limits = hostile_requests(num_bytes=2**18), httpx.Limits(max_connections=None, keepalive_expiry=0.5)
+    with (
+        httpx.Client(base_url=application.url, timeout=240, limits=limits) as client,
+        Watch(application.url) as watch,
+    ):
         started_s = time.monotonic()
         rows = send_together(list(named.items()), client, started_s + 400)
         watch.wait_until_well()
