@@ -1,8 +1,8 @@
-"""A drafter in a process of its own, without Ray: for `benchmarks.engines`, and for tests that kill it.
+"""A drafter in a process of its own, without Ray: for `benchmarks.engines` and for tests.
 
-    python -m benchmarks.drafter --head DIR [--head DIR2] --target DIR [--port N] [--max-context N] ...
+    python -m benchmarks.drafter --head DIR --target DIR [--max-context N] ...
 
-The service runs the same server as `deployments.drafter`. Here its address and the digests of its heads, which targets
+The service runs the same server as `deployments.drafter`. Here its address and the digest of its head, which targets
 name, are written to standard output as one line of JSON as soon as targets may connect. SIGINT or SIGTERM ends it.
 """
 
@@ -32,10 +32,9 @@ def serve(args: argparse.Namespace, limits: DrafterLimits) -> int:
     """The exit status: 0 when it was asked to stop, 1 when it failed."""
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.startswith("cuda") else "float32"))
-    loaded = [load_served_head(head, args.target, limits, device, dtype) for head in args.head]
-    engine = DraftEngine({i: head for i, (head, _) in enumerate(loaded)}, max_num_requests=limits.max_num_requests)
-    served = {i: one for i, (_, one) in enumerate(loaded)}
-    server = DrafterServer(engine, served, port=args.port, device=device)
+    head, served = load_served_head(args.head, args.target, limits, device, dtype)
+    engine = DraftEngine({0: head}, max_num_requests=limits.max_num_requests)
+    server = DrafterServer(engine, {0: served}, device=device)
     stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())
@@ -50,9 +49,8 @@ def serve(args: argparse.Namespace, limits: DrafterLimits) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--head", type=Path, action="append", required=True, help="directory; again for more heads")
+    parser.add_argument("--head", type=Path, required=True, help="directory of the head")
     parser.add_argument("--target", type=Path, required=True, help="directory of the target's checkpoint")
-    parser.add_argument("--port", type=int, default=0, help="0: a free one")
     parser.add_argument("--device", help="default: a GPU where there is one")
     parser.add_argument(
         "--dtype", choices=typing.get_args(DtypeName), help="default: bfloat16 on a GPU, float32 on a CPU"

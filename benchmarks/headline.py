@@ -41,7 +41,6 @@ near 1, and it is a Python program, it is what limits the cell, and no GPU.
 With `--shape` (a name of `benchmarks.models`) weights are random, and drafts are accepted with a probability of their
 position, P-EAGLE's as much lower as with real heads (`SURVIVAL` and `PARALLEL_RATIO` of `benchmarks.engines`): that
 measures speed, not heads. With `--stock-site` stock arms are of the vLLM in that folder.
-`python -m benchmarks.headline_page FILE` makes a page of the result.
 """
 
 import argparse

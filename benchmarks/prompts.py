@@ -37,15 +37,6 @@ Prompt = tuple[str, str]
 """(category, text)."""
 
 
-def choose_prompts(number: int, questions: Path | None) -> list[Prompt]:
-    """Half HumanEval problems, half questions with their categories in turn, evenly spread over each source."""
-    human_eval = human_eval_prompts()
-    if questions is None:
-        return _spread(human_eval, number)
-    num_questions = number // 2
-    return _spread(human_eval, number - num_questions) + question_prompts(questions)[:num_questions]
-
-
 def human_eval_problems() -> list[dict[str, Any]]:
     """All 164, with `prompt`, `test` and `entry_point`. Raises SystemExit without the package human-eval."""
     # The package's own reader is not imported: its import runs code that guards execution, which is not wanted here.

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 from vllm.platforms import current_platform
 
 from peagle.checkpoint import save_head
@@ -23,6 +21,7 @@ from tests.engine.test_draft_engine import strong_head
 from tests.support.drafter_process import DrafterProcess
 from tests.support.engine_harness import Job, Result, engine_of, target_kwargs
 from tests.support.remote_harness import RemoteEngine
+from tests.support.small_run import write_small_run
 
 pytestmark = [
     pytest.mark.engine,
@@ -32,7 +31,7 @@ pytestmark = [
 ]
 
 PATIENT = RemoteSettings(min_deadline_s=30.0, max_deadline_s=60.0)
-NUM_TOKENS, K_MAX, VOCAB_SIZE = 24, 3, 256
+NUM_TOKENS, K_MAX, VOCAB_SIZE = 24, 3, 64
 SETTINGS: dict[str, Any] = {
     "tensor_parallel_size": 2,
     "distributed_executor_backend": "mp",
@@ -58,22 +57,7 @@ class ParallelEngine(RemoteEngine):
 
 @pytest.fixture(scope="module")
 def small_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("target")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        vocab_size=VOCAB_SIZE,
-        max_position_embeddings=512,
-        initializer_range=0.3,
-        tie_word_embeddings=False,
-    )
-    LlamaForCausalLM(config).float().save_pretrained(folder)
-    return folder
+    return write_small_run(tmp_path_factory.mktemp("run"), head_dim=32) / "target"
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +93,7 @@ def reference(prompts: list[list[int]], small_target: Path, two_ranks: None) -> 
 def test_one_rank_sends_and_all_verify(
     prompts: list[list[int]], reference: list[Result], small_target: Path, head: Path, is_async: bool
 ) -> None:
-    drafter = DrafterProcess([head], small_target)
+    drafter = DrafterProcess(head, small_target)
     try:
         engine = ParallelEngine.start(small_target, head, PATIENT, k_max=K_MAX, is_async=is_async, extra=SETTINGS)
         try:

@@ -15,7 +15,7 @@ from tests.support.engine_cases import TEXT, counts_of, engine_settings
 from tests.support.engine_harness import Job, RunningEngine, engine_of
 
 K_MAX = 4
-NUM_TOKENS = 20
+NUM_TOKENS = 16
 
 
 @pytest.fixture(scope="module", params=["ngram", "draft_model"])
@@ -52,9 +52,9 @@ def test_each_request_has_its_k_and_the_text_is_the_targets(
 ) -> None:
     expected = plain_engine.run(jobs)
     num_verified = num_accepted = 0
-    for k in (None, 0, 2):
-        results = engine.run([Job(job.prompt, NUM_TOKENS, k=k) for job in jobs])
-        for result, reference in zip(results, expected, strict=True):
+    for ks in ([None] * len(jobs), [2, 0, 2, 0]):
+        results = engine.run([Job(job.prompt, NUM_TOKENS, k=k) for job, k in zip(jobs, ks, strict=True)])
+        for result, reference, k in zip(results, expected, ks, strict=True):
             assert result.tokens == reference.tokens
             assert result.drafting is not None
             assert result.steps is not None
@@ -64,4 +64,4 @@ def test_each_request_has_its_k_and_the_text_is_the_targets(
             num_accepted += sum(accepted for _, accepted in result.steps)
     assert num_accepted
     if method == "draft_model":  # but for drafts behind an answer's last token
-        assert num_verified - num_accepted <= 3 * len(jobs) * K_MAX
+        assert num_verified - num_accepted <= 2 * len(jobs) * K_MAX

@@ -1,13 +1,10 @@
 """Tests of `peagle.vllm.adaptive_verification`: its kernels, on a GPU or interpreted, against numpy, and what a runner
 asks of it."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.replayed import accept
 from cluster.step_allocation import PROBABILITY_LEVELS
 from peagle.vllm.adaptive_verification import AdaptiveVerification, DraftProbabilities, choose_drafts
 from tests.support.kernel_device import DEVICE, needs_kernel
@@ -108,20 +105,3 @@ def test_probabilities_are_recorded_and_counted_by_level() -> None:
     assert torch.equal(probabilities.prob_SK[place_B, :4].cpu(), prob_BK[:3, :4])
     assert not probabilities.prob_SK[:, 4].any()
     assert not probabilities.prob_SK[[1, 2, 4, 5, 6, 8]].any()
-
-
-def test_replayed_requests_accept_what_their_answers_did() -> None:
-    """`benchmarks.replayed`: of what is verified, and a request that samples nothing stays where it is."""
-    accepted_P = torch.tensor([3, 0, 7, 2, 1], dtype=torch.int32, device=DEVICE)
-    place_S = torch.tensor([4, 0, 2, 3], dtype=torch.int32, device=DEVICE)
-    batch = SimpleNamespace(
-        num_reqs=4,
-        cu_num_logits=torch.tensor([0, 3, 4, 6, 11], dtype=torch.int32, device=DEVICE),
-        idx_mapping=torch.tensor([1, 3, 2, 0], dtype=torch.int32, device=DEVICE),
-    )
-    num_sampled_B = torch.tensor([1, 1, 0, 5], dtype=torch.int32, device=DEVICE)
-    num_rejected_B = torch.zeros(4, dtype=torch.int32, device=DEVICE)
-    accept(batch, accepted_P, place_S, num_sampled_B, num_rejected_B)
-    assert num_sampled_B.tolist() == [3, 1, 0, 2]
-    assert num_rejected_B.tolist() == [0, 0, 0, 3]
-    assert place_S.tolist() == [4, 3, 2, 4]

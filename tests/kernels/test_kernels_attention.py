@@ -1,4 +1,4 @@
-"""Attention over the paged cache: kernel against twin, twin against attention written out and against DraftSession."""
+"""Attention over the paged cache: kernel against twin. `test_parallel_pass.py` compares the twin with DraftSession."""
 
 from __future__ import annotations
 
@@ -78,25 +78,6 @@ class Problem:
     def kernel(self, plan: LaunchPlan | None) -> Tensor:
         return paged_attention(*self.tensors, scale=self.scale, sliding_window=self.window, plan=plan)
 
-    def written_out(self) -> Tensor:
-        """The definition, row by row, head by head and key by key."""
-        q_NAD, k_cache, v_cache, table, first_row, starts, _ = (tensor.cpu() for tensor in self.tensors)
-        block_size, ratio = k_cache.shape[1], q_NAD.shape[1] // k_cache.shape[2]
-        out = torch.zeros(q_NAD.shape)
-        for request, (begin, end) in enumerate(zip(first_row[:-1].tolist(), first_row[1:].tolist(), strict=True)):
-            for row in range(begin, end):
-                position = int(starts[request]) + row - begin
-                low = 0 if self.window is None else max(0, position - self.window + 1)
-                keys = range(low, position + 1)
-                at = [(int(table[request, key // block_size]), key % block_size) for key in keys]
-                for head in range(q_NAD.shape[1]):
-                    scores = torch.stack(
-                        [k_cache[block, place, head // ratio] @ q_NAD[row, head] for block, place in at]
-                    )
-                    values = torch.stack([v_cache[block, place, head // ratio] for block, place in at])
-                    out[row, head] = (scores * self.scale).softmax(0) @ values
-        return out.to(DEVICE)
-
 
 SHAPES: dict[str, Shape] = {
     "one row": Shape(((0, 1),)),
@@ -130,33 +111,6 @@ SHAPES: dict[str, Shape] = {
 def test_kernel_equals_twin(name: str, plan: str) -> None:
     problem = Problem.random(SHAPES[name])
     torch.testing.assert_close(problem.kernel(PLANS[plan]), problem.twin(), rtol=2e-5, atol=2e-5)
-
-
-@pytest.mark.parametrize("name", [name for name in SHAPES if name not in ("long prompt", "windowed chunk")])
-def test_twin_equals_attention_written_out(name: str) -> None:
-    problem = Problem.random(SHAPES[name])
-    torch.testing.assert_close(problem.twin(), problem.written_out(), rtol=2e-5, atol=2e-5)
-
-
-@needs_kernel
-@pytest.mark.parametrize("seed", [0, 2])
-def test_kernel_equals_twin_on_random_batches(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(below: int) -> int:
-        return int(torch.randint(below, (), generator=generator))
-
-    requests = []
-    for _ in range(1 + draw(4)):
-        requests.append((draw(120), draw(16)))
-    groups, ratio = 1 + draw(2), (1, 3, 4, 8)[draw(4)]
-    sizes = dict(num_heads=groups * ratio, num_groups=groups, head_size=(64, 128)[draw(2)])
-    window = draw(60) + 1 if draw(2) else None
-    shape = Shape(tuple(requests), **sizes, block_size=(16, 32)[draw(2)], window=window, num_padding_rows=draw(40))
-    problem = Problem.random(shape)
-    for plan in (SPLIT, dataclasses.replace(SPLIT, num_splits=8), WHOLE):
-        if plan.block_m >= ratio:
-            torch.testing.assert_close(problem.kernel(plan), problem.twin(), rtol=3e-5, atol=3e-5)
 
 
 @needs_kernel

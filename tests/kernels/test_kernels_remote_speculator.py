@@ -104,7 +104,7 @@ def test_drafts_are_the_reference_s(monkeypatch: pytest.MonkeyPatch) -> None:
         pool.set_drafters([entry(drafter.address, {0: "digest0"})])
         eventually(lambda: pool.num_up)
         one = make_speculator(pool)
-        for _ in range(40):
+        for _ in range(25):
             new = [Request(number := number + 1, places.pop(), draw) for _ in range(draw.randint(0, len(places)))]
             live += new
             ahead = draw.choice([1, MAX_DEPTH, MAX_DEPTH])

@@ -1,10 +1,7 @@
-"""No request stops the service: each named hostile request beside a canary that must be right, and, in minutes, 1,000
+"""No request stops the service: named hostile requests beside a canary that must be right, and, in minutes, 1,000
 generated ones (`python -m benchmarks.battery`)."""
 
-import json
-import math
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,33 +12,19 @@ from benchmarks.battery import (
     MAX_S,
     Watch,
     battery,
-    hostile_bodies,
     make_document,
     make_inputs,
     problems_of,
-    send,
-    with_few_tokens,
+    send_together,
 )
-from benchmarks.hostile import NEIGHBOURS, UNFINISHED, hostile_requests, judged
-from cluster.settings import LimitSettings
+from benchmarks.hostile import hostile_requests, judged
 
 if TYPE_CHECKING:
     from tests.support.service_harness import Service
 
 CONFIG = Path(__file__).parents[2] / "configs" / "local.yaml"
-HOSTILE = hostile_requests(num_bytes=2**18)
-MAX_GROWTH_MIB = 100.0
-"""Growth of a process that one request may cause, beyond the bodies that the limits let one caller hold."""
-
-
-def test_generated_requests_repeat_and_are_short() -> None:
-    first, second = (hostile_bodies("chat", ["stop", "max_tokens", "seed"], 40, number=3) for _ in range(2))
-    assert json.dumps(first) == json.dumps(second)
-    assert len({json.dumps(body) for body in first}) > 30
-    assert with_few_tokens({"max_tokens": 2000.0, "min_tokens": 50}) == {"max_tokens": 4, "min_tokens": 4}
-    assert with_few_tokens({"max_tokens": 2**31}) == {"max_tokens": 2**31}
-    assert with_few_tokens({"max_tokens": None})["max_tokens"] == 4
-    assert with_few_tokens([1]) == [1]
+MAX_GROWTH_MIB = 1000.0
+"""Growth of a process by all named requests. One that nothing limits takes gigabytes."""
 
 
 @pytest.mark.parametrize(
@@ -58,34 +41,22 @@ def test_an_answer_is_judged_by_its_status_and_form(response: httpx.Response, pr
     assert judged(response).problem == problem
 
 
-@pytest.fixture(scope="module")
-def watch(application: "Service") -> Iterator[Watch]:
-    """Of an engine that has loaded what all kinds of requests need: that stays, whoever asks first."""
-    with httpx.Client(base_url=application.url, timeout=240) as client:
-        HOSTILE["all kinds of neighbours"](client)
-    with Watch(application.url) as watch:
-        yield watch
-
-
 @pytest.mark.service
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_request_is_answered_right_beside_a_canary_that_is_too(
-    watch: Watch, application: "Service", name: str
-) -> None:
-    num_requests = len(NEIGHBOURS) if name == "all kinds of neighbours" else 1
-    held_mib = LimitSettings().max_body_bytes_in_flight / 2**21 if name == UNFINISHED else 0.0
-    growths = []
-    # What a request needs it needs each time. What a process was about to take anyway comes once.
-    while len(growths) < 3 and min(growths, default=math.inf) >= MAX_GROWTH_MIB * num_requests + held_mib:
-        with httpx.Client(base_url=application.url, timeout=240) as client, ThreadPoolExecutor(1) as pool:
-            canary = pool.submit(watch.ask_canary)
-            row = send(name, HOSTILE[name], client)
-            assert canary.result() == watch.text
-        found = watch.report(row["start_s"], row["end_s"])
-        assert row["problem"] == "", row["answer"]
-        assert found["ended"] == []
-        growths.append(found["growth"]["mib"])
-    assert min(growths) < MAX_GROWTH_MIB * num_requests + held_mib, (growths, found["growth"])
+def test_hostile_requests_are_answered_right_beside_a_canary_that_is_too(application: "Service") -> None:
+    """All named ones, from several clients at once."""
+    named, limits = hostile_requests(num_bytes=2**18), httpx.Limits(max_connections=None, keepalive_expiry=0.5)
+    with (
+        httpx.Client(base_url=application.url, timeout=240, limits=limits) as client,
+        Watch(application.url) as watch,
+    ):
+        started_s = time.monotonic()
+        rows = send_together(list(named.items()), client, started_s + 400)
+        watch.wait_until_well()
+        found = watch.report(started_s, time.monotonic())
+    assert {row["name"]: (row["problem"], row["answer"]) for row in rows if row["problem"]} == {}
+    assert len(rows) == len(named)
+    assert (found["canary"]["problems"], found["health"]["problems"], found["ended"]) == ({}, {}, [])
+    assert found["growth"]["mib"] < MAX_GROWTH_MIB, found["growth"]
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.service
+pytestmark = [pytest.mark.service, pytest.mark.long]
 
 
 def test_scheduler_and_worker_are_a_process_each_which_sees_the_gpu_of_the_bundle(target_dir: Path) -> None:

@@ -5,40 +5,34 @@ engine loaded.
 """
 
 import contextlib
+import functools
+import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 import ray
 from ray import serve
 from ray.serve.context import _get_global_client
 from typer.testing import CliRunner
 
-from benchmarks.prompts import choose_prompts
+from benchmarks.prompts import human_eval_prompts
 from deployments import APP_NAME, ROUTER_NAME, TARGET_NAME, cli
 from deployments.cli import main
 from deployments.client import TargetClient, TargetError
 from peagle.embedded import prepare_target
 from peagle.train.data import Conversations, load_tokenizer
 from peagle.train.prompts import ChatTemplate, Prompt
-from tests.support.service_harness import BAD_REQUESTS, PROMPTS, QUESTION, assert_refused, json_schema, wait_for
-from tests.support.terminal import terminal
+from tests.support.service_harness import BAD_REQUESTS, PROMPTS, QUESTION, assert_refused, wait_for
 
 pytestmark = pytest.mark.service
-
-_SPEC_BENCH = Path(__file__).parents[3] / "shared/data/spec_bench_dev.jsonl"
-QUESTIONS = _SPEC_BENCH if _SPEC_BENCH.exists() else None
-"""Half of the prompts of the acceptance floor; HumanEval alone where it is not beside the checkout."""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +51,7 @@ def test_a_request_that_comes_while_the_engine_loads_gets_503_and_never_waits(se
     assert all(response.elapsed.total_seconds() < 10 for response in refused[2:])
 
 
-def test_peagle_chat_shows_the_answer_and_which_tokens_were_drafted(service):
+def test_peagle_chat_shows_the_answer_and_its_drafting(service):
     question = "Count from one to ten in digits."
     command = ["chat", question, "--url", service.url, "--max-tokens", "12", "-k", "5"]
     done = CliRunner().invoke(cli.app, command)
@@ -65,14 +59,9 @@ def test_peagle_chat_shows_the_answer_and_which_tokens_were_drafted(service):
     answer = service.ask(messages=[{"role": "user", "content": question}]).json()
     assert done.stdout == answer["choices"][0]["message"]["content"] + "\n"
     assert done.stderr.startswith("[K = 5 (request), ")
-    with terminal(*command) as shell:
-        shell.wait_for(r"\x1b\[32m")
-        shell.wait_for(r"K = 5 \(request\), ")
-        assert shell.ended() == 0
 
 
-@pytest.mark.parametrize("call", ["chat", "completions"])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("call", "stream"), [("chat", True), ("completions", False)])
 def test_usage_says_how_many_tokens_of_a_prompt_were_cached(service, call: str, stream: bool):
     client, prompt = service.client(), f"{call} {stream} " * 200
 
@@ -117,24 +106,14 @@ def test_chat_and_completions_with_the_openai_client(service):
     assert plain.drafting["num_steps"] > 0
 
 
-def test_sagemaker_is_answered_as_openais_clients_are(service):
-    assert httpx.get(f"{service.url}/ping", timeout=60).json() == httpx.get(f"{service.url}/health", timeout=60).json()
-    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "temperature": 0}
-    texts = [
-        httpx.post(f"{service.url}{path}", json=body, timeout=60).json()["choices"][0]["message"]["content"]
-        for path in ("/invocations", "/v1/chat/completions")
-    ]
-    assert texts[0] == texts[1] != ""
-
-
 def test_drafts_of_the_shipped_head_are_accepted(service):
     answers = service.ask_all([
         {"messages": [{"role": "user", "content": text}], "max_tokens": 24, "drafting": {"k": 7}}
-        for _, text in choose_prompts(8, QUESTIONS)
+        for _, text in human_eval_prompts()[::28]
     ])  # fmt: skip
     found = [answer["drafting"] for answer in answers]
     num_steps, num_accepted = (sum(one[key] for one in found) for key in ("num_steps", "num_accepted_tokens"))
-    # 2.55 on 40 such prompts (results/); a head that is broken or fed wrongly falls to nearly 1.
+    # A head that is broken or fed wrongly falls to nearly 1.
     assert 1 + num_accepted / num_steps > 1.9
 
 
@@ -178,114 +157,36 @@ def test_streaming_gives_the_same_text_piece_by_piece_and_its_drafting_at_the_en
     assert not any(hasattr(chunk, "drafting") for chunk in others)
 
 
-@pytest.mark.long
-def test_several_choices_report_once_for_all(service):
-    answer = service.ask(n=2, temperature=1.0, seed=1, drafting={"k": 3}).json()
-    assert len(answer["choices"]) == 2
-    steps = answer["drafting"]["num_steps"]
-    assert steps + answer["drafting"]["num_accepted_tokens"] >= 2 * 11
-    stream = service.client().chat.completions.create(
-        model=service.model, messages=QUESTION, max_tokens=8, n=2, stream=True, stream_options={"include_usage": True}
-    )
-    assert [hasattr(chunk, "drafting") for chunk in stream].count(True) == 1
-
-
-@pytest.mark.parametrize("name", BAD_REQUESTS)
-def test_what_the_engine_would_not_survive_is_an_error_of_the_request(service, name):
+def test_what_the_engine_would_not_survive_is_an_error_of_the_request(service):
     """One of these once ended the engine, and with it every running request, for minutes."""
-    for stream in (False, True):
-        assert_refused(service, name, stream)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(functools.partial(assert_refused, service), BAD_REQUESTS, itertools.cycle([False, True])))
     assert service.ask(max_tokens=1).status_code == 200
-
-
-POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-BAD_HTTP: dict[str, tuple[bytes, set[bytes]]] = {
-    "no request": (b"what is this?\r\n\r\n", {b"400"}),
-    "a length that is no number": (POST + b"Content-Length: ten\r\n\r\n{}", {b"400"}),
-    "a length below none": (POST + b"Content-Length: -1\r\n\r\n{}", {b"400"}),
-    "two lengths": (POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}", {b"400"}),
-    "a chunk of no length": (POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n", {b"400"}),
-    "a header without end": (POST + b"X: " + b"a" * 70_000 + b"\r\n\r\n", {b"400", b"431"}),
-    "a header with a zero": (POST + b"X: a\0b\r\nContent-Length: 2\r\n\r\n{}", {b"400"}),
-    "a compressed body": (POST + b"Content-Encoding: gzip\r\nContent-Length: 3\r\n\r\n\x1f\x8b\x08", {b"400"}),
-    "no body": (POST + b"\r\n", {b"400"}),
-}
-
-
-@pytest.mark.parametrize("name", BAD_HTTP)
-def test_what_is_no_http_request_is_refused_at_once(service, name):
-    sent, statuses = BAD_HTTP[name]
-    url = httpx.URL(service.url)
-    with socket.create_connection((url.host, url.port), timeout=20) as connection:
-        connection.sendall(sent)
-        answer = connection.recv(4096)
-    assert answer.startswith(b"HTTP/1.")
-    assert answer.split(b" ", 2)[1] in statuses, answer
-    assert httpx.get(f"{service.url}/health", timeout=60).status_code == 200
-
-
-def test_a_body_that_does_not_come_holds_up_nobody(service):
-    url = httpx.URL(service.url)
-    with contextlib.ExitStack() as stack:
-        for _ in range(40):
-            slow = stack.enter_context(socket.create_connection((url.host, url.port), timeout=20))
-            slow.sendall(POST + b"Content-Length: 1000\r\n\r\n{")
-        assert service.ask(max_tokens=1).status_code == 200
-
-
-def test_a_grammar_that_takes_minutes_holds_up_nobody(service):
-    """Its client gets 400 within the limit, and another client's schema and plain requests are answered meanwhile."""
-    slow = json_schema({"type": "array", "maxItems": 100, "items": {"enum": [f"{n} apples" for n in range(900)]}})
-    for _ in range(6):  # small to send, large to compile
-        slow["json_schema"]["schema"] = {"type": "array", "maxItems": 100, "items": slow["json_schema"]["schema"]}
-    quick = json_schema({"type": "object", "properties": {"a": {"type": "integer"}}})
-    with ThreadPoolExecutor(3) as pool:
-        stuck = pool.submit(service.ask, response_format=slow, max_tokens=8)
-        time.sleep(0.5)
-        started_s = time.monotonic()
-        answers = [service.ask(max_tokens=4), service.ask(response_format=quick, max_tokens=4)]
-        assert [answer.status_code for answer in answers] == [200, 200]
-        assert time.monotonic() - started_s < 60
-        assert stuck.result(timeout=120).status_code in (200, 400)
-
-
-def test_unknown_names_and_origins(service):
-    with pytest.raises(openai.NotFoundError, match="gpt-none"):
-        service.client().chat.completions.create(model="gpt-none", messages=QUESTION)
-    with pytest.raises(openai.NotFoundError):
-        service.client().models.retrieve("gpt-none")
-    for headers in ({"Origin": "http://elsewhere.example"}, {"Host": "elsewhere.example"}):
-        refused = service.ask(headers=headers)
-        assert refused.status_code == 403
-        assert "access-control-allow-origin" not in refused.headers
-    assert service.ask(headers={"Origin": service.url}, max_tokens=1).status_code == 200
-    plain = {"content": b"{}", "headers": {"Content-Type": "text/plain"}, "timeout": 60}
-    assert httpx.post(f"{service.url}/v1/chat/completions", **plain).status_code == 415
 
 
 def test_requests_of_many_sequences_are_overtaken_by_one_of_one(service):
     """Both of one caller, whose order is that of their arrival, and of another."""
-    wide = {"prompt": "The quick brown fox jumps over the lazy dog. " * 50, "n": 10, "echo": True, "logprobs": 1}
-    wide |= {"max_tokens": 16, "ignore_eos": True}
+    wide = {"prompt": "The quick brown fox jumps over the lazy dog. " * 20, "n": 5, "echo": True, "logprobs": 1}
+    wide |= {"max_tokens": 24, "ignore_eos": True}
 
     def complete(body: dict[str, Any], address: str = "127.0.0.1") -> float:
         with httpx.Client(transport=httpx.HTTPTransport(local_address=address), timeout=600) as client:
-            response = client.post(f"{service.url}/v1/completions", json={"max_tokens": 8, **body})
+            response = client.post(f"{service.url}/v1/completions", json={"max_tokens": 4, **body})
             assert response.status_code == 200, response.text
         return time.monotonic()
 
     with ThreadPoolExecutor(3) as pool:
         slow = [pool.submit(complete, {**wide, "prompt": f"{number} {wide['prompt']}"}) for number in range(2)]
-        wait_for(lambda: service.metrics()["peagle_running_requests"][()] > 4, "requests in the engine")
+        wait_for(lambda: service.metrics()["peagle_running_requests"][()] > 2, "requests in the engine")
         ended_s = complete({"prompt": "One,"}, "127.0.0.2")
         assert ended_s < min(request.result() for request in slow)
 
 
 def test_greedy_output_is_the_same_whatever_k_also_mixed_in_one_batch(service):
     prompts = PROMPTS[2:]
-    expected = service.texts(prompts, [0] * len(prompts), 16)
+    expected = service.texts(prompts, [0] * len(prompts))
     ks = [k for k in (7, 1, 5, 0) for _ in prompts]
-    assert service.texts(prompts * 4, ks, 16) == expected * 4
+    assert service.texts(prompts * 4, ks) == expected * 4
 
 
 def test_metrics_parse_and_add_up_with_the_responses(service):
@@ -371,23 +272,6 @@ def test_serves_controller_starts_again_and_every_replica_stays(service):
             is_back = controller() != killed and serve.status().applications[APP_NAME].status == "RUNNING"
     assert {name: service.processes(name) for name in names} == before
     assert service.ask(max_tokens=1).status_code == 200
-
-
-def test_limits_change_without_a_new_engine(service):
-    """As `peagle serve` does it with a changed config."""
-    pids = service.processes(TARGET_NAME)
-    assert service.ask(n=2, max_tokens=2, temperature=1).status_code == 200
-    service.change_live(limits={"max_num_sequences": 1})
-    end = time.monotonic() + 60
-    while service.ask(n=2, max_tokens=2, temperature=1).status_code != 400:
-        assert time.monotonic() < end, "the target goes on with the old limits"
-        time.sleep(0.5)
-    assert service.processes(TARGET_NAME) == pids
-    service.change_live()
-    while service.ask(n=2, max_tokens=2, temperature=1).status_code != 200:
-        assert time.monotonic() < end + 60
-        time.sleep(0.5)
-    assert service.processes(TARGET_NAME) == pids
 
 
 @pytest.mark.long

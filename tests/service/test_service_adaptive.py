@@ -2,34 +2,26 @@
 
 import re
 
-import httpx
 import pytest
 
-from tests.support.service_harness import PROMPTS, wait_for
+from tests.support.service_harness import PROMPTS, QUESTION, wait_for
 
 pytestmark = pytest.mark.service
-
-CODE = [{"role": "user", "content": "Write a Python function that returns the sum of a list."}]
 
 
 @pytest.fixture(scope="module")
 def service(application):
     application.change_live(depth={"policy": "adaptive", "by_workload": {"pinned": 2}})
-    wait_for(lambda: documented(application)["policy"] == "adaptive", "policy")
+    wait_for(lambda: application.drafting()["policy"] == "adaptive", "policy")
     yield application
     application.change_live()
-    wait_for(lambda: documented(application)["policy"] == "fixed", "policy")
-
-
-def documented(service) -> dict:
-    return httpx.get(f"{service.url}/drafting", timeout=30).json()
+    wait_for(lambda: application.drafting()["policy"] == "fixed", "policy")
 
 
 def test_k_is_learned_shown_and_lossless(service) -> None:
     plain = service.texts(PROMPTS, [0] * len(PROMPTS))
-    assert documented(service)["policy"] == "adaptive"
     asked = [
-        {"messages": [{"role": "user", "content": prompt}], "max_tokens": 24, "drafting": {"workload": "mixed"}}
+        {"messages": [{"role": "user", "content": prompt}], "max_tokens": 16, "drafting": {"workload": "mixed"}}
         for prompt in PROMPTS * 2
     ]
     for _ in range(20):  # until there are steps enough for a verdict
@@ -44,7 +36,7 @@ def test_k_is_learned_shown_and_lossless(service) -> None:
     assert drafting["k"] <= drafting["max_k"] == 7
     assert drafting["num_draft_tokens"] <= drafting["max_k"] * drafting["num_steps"]
 
-    document = documented(service)
+    document = service.drafting()
     (mixed,) = [one for one in document["workloads"] if one["workload"] == "mixed"]
     assert mixed["source"] == "learned"
     assert mixed["num_steps"] > 0
@@ -57,7 +49,7 @@ def test_k_is_learned_shown_and_lossless(service) -> None:
     assert survival["low"][0] - 0.1 < first < survival["high"][0] + 0.1
 
     def shown_alike() -> bool:  # K may change between two questions
-        (row,) = [one for one in documented(service)["workloads"] if one["workload"] == "mixed"]
+        (row,) = [one for one in service.drafting()["workloads"] if one["workload"] == "mixed"]
         return service.metrics()["peagle_depth"]["mixed",] == row["k"]
 
     wait_for(shown_alike, "the same K in /metrics as in /drafting")
@@ -72,9 +64,9 @@ def test_pinned_and_asked_for_k_are_obeyed_exactly(service) -> None:
 
 
 def test_a_seed_gives_one_answer_whatever_k_was_chosen(service) -> None:
-    body = {"messages": CODE, "max_tokens": 24, "temperature": 0.9, "seed": 42}
-    answers = [service.ask(**body).json() for _ in range(5)]
-    others = [{"messages": CODE, "temperature": 1.0, "seed": seed} for seed in range(3)]
+    body = {"messages": QUESTION, "max_tokens": 16, "temperature": 0.9, "seed": 42}
+    answers = [service.ask(**body).json()]
+    others = [{"messages": QUESTION, "temperature": 1.0, "seed": seed} for seed in range(3)]
     beside = [body, {**body, "drafting": {"k": 0}}, {**body, "drafting": {"k": 7}}, {**body, "drafting": {"k": 3}}]
     answers += service.ask_all(beside + others)[: len(beside)]
     assert len({answer["choices"][0]["message"]["content"] for answer in answers}) == 1

@@ -7,6 +7,7 @@ import openai
 import pytest
 
 from cluster.request import fingerprint, hash_key
+from deployments import TARGET_NAME
 from deployments.client import TargetClient
 from tests.support.service_harness import QUESTION, WEB_KEY, wait_for
 
@@ -24,11 +25,13 @@ SYSTEM = {"role": "system", "content": "You answer in one short sentence."}
 
 @pytest.fixture(scope="module")
 def service(application):
+    engine = application.processes(TARGET_NAME)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TEST_WEB_KEY", WEB)
         application.change_live(callers=CALLERS, model={"aliases": {ALIAS: "code"}})
     wait_for(lambda: application.ask(max_tokens=1).status_code == 401, "callers")
     yield application
+    assert application.processes(TARGET_NAME) == engine, "live settings need no new engine"
     application.change_live()
     wait_for(lambda: application.ask(max_tokens=1).status_code == 200, "service for anyone")
 
@@ -72,26 +75,6 @@ def test_tags_are_taken_refused_or_ignored_by_caller(service):
             error = response.json()["error"]
             assert (response.status_code, error["param"], error["code"]) == (403, field, "tag_not_allowed")
     assert drafting(service, WEB, drafting={"k": 7}) == ("default", 3, "request")
-
-
-@pytest.mark.long
-def test_an_alias_is_the_same_model_with_a_workload_of_its_own(service):
-    client = openai.OpenAI(base_url=f"{service.url}/v1", api_key=JOB, max_retries=0)
-    assert [model.id for model in client.models.list()] == [service.model, ALIAS]
-    assert client.models.retrieve(ALIAS).id == ALIAS
-    answers = [
-        client.chat.completions.create(model=model, messages=QUESTION, max_tokens=8, temperature=0)
-        for model in (service.model, ALIAS)
-    ]
-    assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
-    assert [answer.drafting["workload"] for answer in answers] == ["default", "code"]
-    assert [answer.model for answer in answers] == [service.model, service.model]
-    plain = client.completions.create(model=ALIAS, prompt="One, two,", max_tokens=4)
-    assert (plain.drafting["workload"], plain.drafting["k"]) == ("code", 7)
-    assert drafting(service, WEB, model=ALIAS) == ("code", 3, "workload")
-    assert drafting(service, JOB, model=None) == ("default", 5, "default")
-    with pytest.raises(openai.NotFoundError):
-        client.chat.completions.create(model=ALIAS + "x", messages=QUESTION)
 
 
 def test_requests_with_one_system_prompt_become_a_workload_of_their_own(service):

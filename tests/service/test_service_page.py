@@ -1,24 +1,17 @@
-"""The running service as it is watched: the page in a real browser, the table of metrics, and Prometheus itself."""
+"""The running service as it is watched: the table of metrics, and the page in a real browser."""
 
-import asyncio
 import json
-import shutil
-import subprocess
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
-import yaml
 
-from benchmarks.common import free_port
 from benchmarks.pages import engine_families
 from cluster.request import hash_key
 from tests.support.browser import browser
 from tests.support.metric_names import documented, exported
 from tests.support.service_harness import PROMPTS, wait_for
-from tests.unit.deployments.test_metrics import ALERTS, RULES, expressions, metrics_in
 
 pytestmark = pytest.mark.service
 
@@ -136,76 +129,3 @@ def test_with_keys_the_page_asks_for_one_and_forgets_it_with_the_tab(service):
     finally:
         service.change_live()
         wait_for(lambda: service.ask(max_tokens=1).status_code == 200, "service for anyone")
-
-
-@pytest.fixture
-def prometheus(service, tmp_path) -> Iterator[str]:
-    """Prometheus that scrapes the service once a second, with our alerts; its address."""
-    if (binary := shutil.which("prometheus")) is None:
-        pytest.skip("Prometheus is not installed (Debian: apt-get install prometheus)")
-    (tmp_path / "alerts.yaml").write_text(yaml.safe_dump(ALERTS["spec"]))
-    config = {
-        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-        "rule_files": ["alerts.yaml"],
-        "scrape_configs": [
-            {"job_name": "peagle", "static_configs": [{"targets": [service.url.removeprefix("http://")]}]}
-        ],
-    }
-    (tmp_path / "prometheus.yaml").write_text(yaml.safe_dump(config))
-    address = f"127.0.0.1:{free_port()}"
-    command = [binary, "--config.file=prometheus.yaml", "--storage.tsdb.path=data", f"--web.listen-address={address}"]
-    running = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL)
-    try:
-        yield f"http://{address}/api/v1"
-    finally:
-        running.terminate()
-        running.wait(30)
-
-
-@pytest.mark.long
-def test_prometheus_scrapes_the_service_and_every_panel_and_alert_can_be_asked(service, prometheus, tmp_path):
-    def ask(path: str, **parameters: str) -> Any:
-        response = httpx.get(f"{prometheus}/{path}", params=parameters, timeout=30)
-        assert response.status_code == 200, response.text
-        return response.json()["data"]
-
-    def is_scraped() -> bool:
-        try:
-            targets = ask("targets")["activeTargets"]
-        except httpx.TransportError:
-            return False  # it starts
-        return [target["health"] for target in targets] == ["up"]
-
-    wait_for(is_scraped, "scrape")
-
-    # Rates need two samples of a counter that has begun: twenty seconds of traffic.
-    async def traffic() -> None:
-        for index in range(12):
-            body = {"model": service.model, "messages": [{"role": "user", "content": PROMPTS[index % 4]}]}
-            body |= {"max_tokens": 16, "stream": True, "drafting": {"workload": ("code", "chat")[index % 2]}}
-            async with httpx.AsyncClient(timeout=120) as client:
-                await client.post(f"{service.url}/v1/chat/completions", json=body)
-            await asyncio.sleep(1)
-
-    asyncio.run(traffic())
-    silent = {}
-    for where, expression in expressions().items():
-        for name, value in (
-            ("$__rate_interval", "30s"),
-            ("$job", ".*"),
-            ("$workload", ".*"),
-            ("[5m]", "[30s]"),
-            ("[1m]", "[30s]"),
-        ):
-            expression = expression.replace(name, value)
-        found = ask("query", query=expression)["result"]
-        if where.startswith("panel") and not any(sample["value"][1] != "NaN" for sample in found):
-            silent[where] = metrics_in(expression)
-    # Nothing scales here, and a share of failures has no failures to count.
-    assert all(
-        "peagle_autoscaling" in " ".join(names) or "peagle_answers_total" in names for names in silent.values()
-    ), silent
-    groups = ask("rules")["groups"]
-    health = {rule["name"]: rule["health"] for group in groups for rule in group["rules"]}
-    assert health == {rule["alert"]: "ok" for rule in RULES}
-    assert ask("alerts")["alerts"] == []

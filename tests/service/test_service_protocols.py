@@ -1,16 +1,14 @@
 """The service through the official clients of OpenAI and Anthropic. Each protocol is converted to a chat and back, so
 its text is compared with the chat's own."""
 
-import asyncio
 from typing import Any, Literal
 
 import anthropic
 import httpx
-import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.service.test_service_tools import WEATHER
+from tests.service.test_service_tools import FEW_DRAFTS, WEATHER
 from tests.support.service_harness import QUESTION, Service
 
 pytestmark = pytest.mark.service
@@ -56,6 +54,7 @@ def test_anthropics_client_gets_the_chats_text_whole_and_as_a_stream(application
 def test_anthropics_client_calls_a_tool_and_gets_errors_of_its_own_form(application: Service) -> None:
     tool: Any = {"name": "weather", "input_schema": WEATHER["function"]["parameters"], "strict": True}
     asked: dict[str, Any] = {"model": application.model, "tools": [tool], "extra_body": {"temperature": 0}}
+    asked["extra_headers"] = FEW_DRAFTS
     messages, choice = claude(application).messages, {"type": "tool", "name": "weather"}
     with messages.stream(**asked, max_tokens=100, messages=QUESTION, tool_choice=choice) as stream:
         streamed = stream.get_final_message()
@@ -99,6 +98,7 @@ def test_responses_have_the_chats_text_whole_and_as_a_stream(application: Servic
 def test_a_tool_of_a_response_is_called_and_the_next_turn_has_its_result(application: Service) -> None:
     tool, choice = {"type": "function", "strict": True, **WEATHER["function"]}, {"type": "function", "name": "weather"}
     asked: dict[str, Any] = {"model": application.model, "tools": [tool], "temperature": 0}
+    asked["extra_headers"] = FEW_DRAFTS
     responses, question = application.client().responses, list(QUESTION)
     with responses.stream(**asked, input=question, tool_choice=choice) as stream:
         streamed = stream.get_final_response()
@@ -118,18 +118,6 @@ def test_openais_client_parses_answers_of_a_schema(application: Service) -> None
     assert isinstance(chat.choices[0].message.parsed, Weather)
     response = client.responses.parse(**asked, input="Hi", text_format=Weather, max_output_tokens=60)
     assert isinstance(response.output_parsed, Weather)
-
-
-def test_openais_asynchronous_client_streams(application: Service, said: Any) -> None:
-    async def ask() -> str:
-        async with openai.AsyncOpenAI(base_url=f"{application.url}/v1", api_key="none", max_retries=0) as client:
-            turns: Any = [{"role": "system", "content": SYSTEM}, *QUESTION]
-            events = await client.responses.create(
-                model=application.model, temperature=0, input=turns, max_output_tokens=LIMIT, stream=True
-            )
-            return "".join([event.delta async for event in events if event.type == "response.output_text.delta"])
-
-    assert asyncio.run(ask()) == said["choices"][0]["message"]["content"]
 
 
 def test_text_becomes_tokens_and_tokens_text(application: Service, said: Any) -> None:

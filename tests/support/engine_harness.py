@@ -17,7 +17,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from peagle.vllm.engine import ASYNC_SCHEDULER, engine_kwargs
 from peagle.vllm.limits import guard
 from peagle.vllm.recorder import DraftingRecorder, RequestDrafting
-from peagle.vllm.request_args import DEPTH_KEY, HEAD_KEY, SURVIVAL_KEY, WORKLOAD_KEY
+from peagle.vllm.request_args import DEPTH_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 from tests.support.scripted_drafts import CONTINUATION_KEY
 
 T = TypeVar("T")
@@ -34,7 +34,6 @@ class Job:
     workload: str | None = None
     continuation: Sequence[int] | None = None
     abort_after: int | None = None
-    head: int | None = None
     survival: Sequence[float] | None = None
     sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -46,7 +45,6 @@ class Job:
             DEPTH_KEY: self.k,
             WORKLOAD_KEY: self.workload,
             CONTINUATION_KEY: self.continuation,
-            HEAD_KEY: self.head,
             SURVIVAL_KEY: self.survival,
         }
         return SamplingParams(
@@ -154,17 +152,14 @@ class RunningEngine:
         """What a method of the engine's `worker_extension_cls` returns in each worker."""
         return self._run(self._client.collective_rpc(method))
 
-    async def _one(self, job: Job, under_way: asyncio.Event | None = None, after_tokens: int = 0) -> Result:
+    async def _one(self, job: Job) -> Result:
         self._num_requests += 1
         request_id = f"test-{self._num_requests}"
         output = None
         async for output in self._client.generate(
             TokensPrompt(prompt_token_ids=list(job.prompt)), job.params(), request_id
         ):
-            num_tokens = len(output.outputs[0].token_ids)
-            if under_way is not None and num_tokens >= after_tokens:
-                under_way.set()
-            if job.abort_after is not None and num_tokens >= job.abort_after:
+            if job.abort_after is not None and len(output.outputs[0].token_ids) >= job.abort_after:
                 await self._client.abort(request_id)
                 break
         assert output is not None

@@ -1,13 +1,12 @@
 """A real engine whose drafter is another process, for tests that do something to the drafter meanwhile."""
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from peagle.vllm.engine import RemoteSettings, engine_kwargs
-from tests.support.engine_harness import Job, Result, RunningEngine
+from tests.support.engine_harness import Result, RunningEngine
 
 LINK_TIMEOUT_S = 120.0
 
@@ -36,7 +35,6 @@ class RemoteEngine(RunningEngine):
         *,
         k_max: int,
         is_async: bool,
-        scheduler: str | None = None,
         extra: dict[str, Any],
     ) -> "RemoteEngine":
         kwargs = engine_kwargs(
@@ -48,8 +46,6 @@ class RemoteEngine(RunningEngine):
             remote=settings,
             extra=extra,
         )
-        if scheduler is not None:
-            kwargs["scheduler_cls"] = scheduler
         if is_async:
             kwargs["worker_cls"] = "tests.support.async_remote_worker.AsyncRemoteWorker"
         return cls(kwargs, is_async=is_async)
@@ -77,17 +73,3 @@ class RemoteEngine(RunningEngine):
         while not condition(links := self.links()):
             assert time.monotonic() < end_s, links
             time.sleep(0.05)
-
-    def run_while(self, jobs: Sequence[Job], after_tokens: int, action: Callable[[], None]) -> list[Result]:
-        """All of `jobs` at once; `action` when the first has `after_tokens` tokens out."""
-
-        async def gather() -> list[Result]:
-            under_way = asyncio.Event()
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._one(jobs[0], under_way, after_tokens))]
-                tasks += [group.create_task(self._one(job)) for job in jobs[1:]]
-                await under_way.wait()
-                await asyncio.to_thread(action)
-            return [task.result() for task in tasks]
-
-        return self._run(gather())

@@ -17,7 +17,10 @@ from typing import Any
 
 import pytest
 
+ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+"""Of an engine on cores that it shares: threads that wait for each other there take twice the processor time."""
 HEAVY_ENVIRONMENT = {
+    **ONE_THREAD,
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_NO_USAGE_STATS": "1",

@@ -1,26 +1,20 @@
-"""The headline's arms, counters and page, on figures small enough to check by hand."""
+"""The headline's arms and counters, on figures small enough to check by hand."""
 
 import argparse
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from benchmarks.headline import (
-    Cell,
     Counts,
     command,
-    keep_answers,
     parse_arm,
     parse_counters,
     speculative_config,
     verification,
 )
-from benchmarks.headline_page import losses, page, tables
-from benchmarks.humaneval import add_pass_at_1, pass_at_1
-from benchmarks.prompts import COMPLETE, human_eval_problems, prompt_sets
+from benchmarks.humaneval import pass_at_1
+from benchmarks.prompts import COMPLETE, human_eval_problems
 from deployments.up import read_config
 from peagle.heads import prepare_head
 
@@ -58,34 +52,6 @@ def test_every_arm_becomes_one_of_vllms_settings_or_a_service(tmp_path: Path, ta
         assert checked.target.num_replicas == (3 if text == "remote-7r3" else 1)
 
 
-@pytest.mark.parametrize(
-    ("text", "given", "problem"),
-    [
-        ("eagle3", {}, "is none, ours-0, or KIND-K"),
-        ("peagle-7", {}, "is none, ours-0, or KIND-K"),
-        ("ours-7", {"peagle_head": None}, "ours-7 needs --peagle-head"),
-        ("remote-7r3", {"gpus": ["0", "1", "2"]}, "needs 4 of --gpus"),
-        ("ours-7k8", {}, "asks for 8 drafts a step of at most 7"),
-        ("eagle3-7k3", {}, "is none, ours-0, or KIND-K"),
-        ("remote-7fp8", {"gpus": ["0", "1"]}, "is none, ours-0, or KIND-K"),
-    ],
-)
-def test_arms_that_cannot_run_are_named(text: str, given: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        parse_arm(text, options(**given))
-
-
-def test_drafters_in_fp8_are_arms_of_their_own(tmp_path: Path, target_dir: Path) -> None:
-    given = options(folder=tmp_path, model=target_dir, engine="{}")
-    stock, ours = (parse_arm(text, given) for text in ("eagle3-3fp8", "ours-7k3fp8"))
-    assert (str(stock), str(ours), ours.fixed_k) == ("eagle3-3fp8", "ours-7k3fp8", 3)
-    line = command(given, stock, 8000)
-    assert json.loads(line[line.index("--speculative-config") + 1])["quantization"] == "fp8"
-    _, checked = read_config(Path(command(given, dataclasses.replace(ours, fixed_k=None), 8000)[-1]))
-    assert checked.drafter is not None
-    assert checked.drafter.engine_options == {"quantization": "fp8"}
-
-
 def test_acceptance_by_vllms_counters_and_by_ours() -> None:
     theirs = """vllm:spec_decode_num_drafts_total{engine="0"} 10.0
 vllm:spec_decode_num_draft_tokens_total{engine="0"} 30.0
@@ -110,37 +76,6 @@ peagle_accepted_tokens_total{workload="a",depth="2"} 3.0
     assert verification(parse_counters("")) == {}
 
 
-def row(arm: str, rate: float, repeat: int = 0, **more: Any) -> dict[str, Any]:
-    latency = {f"p{percent}_{key}_ms": 10.0 for percent in (50, 90, 99) for key in ("ttft", "tpot")}
-    cell = {"arm": arm, "repeat": repeat, "prompts": "chat", "temperature": 0.0, "num_requests": 8}
-    return {**cell, "output_throughput": rate, **latency, **more}
-
-
-def test_the_page_names_what_is_lost() -> None:
-    rows = [row("none", 100.0), row("none", 110.0, 1), row("eagle3-3", 200.0), row("eagle3-3", 220.0, 1)]
-    rows += [row("ours-7", 190.0, accepted_length=2.0, p50_ttft_ms=12.0), row("ours-7", 220.0, 1)]
-    made = {"hardware": {"num_cpus": 2}, "versions": {}, "date": "2026-11-23T", "commit": "abc", "command": "python"}
-    document = {"rows": rows, "conditions": made, "options": {"engine": "{}", "repeats": "2"}, "notes": ["Because."]}
-    found = list(losses(tables(document)))
-    assert len(found) == 2
-    assert "ours-7 has 0.97 (0.95 to 1.00) of eagle3-3's tokens/s (AL 2.00 and -)" in found[0]
-    assert "ours-7's median TTFT is 1.10 (1.00 to 1.20) of none's" in found[1]
-    text = page(document)
-    assert "| ours-7 over none | 1.95 (1.90 to 2.00) |" in text
-    assert "- Because." in text
-
-
-def test_long_prompts_are_long_and_mixtures_have_some(tmp_path: Path) -> None:
-    questions = tmp_path / "questions.jsonl"
-    questions.write_text("".join(f'{{"category": "a", "turns": ["a {i}"]}}\n' for i in range(40)))
-    sets = prompt_sets(questions, 200)
-    assert len(sets["humaneval"]) == 164
-    assert min(len(text) for _, text in sets["long"]) > 34_000
-    categories = [category for category, _ in sets["mixed"]]
-    assert categories[:8].count("long") == 1
-    assert [category for category, _ in sets["chat"][:4]] == ["humaneval", "a"] * 2
-
-
 def test_pass_at_1_runs_the_problems_own_tests() -> None:
     first, second, *_ = human_eval_problems()
     prompts = [COMPLETE + problem["prompt"] for problem in (first, second, first, second)]
@@ -149,21 +84,3 @@ def test_pass_at_1_runs_the_problems_own_tests() -> None:
     answers = [block, second["canonical_solution"], "while True: pass\0", wrong]
     assert pass_at_1([*prompts, "Hello"], [*answers, "Hi"]) == 0.5
     assert pass_at_1(["Hello"], ["Hi"]) is None
-
-
-def test_answers_that_were_kept_are_tried_later(tmp_path: Path) -> None:
-    problem, *_ = human_eval_problems()
-    (tmp_path / "set.jsonl").write_text(json.dumps({"prompt": COMPLETE + problem["prompt"]}) + "\n")
-    cells = [Cell("set", 0.0, 1), Cell("random", 0.0, 1)]
-    answers = {
-        (0, cell): {"none": [problem["canonical_solution"]] * 2, "ours-7": [problem["canonical_solution"], "?"]}
-        for cell in cells
-    }
-    given = argparse.Namespace(prompts=tmp_path, out=tmp_path / "report.json")
-    rows = [{"arm": arm, "repeat": 0, **dataclasses.asdict(cell)} for _, cell in answers for arm in ("none", "ours-7")]
-    rows.append(rows[0] | {"repeat": 1})  # of a cell that was cut off: no answers are kept
-    given.out.write_text(json.dumps({"rows": rows}))
-    keep_answers(given, answers)
-    add_pass_at_1(given.out)
-    found = [row.get("pass_at_1") for row in json.loads(given.out.read_text())["rows"]]
-    assert found == [1.0, 0.5, None, None, None]

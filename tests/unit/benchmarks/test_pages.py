@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel
 
 from benchmarks.chart import CHARTS, points_of
-from benchmarks.pages import MADE, ROOT, models_in, old_pages, renewed
+from benchmarks.pages import MADE, ROOT, models_in, old_pages
 from cluster.settings import ClusterSettings
 from peagle.train.recipe import Recipe
 
@@ -54,13 +54,6 @@ def test_made_parts_are_what_the_code_says() -> None:
     assert [name_of(path) for path in old_pages()] == [], "run make docs"
 
 
-def test_a_part_is_put_between_its_marks() -> None:
-    page = "before\n<!-- made: a -->\nold\n<!-- end -->\nafter\n"
-    assert renewed(page, {"a": lambda: "new\n"}) == "before\n<!-- made: a -->\n\nnew\n\n<!-- end -->\nafter\n"
-    with pytest.raises(ValueError, match="made: b"):
-        renewed(page, {"b": lambda: ""})
-
-
 def keys_of(model: type[BaseModel]) -> Iterator[tuple[str, str]]:
     for name, field in model.model_fields.items():
         yield f"{model.__name__}.{name}", field.description or ""
@@ -84,13 +77,6 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
         r"`((?:peagle|cluster|deployments|benchmarks|tests|configs|k8s)/[\w./-]+)`", page.read_text("utf-8")
     )
     assert [path for path in named if not (ROOT / path).exists()] == []
-
-
-def test_a_broken_link_is_found(tmp_path: Path) -> None:
-    (tmp_path / "b.md").write_text("# A `b.c` title\n", encoding="utf-8")
-    page = tmp_path / "a.md"
-    page.write_text("[1](b.md) [2](b.md#a-bc-title) [3](c.md) [4](b.md#x) [5](https://x.y#z)\n", encoding="utf-8")
-    assert broken_links(page) == ["c.md: no such file", "b.md#x: no such heading"]
 
 
 def tracked_text() -> Iterator[tuple[str, str]]:

@@ -1,6 +1,5 @@
 """Learned K, by the product's own code, against every fixed K: on engines of formulas and on measured ones."""
 
-import numpy as np
 import pytest
 
 from benchmarks.simulate_depths import (
@@ -85,10 +84,3 @@ def test_a_run_counts_the_tokens_of_the_answers():
 
     # The prompt's step gives one token; at K = 1 the anchors are 0, 2, 4.
     assert simulate(engine, {"a": [answer]}, Fixed(1), load) == pytest.approx((1 + 5) / (17 + 3))
-
-
-def test_a_measured_engine_is_its_points_and_straight_between():
-    engine = MEASURED["cpu"]
-    assert engine(1, 1) == pytest.approx(np.median([engine(1, 1)]))
-    assert engine(8, 8) < engine(8, 20) < engine(8, 64) < engine(8, 64, 128)
-    assert engine(2, 8) < engine(3, 12) < engine(4, 16)
