@@ -44,7 +44,7 @@ from peagle.provenance import conditions
 from peagle.schema import type_problems
 from peagle.train.cod import next_tokens, row_inputs
 from peagle.train.data import Batch, Conversations, PackedBatches, distinct_share, pack
-from peagle.train.passes import ChainAttention
+from peagle.train.passes import ChainAttention, check_window
 from peagle.train.target import Target
 
 PACK_TOKENS = 2048
@@ -173,9 +173,7 @@ def replay(drafter: Drafter, target: Target, data: Conversations, num_depths: in
     num_depths = num_depths or drafter.config.num_depths
     if drafter.config.ptd_token_id is not None and num_depths > trained:
         raise ValueError(f"K_max = {num_depths}: the head was trained to draft {trained} tokens in a pass")
-    window = drafter.config.sliding_window
-    if window is not None and window < num_depths:  # the last drafts of a chain would see no row of its prefix
-        raise ValueError(f"sliding_window = {window} must be at least K_max = {num_depths}")
+    check_window(drafter.config.sliding_window, num_depths)
     walked = np.flatnonzero(data.lengths - data.prompt_lengths >= 2).tolist()
     found: dict[int, np.ndarray] = {}
     for indices, batch in sequences(data, walked):

@@ -25,14 +25,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from peagle.config import DrafterConfig
+from peagle.checkpoint import load_head
+from peagle.config import DrafterConfig, HeadError
 from peagle.model import Drafter, initialize
 from peagle.train.cod import CodRows, attend_under, chain_lengths, draft_rows, label_rows, next_tokens, sample_rows
 from peagle.train.data import Batch, PackedBatches, answer_token_counts, frequent_tokens
@@ -41,6 +44,8 @@ from peagle.train.masks import AttentionMask
 from peagle.train.partition import PackedSequence, Partition
 from peagle.train.recipe import Recipe
 from peagle.train.target import Target
+
+logger = logging.getLogger(__name__)
 
 #: What chains see: document ids [B, N] (plain torch, any device), or `block_masks` (compiled functions, GPU).
 ChainMask = Tensor | tuple[BlockMask, ...]
@@ -166,11 +171,12 @@ class Eagle3Pass:
     """EAGLE-3: `num_depths` steps from every anchor. No row is dropped; `cod` of the recipe does not apply."""
 
     def __init__(self, recipe: Recipe, *, compiled: bool) -> None:
-        """Raises ValueError for more than one segment: gradients tie the steps together."""
+        """Raises ValueError for more than one segment (gradients tie the steps together), or too short a window."""
         if recipe.batch.num_segments > 1:
             raise ValueError(
                 f"batch.num_segments = {recipe.batch.num_segments}: method eagle3 has no segments, write 1"
             )
+        check_window(recipe.drafter.sliding_window, recipe.drafter.num_depths)
         self.recipe = recipe
         self.score = ChunkedLoss(recipe.loss.chunk, compiled)
         self._block_mask = compiled
@@ -187,6 +193,12 @@ class Eagle3Pass:
             normed_BTH = self._draft_rows(drafter, batch.tokens_BN, states.aux_BNX, batch.position_BN, mask)
         losses(normed_BTH.flatten(0, 1)).backward()
         return losses.report()
+
+
+def check_window(window: int | None, num_depths: int) -> None:
+    """Raises ValueError where the last steps of a chain would see no row of step 0."""
+    if window is not None and window < num_depths:
+        raise ValueError(f"sliding_window = {window} must be at least num_depths = {num_depths}")
 
 
 def block_masks(document_BN: Tensor, config: DrafterConfig, tile: int = 128) -> tuple[BlockMask, ...]:
@@ -300,7 +312,7 @@ def _plain_attention(
 def drafter_config(recipe: Recipe, target: dict[str, Any]) -> DrafterConfig:
     """The drafter's configuration by the recipe; target: the target's `config.json`."""
     wanted = recipe.drafter
-    same = {"num_layers", "num_depths", "ptd_token_id", "fc_norm", "norm_before_residual"}
+    same = {"num_layers", "num_depths", "ptd_token_id", "fc_norm", "norm_before_residual", "sliding_window"}
     optional = {"intermediate_size", "draft_vocab_size", "aux_layer_ids"}
     shape = wanted.model_dump(include=same) | wanted.model_dump(include=optional, exclude_none=True)
     if wanted.aux_layer_ids is not None:
@@ -321,4 +333,34 @@ def new_drafter(recipe: Recipe, target: Target, batches: PackedBatches, random: 
     sample = next(batches()).to(target.device)
     aux_BNX, _ = target.states(sample.tokens_BN, sample.position_BN, drafter.config.aux_layer_ids)
     initialize(drafter, aux_BNX[sample.document_BN >= 0], random)
+    if wanted.start_from is not None:
+        start_from(drafter, wanted.start_from)
     return drafter
+
+
+@torch.no_grad()
+def start_from(drafter: Drafter, head_dir: str | Path) -> list[str]:
+    """Overwrites the drafter's own tensors by those of equal name and shape of a head; returns their names.
+
+    Logs them, what is left as drawn, and settings in which the two differ though the tensors fit. Raises HeadError when
+    the head cannot be read or nothing fits.
+    """
+    config, tensors = load_head(head_dir)
+    if config.ptd_token_id is not None and "embed_tokens.weight" in tensors:
+        tensors["mask_embedding"] = tensors["embed_tokens.weight"][config.ptd_token_id]
+    own = drafter.trainable()
+    taken = [name for name, value in own.items() if name in tensors and tensors[name].shape == value.shape]
+    if not taken:
+        raise HeadError(
+            f"drafter.start_from: no tensor of {head_dir} has name and shape of one of this drafter's (its hidden_size "
+            f"is {config.hidden_size}, the drafter's {drafter.config.hidden_size}): leave start_from out"
+        )
+    for name in taken:
+        own[name].copy_(tensors[name])
+    drawn = [name for name in own if name not in taken]
+    logger.info("started from %s: %s; as drawn: %s", head_dir, ", ".join(taken), ", ".join(drawn) or "none")
+    for name in ("aux_layer_ids", "norm_before_residual", "norm_output", "fc_norm", "qk_norm", "rope_theta"):
+        theirs, ours = getattr(config, name), getattr(drafter.config, name)
+        if theirs != ours:
+            logger.warning("started from a head with %s = %s, this drafter has %s", name, theirs, ours)
+    return taken

@@ -28,10 +28,20 @@ from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
 from peagle.checkpoint import save_drafter
+from peagle.config import read_target_config
 from peagle.evaluate import evaluate, load_answers, table
 from peagle.provenance import conditions
 from peagle.train.data import Batch, Conversations, PackedBatches, check_data_fits, read_manifest, write_manifest
-from peagle.train.passes import Eagle3Pass, PassReport, PEaglePass, States, new_drafter, seen_by_drafter
+from peagle.train.passes import (
+    Eagle3Pass,
+    PassReport,
+    PEaglePass,
+    States,
+    drafter_config,
+    new_drafter,
+    seen_by_drafter,
+)
+from peagle.train.plan import TrainingPlan
 from peagle.train.qk_clip import EVERY_STEPS, attention_scores, clip_attention
 from peagle.train.recipe import OptimizerRecipe, Recipe, ScheduleRecipe
 from peagle.train.target import KeptStates, Target
@@ -201,13 +211,21 @@ class Trainer:
         dtype = torch.bfloat16 if on_gpu else torch.float32
         self.output = Path(recipe.output)
         target_dir = recipe.target_dir()
+        target_config = read_target_config(target_dir)
+        plan = TrainingPlan.make(
+            recipe, target_dir, target_config, drafter_config(recipe, target_config), self.device, self.workers.size
+        )
+        plan.check()
         data, num_held_out = self._split_data()
         packing = recipe.batch.model_dump(include={"num_sequences", "max_tokens", "long"})
         self.batches = PackedBatches(data, seed=recipe.seed, **packing)
         check_data_fits(recipe.data, target_dir, self.batches)
         self.data_digest = data.digest()
-        if self.workers.leads and self.answers:  # found at the start, not after the training
-            check_data_fits(self.answers, target_dir)
+        if self.workers.leads:
+            if self.answers:  # found at the start, not after the training
+                check_data_fits(self.answers, target_dir)
+            for line in plan.lines(recipe, self.batches.counts, num_held_out, self.workers.size):
+                logger.info(line)
         self.target = Target(target_dir, device=str(self.device), dtype=dtype, compiled=self.compiled)
         self.random = torch.Generator(self.device).manual_seed(recipe.seed)
         self.drafter = new_drafter(recipe, self.target, self.batches, self.random)
@@ -215,7 +233,6 @@ class Trainer:
         self.workers.share(owned.values())
         if not self.workers.leads:  # workers start from one drafter and then drop different rows
             self.random.manual_seed(hash((recipe.seed, self.workers.rank)) % 2**63)
-        self._log_plan(num_held_out)
         self.optimizer = Optimizer(owned, recipe.optimizer, fused=on_gpu)
         self.average = MovingAverage(owned, recipe.optimizer.ema_decay)
         self._pass: PEaglePass | Eagle3Pass
@@ -251,22 +268,6 @@ class Trainer:
             data.select(held_out).save_part(folder, "000")
             write_manifest(folder, kept | {"categories": [names[index] for index in held_out]})
         return data.select(trained), len(held_out)
-
-    def _log_plan(self, num_held_out: int) -> None:
-        """Says how much is trained, on what and for how long."""
-        if not self.workers.leads:
-            return
-        counts, batch, schedule = self.batches.counts, self.recipe.batch, self.recipe.schedule
-        conversations, tokens = counts["num_conversations"], counts["num_tokens"]
-        step = batch.num_sequences * batch.max_tokens * batch.num_accumulated * self.workers.size
-        limit = "" if schedule.max_minutes is None else f" or {schedule.max_minutes:g} minutes"
-        trainable = sum(parameter.numel() for parameter in self.drafter.trainable().values())
-        logger.info(f"data      {conversations:,} conversations, {tokens:,} tokens; held out: {num_held_out:,}")
-        logger.info(f"drafter   {trainable / 1e6:.1f} M trainable parameters")
-        logger.info(
-            f"schedule  {schedule.max_steps:,} steps{limit}, {step:,} tokens a step, at most "
-            f"{schedule.max_steps * step / tokens:,.1f} passes over the data"
-        )
 
     def _next(self, batches: Iterator[Batch]) -> tuple[Batch, Tensor | None]:
         """The next batch, on the host, and the target's states of it as far as they are kept."""

@@ -49,6 +49,14 @@ def test_out_of_memory_names_the_settings(small) -> None:
         Full(load(small, "full")).run()
 
 
+def test_a_run_that_cannot_fit_is_refused_before_the_target_loads(small) -> None:
+    (small / "without-weights").mkdir()
+    shutil.copy(small / "target" / "config.json", small / "without-weights")
+    asked = [f"target={small / 'without-weights'}", "batch.num_sequences=1000000000"]
+    with pytest.raises(ValueError, match=r"cannot fit: it needs more than \d+\.\d GiB .*Lower batch.num_seq"):
+        Trainer(load(small, "large", *asked))
+
+
 def test_a_damaged_checkpoint_is_named(small) -> None:
     (small / "damaged").mkdir()
     (small / "damaged" / "checkpoint.pt").write_bytes(b"PK\x03\x04 not all of it")

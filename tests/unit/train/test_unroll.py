@@ -127,8 +127,12 @@ def test_the_pass_forms_the_gradient_of_the_weighted_loss() -> None:
 
 
 def test_recipes_that_do_not_fit_are_refused() -> None:
-    recipe = Recipe(target="", data="", output="", drafter={"method": "eagle3"}, batch={"num_segments": 2})
+    common = dict(target="", data="", output="")
+    recipe = Recipe(**common, drafter={"method": "eagle3"}, batch={"num_segments": 2})
     with pytest.raises(ValueError, match="num_segments = 2: method eagle3 has no segments, write 1"):
+        Eagle3Pass(recipe, compiled=False)
+    recipe = Recipe(**common, drafter={"method": "eagle3", "sliding_window": 16, "num_depths": 17})
+    with pytest.raises(ValueError, match="sliding_window = 16 must be at least num_depths = 17"):
         Eagle3Pass(recipe, compiled=False)
 
 

@@ -1,0 +1,91 @@
+"""What a run will take, known before it starts: parameters, memory, tokens. Refuses a run that cannot fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peagle.config import DrafterConfig
+from peagle.model import Drafter
+from peagle.train.recipe import Recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingPlan:
+    """num_trainable: parameters of the drafter; gib: of each part, `rows` (activations) roughly; available: GiB."""
+
+    num_trainable: int
+    gib: dict[str, float]
+    available: float
+
+    @classmethod
+    def make(
+        cls,
+        recipe: Recipe,
+        target_dir: Path,
+        target: dict[str, Any],
+        config: DrafterConfig,
+        device: torch.device,
+        num_workers: int = 1,
+    ) -> TrainingPlan:
+        """target: its `config.json`. num_workers: that share a host without a GPU. Loads no weights."""
+        with torch.device("meta"):
+            num_owned = sum(parameter.numel() for parameter in Drafter(config).parameters())
+        on_gpu, batch = device.type == "cuda", recipe.batch
+        width, num_tokens = 2 if on_gpu else 4, batch.num_sequences * batch.max_tokens
+        ratio = 1.0 if recipe.drafter.method == "eagle3" else recipe.cod.ratio
+        num_rows = num_tokens * sum(ratio**offset for offset in range(config.num_depths))
+        stored = float(sum(path.stat().st_size for path in target_dir.glob("*.safetensors")))
+        if "quantization_config" not in target:  # else it stays as it is stored
+            stored *= width / (4 if "float32" in (target.get("dtype"), target.get("torch_dtype")) else 2)
+        num_logits = min(recipe.loss.chunk, num_rows) * (target["vocab_size"] + 2 * config.draft_vocab_size)
+        kept = config.num_hidden_layers * (8 * config.hidden_size + 3 * config.intermediate_size)
+        num_bytes = {
+            "target": stored,
+            "drafter, gradients, optimizer, average": num_owned * 4 * 5,
+            "hidden states": num_tokens * target["hidden_size"] * (target["num_hidden_layers"] + 5) * width,
+            "logits": num_logits * width,
+            "rows": num_rows * kept * width / batch.num_segments,
+        }
+        available = torch.cuda.mem_get_info(device)[0] if on_gpu else host_memory() / num_workers
+        return cls(num_owned, {name: size / 2**30 for name, size in num_bytes.items()}, available / 2**30)
+
+    def check(self) -> None:
+        """Raises ValueError where the parts that are known exceed the device's memory; `rows` is left out."""
+        known = sum(self.gib.values()) - self.gib["rows"]
+        if known > self.available:
+            raise ValueError(
+                f"this run cannot fit: it needs more than {known:.1f} GiB ({self._parts()}), and the device has "
+                f"{self.available:.1f} GiB. Lower batch.num_sequences (batch.num_accumulated keeps the step's size), "
+                "batch.max_tokens, loss.chunk or drafter.num_layers, or take a smaller target"
+            )
+
+    def lines(self, recipe: Recipe, counts: dict[str, int], num_held_out: int, num_workers: int) -> list[str]:
+        """What is printed. counts: `PackedBatches.counts`."""
+        batch, schedule = recipe.batch, recipe.schedule
+        step = batch.num_sequences * batch.max_tokens * batch.num_accumulated * num_workers
+        passes = schedule.max_steps * step / counts["num_tokens"]
+        limit = "" if schedule.max_minutes is None else f" or {schedule.max_minutes:g} minutes"
+        return [
+            f"data      {counts['num_conversations']:,} conversations, {counts['num_tokens']:,} tokens, "
+            f"{counts['num_answer_tokens']:,} of answers; held out: {num_held_out:,} conversations",
+            f"drafter   {self.num_trainable / 1e6:.1f} M trainable parameters",
+            f"schedule  {schedule.max_steps:,} steps{limit}, {step:,} tokens a step, at most {passes:,.1f} passes over "
+            "the data",
+            f"memory    about {sum(self.gib.values()):.1f} of {self.available:.1f} GiB ({self._parts()})",
+        ]
+
+    def _parts(self) -> str:
+        return "; ".join(f"{name} {size:.1f}" for name, size in self.gib.items())
+
+
+def host_memory() -> int:
+    """Bytes of memory that this process may use: the host's, or what its container is limited to."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return physical if text == "max" else min(physical, int(text))
