@@ -311,12 +311,9 @@ def _plain_attention(
 
 def drafter_config(recipe: Recipe, target: dict[str, Any]) -> DrafterConfig:
     """The drafter's configuration by the recipe; target: the target's `config.json`."""
-    wanted = recipe.drafter
-    same = {"num_layers", "num_depths", "ptd_token_id", "fc_norm", "norm_before_residual", "sliding_window"}
-    optional = {"intermediate_size", "draft_vocab_size", "aux_layer_ids"}
-    shape = wanted.model_dump(include=same) | wanted.model_dump(include=optional, exclude_none=True)
-    if wanted.aux_layer_ids is not None:
-        shape["aux_layer_ids"] = tuple(wanted.aux_layer_ids)
+    shape = recipe.drafter.model_dump(exclude={"method", "start_from"}, exclude_none=True)
+    if "aux_layer_ids" in shape:
+        shape["aux_layer_ids"] = tuple(shape["aux_layer_ids"])
     return DrafterConfig.for_target(target, **shape)
 
 

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from peagle.drafter.engine import REQUEST, DraftEngine, split
+from peagle.drafter.engine import DraftEngine
 from peagle.drafter.protocol import Step
 from tests.support.draft_engine_harness import (
     BLOCK,
@@ -102,17 +102,6 @@ def test_a_request_that_goes_to_another_head_leaves_nothing_behind() -> None:
     assert engine.tables[0].pool.num_available == free
     run(engine, 1, 2, {0: Rows(request, 11, 2, 4)})
     assert engine.counters.cold_starts == 2
-
-
-def test_split_takes_those_that_wait_for_drafts_first() -> None:
-    requests = np.array([(0, 0, 0, 21, 0, 0), (1, 1, 0, 5, 21, 4)], REQUEST)
-    passes = split(requests, max_num_rows=8, max_num_requests=16)
-    assert [part["place"].tolist() for part in passes] == [[1], [0], [0], [0]]
-    assert [part["start"].tolist() for part in passes] == [[0], [0], [8], [16]]
-    assert [part["row"].tolist() for part in passes] == [[21], [0], [8], [16]]
-    passes = split(requests[1:], max_num_rows=6, max_num_requests=16)  # five rows and three masks
-    assert [part["num_valid"].tolist() for part in passes] == [[3], [2]]
-    assert [part["num_drafts"].tolist() for part in passes] == [[0], [4]]
 
 
 def test_long_prompts_run_in_pieces() -> None:

@@ -15,16 +15,6 @@ def test_counts_are_those_of_the_papers_example() -> None:
     assert torch.bincount(rows.offset_BT[0]).tolist() == [16, 11, 7, 4]
 
 
-def test_every_kept_row_has_the_rows_before_it_in_its_chain() -> None:
-    generator = torch.Generator().manual_seed(1)
-    rows = sample_rows(torch.full((3, 64), 8), 8, 0.8, generator=generator)
-    for anchors, offsets in zip(rows.anchor_BT.tolist(), rows.offset_BT.tolist(), strict=True):
-        kept = set(zip(anchors, offsets, strict=True))
-        assert len(kept) == len(anchors), "a row stands twice"
-        assert all((anchor, offset - 1) in kept for anchor, offset in kept if offset)
-    assert rows.anchor_BT.shape[1] == sum(kept_per_offset(64, 8, 0.8))
-
-
 NUM_DRAWS = 10_000
 #: Chi-square of the outcomes below (29 degrees of freedom) exceeds this once in a million fair samplers.
 LIMIT_30 = 83.0
