@@ -51,7 +51,6 @@ PATCH_POINTS: Mapping[str, Mapping[str, str]] = {
         "vllm.v1.worker.cpu_model_runner:CPUModelRunner": "_sample _update_states",
     },
     "v2 runner": {
-        "vllm.config:VllmConfig": _V2_METHOD,
         "vllm.v1.worker.gpu_worker:Worker": "_make_model_runner load_model sample_tokens compile_or_warm_up_model",
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner": "load_model initialize_kv_cache _dummy_run prepare_inputs "
         "capture_model execute_model sample sample_tokens add_requests finish_requests",
@@ -111,12 +110,9 @@ def allow_v2() -> None:
     """Let vLLM's configuration choose its V2 model runner for P-EAGLE, if our worker brings the speculator.
 
     vLLM's configuration refuses P-EAGLE on V2, and each process asks it anew. So the modules of the scheduler and the
-    worker call this, and whatever makes the configuration. Engines with another worker are unchanged; a second call
-    does nothing.
+    worker call this, and whatever makes the configuration. Engines with another worker are unchanged.
     """
-    original = getattr(VllmConfig, _V2_METHOD, None)
-    if original is None or getattr(original, "allows_peagle", False):  # `check` names what is missing
-        return
+    original = getattr(VllmConfig, _V2_METHOD)
 
     def unsupported(self: VllmConfig) -> list[str]:
         found: list[str] = original(self)
@@ -125,7 +121,6 @@ def allow_v2() -> None:
             found = [feature for feature in found if feature != _V2_REFUSAL]
         return found
 
-    unsupported.allows_peagle = True  # type: ignore[attr-defined]
     setattr(VllmConfig, _V2_METHOD, unsupported)
 
 

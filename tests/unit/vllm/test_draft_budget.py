@@ -103,20 +103,6 @@ def test_now_and_then_a_step_verifies_all_its_drafts_also_beside_prompts() -> No
     assert VERIFY_INTERVAL_STEPS <= verified[0] <= VERIFY_INTERVAL_STEPS + STEPS_PER_LATENCY
 
 
-def test_a_batch_is_decided_once_until_step_times_are_known_better() -> None:
-    """What is decided once is the same list."""
-    found, batch = draft_budget(), [request(SURE), request(DOUBTFUL)]
-    first = found.depths(batch, [5, 5])
-    assert all(found.depths(batch, [5, 5]) is first for _ in range(20))
-    assert found.depths(batch, [2, 5])[0] == 2
-    assert found.depths(batch[::-1], [5, 2])[1] == 2
-    alone = found.depths(batch[:1], [5])
-    assert len(alone) == 1
-    for _ in range(STEPS_PER_LATENCY):
-        found.model.observe(TimedStep(0.5, 1, 6))
-    assert found.depths(batch[:1], [5]) is not alone
-
-
 def test_prompts_in_the_step_are_seen() -> None:
     """Few rows are free on a GPU; beside a prompt each costs."""
     points = [

@@ -54,12 +54,9 @@ def test_an_eagle3_head_is_refused(head: Path) -> None:
 
 
 def config(**changes: Any) -> Any:
-    speculative = {"disable_padded_drafter_batch": False}
-    model = {"enable_prompt_embeds": False, "is_multimodal_model": False, "multimodal_config": None}
+    model = {"enable_prompt_embeds": False, "is_multimodal_model": False, "multimodal_config": None, **changes}
     return SimpleNamespace(
-        additional_config={REMOTE_KEY: {}},
-        speculative_config=SimpleNamespace(**{key: changes.get(key, value) for key, value in speculative.items()}),
-        model_config=SimpleNamespace(**{key: changes.get(key, value) for key, value in model.items()}),
+        speculative_config=SimpleNamespace(disable_padded_drafter_batch=False), model_config=SimpleNamespace(**model)
     )
 
 
