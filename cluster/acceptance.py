@@ -142,18 +142,17 @@ class AcceptancePosteriors:
         return AcceptanceSnapshot(self.max_draft_tokens, self.head, self.heads, evidence)
 
     def restore(self, snapshot: AcceptanceSnapshot) -> None:
-        """Replace everything learned by a snapshot's. Raises ValueError naming what is wrong with it; nothing has
-        changed then."""
+        """Replace everything learned by a snapshot's. Raises ValueError for one of another K_max."""
         if snapshot.max_draft_tokens != self.max_draft_tokens:
             raise ValueError(
                 f"the snapshot is of a head with K_max {snapshot.max_draft_tokens}, but the one served drafts "
                 f"{self.max_draft_tokens}: start without it"
             )
-        evidence = {
-            head: {name: _checked(rows, self.max_draft_tokens) for name, rows in by_name.items()}
+        self.head, self.heads = snapshot.head, snapshot.heads
+        self._evidence = {
+            head: {name: np.array(rows) for name, rows in by_name.items()}
             for head, by_name in snapshot.evidence.items()
         }
-        self.head, self.heads, self._evidence = snapshot.head, snapshot.heads, evidence
         self._rates.clear()
 
     def _add(self, head: str, counts_by_workload: Mapping[str, Counts]) -> None:
@@ -186,18 +185,6 @@ def _age_and_add(earlier_2K: Array, later: Counts, half_life: float) -> Array:
 def _count_steps(evidence_2K: Array) -> float:
     """Independent steps: each that drafts is a trial of a_1."""
     return float(evidence_2K[0, :1].sum()) / DESIGN_EFFECT
-
-
-def _checked(rows: tuple[list[float], list[float]], max_draft_tokens: int) -> Array:
-    """Raises ValueError where no steps can have these counts."""
-    if {len(row) for row in rows} == {max_draft_tokens}:
-        reached_K, accepted_K = found_2K = np.array(rows)
-        before_K = np.concatenate([reached_K[:1], accepted_K[:-1]])
-        # Sums of weighted steps are rounded.
-        is_possible = (accepted_K >= 0) & (accepted_K <= reached_K * (1 + 1e-6)) & (reached_K <= before_K * (1 + 2e-6))
-        if is_possible.all() and np.isfinite(found_2K).all():
-            return found_2K
-    raise ValueError(f"no steps can have these counts of {max_draft_tokens} positions: {rows!r:.200}")
 
 
 def _posterior(mean_K: Array, evidence_2K: Array) -> tuple[Array, Array]:

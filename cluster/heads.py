@@ -294,7 +294,7 @@ class HeadManager:
     ) -> None:
         self._index_of, self._num_spare, self._trial_share, self._clock = dict(index_of), num_spare, trial_share, clock
         self._index_of[""] = 0
-        self._state = HeadState("", (), {}, None, [], {})
+        self.state = HeadState("", (), {}, None, [], {})
         self._num_running: Mapping[str, int] = {}
         self._num_uncounted: Counter[str] = Counter()
         """Requests by workload that started and have verified nothing yet. Their steps come with a later report."""
@@ -307,16 +307,16 @@ class HeadManager:
     @property
     def is_ready(self) -> bool:
         """Whether drafters have said what they are configured with: before that nothing is desired."""
-        return bool(self._state.configured)
+        return bool(self.state.configured)
 
     @property
     def desired(self) -> DesiredHeads:
-        extra = () if self._state.candidate is None else (self._state.candidate,)
-        return DesiredHeads(dict(self._state.replacements), extra[: self._num_spare])
+        extra = () if self.state.candidate is None else (self.state.candidate,)
+        return DesiredHeads(dict(self.state.replacements), extra[: self._num_spare])
 
     @property
     def routing(self) -> HeadRouting:
-        candidate, trial = self._state.candidate, self._trial()
+        candidate, trial = self.state.candidate, self._trial()
         digest = "" if candidate is None else candidate.digest
         if trial is None or trial.state == "loading":
             return HeadRouting(digest)
@@ -328,18 +328,18 @@ class HeadManager:
         drafters have said what they are configured with."""
         if not self.is_ready:
             raise ValueError("no drafter has said yet which heads draft: try again")
-        drafting = [self._state.replacements.get(head.digest, head) for head in self._state.configured]
+        drafting = [self.state.replacements.get(head.digest, head) for head in self.state.configured]
         return {workload: drafting[index] for workload, index in self._index_of.items()}
 
     @property
     def names_in_use(self) -> set[str]:
         """Names of heads that draft, or that a roll-back would bring back."""
-        previous = [change.previous for change in self._state.changes if change.previous is not None]
-        return {head.name for head in (*self._state.replacements.values(), *previous)}
+        previous = [change.previous for change in self.state.changes if change.previous is not None]
+        return {head.name for head in (*self.state.replacements.values(), *previous)}
 
     def get_change(self, name: str) -> HeadChange:
         """The newest of a head, as it is now. Raises ValueError for a name that is not known (any more)."""
-        for change in reversed(self._state.changes):
+        for change in reversed(self.state.changes):
             if change.name == name:
                 return change
         raise ValueError(f"no head {name!r:.80} was proposed, or it is forgotten")
@@ -347,18 +347,11 @@ class HeadManager:
     def document(self) -> list[dict[str, Any]]:
         """The changes of heads, newest first, as JSON."""
         rows = []
-        for change in reversed(self._state.changes):
+        for change in reversed(self.state.changes):
             row, stands = dataclasses.asdict(change), self._stands(change)
             row |= {"stands": stands, "is_watched": stands and change.is_compared}
             rows.append({name: value for name, value in row.items() if name not in INTERNAL})
         return rows
-
-    def snapshot(self) -> HeadState:
-        """What must outlive a restart, for `restore`. It changes with the manager."""
-        return self._state
-
-    def restore(self, state: HeadState) -> None:
-        self._state = state
 
     # ---- what others say
 
@@ -377,14 +370,14 @@ class HeadManager:
         index = indices.pop()
         workloads = tuple(name for name, other in self._index_of.items() if other == index) if index else ()
         change = HeadChange(name, workloads, proposal.parent, dict(proposal.provenance))
-        self._state.candidate = change.ref
+        self.state.candidate = change.ref
         self._set_state(change, "loading", "drafters load it")
         return change
 
     def roll_back(self) -> HeadChange:
         """End the trial, else roll back the last change that stands: an operator's order. Raises ValueError where there
         is none."""
-        for change in reversed(self._state.changes):
+        for change in reversed(self.state.changes):
             if not change.is_over:
                 self._set_state(change, "dropped", "ordered by an operator")
             elif self._stands(change):
@@ -396,7 +389,7 @@ class HeadManager:
 
     def observe_drafters(self, reports: Sequence[DrafterReport]) -> None:
         """Take in the reports of all drafter replicas, once they agree and have been given the desired state."""
-        state = self._state
+        state = self.state
         if not reports:
             return
         configured, given = reports[0].configured, reports[0].desired
@@ -417,7 +410,7 @@ class HeadManager:
     def record_counts(self, deltas: CounterDeltas, num_running: Mapping[str, int], weights: str = "") -> None:
         """Take in what targets counted since the last time, and decide. num_running: requests by workload. weights:
         digest of the targets', "" where nobody knows it."""
-        state, self._num_running = self._state, num_running
+        state, self._num_running = self.state, num_running
         if weights not in ("", state.weights):
             if state.weights:
                 self._void_evidence()
@@ -451,7 +444,7 @@ class HeadManager:
     def _decide(self, change: HeadChange) -> None:
         """Promote or drop a candidate, roll back or keep a promoted head, where the evidence says so."""
         is_trial = change.state == "running"
-        old = change.control if is_trial else self._state.evidence.get(change.against, {})
+        old = change.control if is_trial else self.state.evidence.get(change.against, {})
         if (found := compare_heads(change.evidence, old, TRIAL_ERROR if is_trial else WATCH_ERROR)) is None:
             return
         change.gain, change.low, change.high = (round(value, 4) for value in (found.gain, found.low, found.high))
@@ -475,26 +468,26 @@ class HeadManager:
         if digests == {old.digest}:
             problems = ["it is the head that drafts already"]
         if problems:
-            self._state.candidate = None
+            self.state.candidate = None
             self._set_state(trial, "refused", problems[0])
         elif len(digests) == 1 and "" not in digests:
             trial.head, trial.against = digests.pop(), old.digest
-            self._state.candidate = trial.ref
+            self.state.candidate = trial.ref
             self._set_state(trial, "running", f"it drafts for {self._trial_share:.0%} of the requests")
             self._begin_comparison(trial)
 
     def _promote(self, change: HeadChange, reason: str) -> None:
         """Let a candidate draft in the place of the configured head."""
         index = self._index_of[change.workloads[0] if change.workloads else ""]
-        change.key = self._state.configured[index].digest
-        change.previous = self._state.replacements.get(change.key)
-        self._state.replacements[change.key] = change.ref
+        change.key = self.state.configured[index].digest
+        change.previous = self.state.replacements.get(change.key)
+        self.state.replacements[change.key] = change.ref
         self._set_state(change, "promoted", reason)
         self._begin_comparison(change)
 
     def _record_new_config(self, before: HeadRef, head: HeadRef) -> None:
         """A `user_config` names `head` where `before` was configured."""
-        old = self._state.replacements.pop(before.digest, before)
+        old = self.state.replacements.pop(before.digest, before)
         if old.digest == head.digest:
             return  # the operator wants what drafts already
         self._drop_trial_against(old.digest, "a user_config changed the head that it was compared with")
@@ -505,9 +498,9 @@ class HeadManager:
 
     def _undo(self, change: HeadChange, reason: str) -> None:
         """Roll back a promoted head."""
-        self._state.replacements.pop(change.key, None)
+        self.state.replacements.pop(change.key, None)
         if change.previous is not None:
-            self._state.replacements[change.key] = change.previous
+            self.state.replacements[change.key] = change.previous
         self._num_cold = dict(self._num_running)
         self._set_state(change, "rolled back", reason)
         self._drop_trial_against(change.head, "the head that it was compared with was rolled back")
@@ -524,9 +517,9 @@ class HeadManager:
 
     def _void_evidence(self) -> None:
         """The targets have other weights: a trial begins anew; a watch ends, since it would blame the head for them."""
-        self._state.evidence.clear()
+        self.state.evidence.clear()
         self._num_cold = dict(self._num_running)
-        for change in self._state.changes:
+        for change in self.state.changes:
             change.evidence, change.control = {}, {}
             if change.is_compared and change.state == "promoted":
                 self._set_state(change, "promoted", "it stays: the target is another")
@@ -537,16 +530,16 @@ class HeadManager:
         change.state, change.reason = state, reason
         change.is_compared, change.evidence, change.control = False, {}, {}
         change.begun_s, change.changed_s = change.begun_s or now_s, now_s
-        if not any(change is known for known in self._state.changes):
-            self._state.changes = [*self._state.changes, change][-MAX_CHANGES:]
+        if not any(change is known for known in self.state.changes):
+            self.state.changes = [*self.state.changes, change][-MAX_CHANGES:]
         self.events.append(f"head {change.name} ({change.head or 'not loaded'}) {state}: {reason}")
 
     def _trial(self) -> HeadChange | None:
         """The one that is not over."""
-        return next((change for change in self._state.changes if not change.is_over), None)
+        return next((change for change in self.state.changes if not change.is_over), None)
 
     def _stands(self, change: HeadChange) -> bool:
         """Whether a promoted head drafts where it was put."""
-        configured = {head.digest: head for head in self._state.configured}
-        drafting = self._state.replacements.get(change.key, configured.get(change.key))
+        configured = {head.digest: head for head in self.state.configured}
+        drafting = self.state.replacements.get(change.key, configured.get(change.key))
         return change.state == "promoted" and drafting == change.ref

@@ -307,8 +307,8 @@ class KPolicy:
         return self._tracker.last_reports
 
     def restore(self, reports: Iterable[TargetReport], acceptance: AcceptanceSnapshot) -> None:
-        """Go on from `last_reports` and the posteriors' snapshot of an earlier policy. Raises ValueError naming what is
-        wrong with the snapshot; nothing has changed then."""
+        """Go on from `last_reports` and the posteriors' snapshot of an earlier policy. Raises ValueError for one of
+        another K_max."""
         self.posteriors.restore(acceptance)
         for report in reports:
             self._tracker.remember(report)

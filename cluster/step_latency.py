@@ -82,11 +82,7 @@ class StepLatency(msgspec.Struct, frozen=True, dict=True):
         `is_drafted`: the drafter's pass runs without drafts too, because some request may get drafts in the next step.
         Beside `prompt_tokens` each draft takes at least what a prompt's row takes. What the prompts themselves take is
         left out: every request has one prompt, whatever its K.
-
-        Raises ValueError where a number is out of range.
         """
-        if not 1 <= num_requests < math.inf or num_drafts < 0 or prompt_tokens < 0:
-            raise ValueError(f"no step has {num_requests} requests, {num_drafts} drafts, {prompt_tokens} prompt tokens")
         drafts = np.arange(num_drafts + 1)
         seconds = self.interpolate(num_requests, drafts / num_requests)
         if prompt_tokens:

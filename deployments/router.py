@@ -21,7 +21,7 @@ from prometheus_client.core import Metric
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from cluster.counts import TargetReport
+from cluster.counts import Counts, TargetReport
 from cluster.heads import (
     CANDIDATE,
     DesiredHeads,
@@ -40,8 +40,8 @@ from deployments import DRAFTER_NAME, TARGET_NAME, compat
 from deployments.autoscaling import Autoscaler, read_pools
 from deployments.replicas import POLL_TIMEOUT_S, REPLICA_LOST, ReplicaMonitor, settings_with
 from deployments.telemetry import (
-    HeadCounts,
     StateStore,
+    add_head_counts,
     change_metrics,
     depth_metrics,
     drafter_metrics,
@@ -49,7 +49,6 @@ from deployments.telemetry import (
     head_metrics,
     labelled,
     learner_metrics,
-    live_heads,
     prometheus_text,
     scaling_metrics,
     spending_metrics,
@@ -101,7 +100,8 @@ class Router:
         self._heads = make_head_manager(settings)
         self._state = StateStore(settings.depth.state, self.k_policy, self._heads, self._channel)
         self._state.restore()
-        self._head_counts, self._counts_are_new = HeadCounts(), False
+        self._head_counts: dict[str, Counts] = {}
+        self._counts_are_new = False
         self._history = ServiceHistory()
         self._history.add_event("router", "the router has started")
         self._monitor = ReplicaMonitor[TargetReport](self._target, self._observe)
@@ -231,7 +231,7 @@ class Router:
         reports = await self._monitor.refresh()
         model = self._settings.model.id
         families = target_metrics(reports, self._monitor.num_ready or 0, model)
-        families += head_metrics(self._head_counts.by_head())
+        families += head_metrics(self._head_counts)
         families += [] if self._heads is None else change_metrics(self._heads.document())
         families += depth_metrics(self._document(), model)
         families += scaling_metrics(self._scaling_document())
@@ -269,13 +269,12 @@ class Router:
         autoscaling wants and why."""
         reports = self._monitor.reports
         drafters = () if self._drafters is None else self._drafters.reports
-        by_head = self._head_counts.by_head(live_heads(reports))
         document = self._document()
         for row in document["workloads"]:
             row |= self._history.times(row["workload"])
         return {
             **document,
-            **drafting_document(reports, by_head, drafters),
+            **drafting_document(reports, self._head_counts, drafters),
             **self._history.document(time.monotonic()),
             "settings": self._settings.model_dump(mode="json", exclude_none=True, include=SHOWN_SETTINGS),
             "head_changes": [] if self._heads is None else self._heads.document(),
@@ -304,7 +303,7 @@ class Router:
         if deltas is None:
             return
         self._history.observe(reports, deltas, policy.num_requests, policy.latency, now_s)
-        self._head_counts.add(deltas)
+        add_head_counts(self._head_counts, deltas)
         # The first reports count from the targets' start, and heads may have changed since.
         if self._heads is not None and self._counts_are_new:
             weights = "+".join(sorted({report.weights for report in reports} - {""}))

@@ -49,35 +49,20 @@ LEARNED = "learned"
 """Name of the saved state among the documents of the cluster."""
 
 
-class HeadCounts:
-    """Verification steps by the head that drafted them, over all targets since this replica started."""
-
-    def __init__(self) -> None:
-        self._by_head: dict[str, Counts] = {}
-
-    def add(self, deltas: CounterDeltas) -> None:
-        for head, by_workload in deltas.by_head.items():
-            added = sum(by_workload.values(), Counts())
-            self._by_head[head] = self._by_head.pop(head, Counts()) + added
-        while len(self._by_head) > MAX_NUM_HEADS:
-            del self._by_head[next(iter(self._by_head))]
-
-    def by_head(self, live: Iterable[str] = ()) -> dict[str, Counts]:
-        """Counts by digest, with those of `live` heads that have none yet."""
-        return {**{head: Counts() for head in live}, **self._by_head}
-
-
-def live_heads(reports: Iterable[TargetReport]) -> list[str]:
-    """Digests of the heads that draft now."""
-    found = [head for report in reports for head in (report.head, *report.heads.values()) if head]
-    return list(dict.fromkeys(found))
+def add_head_counts(by_head: dict[str, Counts], deltas: CounterDeltas) -> None:
+    """Add new steps to those of each head, over all targets, in place. The heads that counted last stay."""
+    for head, by_workload in deltas.by_head.items():
+        by_head[head] = by_head.pop(head, Counts()) + sum(by_workload.values(), Counts())
+    while len(by_head) > MAX_NUM_HEADS:
+        del by_head[next(iter(by_head))]
 
 
 def drafting_document(
     reports: Sequence[TargetReport], by_head: Mapping[str, Counts], drafters: Sequence[DrafterReport]
 ) -> dict[str, Any]:
     """The part of `GET /drafting` that no policy decides."""
-    live = live_heads(reports)
+    live = {head for report in reports for head in (report.head, *report.heads.values()) if head}
+    by_head = {**{head: Counts() for head in live}, **by_head}
     return {
         "heads": [
             {
@@ -323,7 +308,7 @@ class StateStore:
             saved = msgspec.convert(document, SavedState)
             self.spending = saved.spending
             if self._heads is not None and saved.heads is not None:
-                self._heads.restore(saved.heads)
+                self._heads.state = saved.heads
             self._policy.restore(saved.reports, saved.acceptance)  # last: what was learned may be of another K_max
         except Exception as error:  # noqa: BLE001  # the service starts without it, whatever is wrong
             kept = ""
@@ -353,8 +338,7 @@ class StateStore:
 
     def document(self) -> dict[str, Any]:
         """The state of now, as JSON."""
-        heads = None if self._heads is None else self._heads.snapshot()
-        acceptance = self._policy.posteriors.snapshot()
+        heads, acceptance = None if self._heads is None else self._heads.state, self._policy.posteriors.snapshot()
         document: dict[str, Any] = msgspec.to_builtins(
             SavedState(self._policy.last_reports, acceptance, self.spending, heads)
         )

@@ -184,7 +184,7 @@ def test_reports_deeper_than_k_max_count_to_k_max() -> None:
     assert len(shallow.rates("w").mean) == K_MAX
 
 
-def test_a_snapshot_is_everything_and_a_damaged_one_changes_nothing() -> None:
+def test_a_snapshot_is_everything_for_the_same_k_max() -> None:
     posteriors, restored = AcceptancePosteriors(K_MAX), AcceptancePosteriors(K_MAX)
     for index, name in enumerate(("a", "b", "c")):
         by_head = {"one": {name: steps(CODE, 900, index)}, "two": {name: steps(CHAT, 50, index)}}
@@ -193,11 +193,5 @@ def test_a_snapshot_is_everything_and_a_damaged_one_changes_nothing() -> None:
     restored.restore(msgspec.convert(document, AcceptanceSnapshot))
     assert restored.snapshot() == posteriors.snapshot()
     assert all(restored.rates(name) == posteriors.rates(name) for name in ("a", "b", "c", "new"))
-    for rows in ([[9] * 7, [1] * 7], [[1] * 7, [2] * 7], [[-1] * 7, [-1] * 7], [[1], [1]]):
-        damaged = json.loads(json.dumps(document))
-        damaged["evidence"]["one"]["b"] = rows
-        with pytest.raises(ValueError, match="no steps can have these counts"):
-            restored.restore(msgspec.convert(damaged, AcceptanceSnapshot))
-        assert restored.snapshot() == posteriors.snapshot()
     with pytest.raises(ValueError, match="K_max 3, but the one served drafts 7"):
         restored.restore(msgspec.convert({**document, "max_draft_tokens": 3}, AcceptanceSnapshot))

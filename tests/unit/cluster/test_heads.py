@@ -112,7 +112,7 @@ def test_what_was_rolled_back_outlives_a_restart() -> None:
 def restarted(manager: HeadManager, num_spare: int) -> HeadManager:
     """The one of the next router."""
     again = make_manager(num_spare)
-    again.restore(msgspec.json.decode(msgspec.json.encode(manager.snapshot()), type=HeadState))
+    again.state = msgspec.json.decode(msgspec.json.encode(manager.state), type=HeadState)
     return again
 
 

@@ -174,9 +174,6 @@ def test_a_curve_says_what_single_steps_say(num_requests, k, on_gpu):
     assert len(curve) == num_requests * 20 + 1
     assert curve[num_requests * k] == pytest.approx(latency.seconds(num_requests, num_requests * (1 + k)))
     assert (np.diff(curve[1:]) >= 0).all()
-    for wrong in ((0, 1), (1, -1), (math.inf, 1), (1, 1, -1.0)):
-        with pytest.raises(ValueError, match="no step has"):
-            latency.curve(*wrong)
 
 
 def test_a_latency_travels_as_text():
