@@ -34,6 +34,7 @@ BODIES: dict[Call, type[Body]] = {"chat": ChatCompletionRequest, "completions": 
 UNUSED_FIELDS = frozenset(
     {
         "metadata",
+        "moderation",
         "prediction",
         "prompt_cache_key",
         "prompt_cache_options",
@@ -99,7 +100,8 @@ def read_document(document: Any, limits: LimitSettings) -> dict[str, Any]:
 def _check_value(name: str, value: Any) -> None:
     level = [value]
     for _ in range(MAX_NESTING):
-        if not all(-MAX_INTEGER <= item <= MAX_INTEGER for item in level if isinstance(item, int)):
+        numbers = [item for item in level if isinstance(item, int)]
+        if numbers and not -MAX_INTEGER <= min(numbers) <= max(numbers) <= MAX_INTEGER:
             raise ApiError(400, f"{name:.80} holds a number that does not fit 64 bits", param=name)
         parts = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
         if not (level := list(itertools.chain.from_iterable(parts))):
@@ -141,6 +143,8 @@ def drop_unused(fields: Mapping[str, Any], unused: Collection[str] = UNUSED_FIEL
     """`fields` without those that are null, which stand for missing ones, and without `unused`. Raises ApiError for a
     value that would change the answer where OpenAI serves it."""
     given = {name: item for name, item in fields.items() if item is not None and name not in unused}
+    if isinstance(moderation := fields.get("moderation"), dict) and moderation.get("policy"):
+        raise ApiError(400, "moderation.policy is not served here: nothing is moderated", param="moderation.policy")
     for name, served in (("modalities", ["text"]), ("best_of", given.get("n", 1))):
         if (asked := given.pop(name, served)) != served:
             raise ApiError(400, f"{name} is {asked!r:.80}, but only {served!r:.80} is served here", param=name)

@@ -448,8 +448,10 @@ class RemoteGrammarChecker(GrammarChecker):
 class Worker:
     """Answers jobs."""
 
-    def __init__(self, wire: Wire, answers: EngineAnswers, recorder: DraftingRecorder) -> None:
-        self._wire, self._answers, self._recorder = wire, answers, recorder
+    def __init__(
+        self, wire: Wire, answers: EngineAnswers, recorder: DraftingRecorder, checker: RemoteGrammarChecker
+    ) -> None:
+        self._wire, self._answers, self._recorder, self._checker = wire, answers, recorder, checker
         self._jobs: dict[int, tuple[asyncio.Task[None], asyncio.Semaphore]] = {}
 
     def handle(self, message: Task) -> None:
@@ -459,6 +461,8 @@ class Worker:
                 task = asyncio.get_running_loop().create_task(self._answer(message, room))
                 self._jobs[number] = task, room
                 task.add_done_callback(lambda _: self._jobs.pop(number, None))
+            case Outcome():
+                self._checker.resolve(message)
             case Report():
                 self._wire.send(Counted(self._recorder.take_delta()))
             case Stop(number) if number in self._jobs:
@@ -500,14 +504,11 @@ async def serve(setup: Mapping[str, Any], end: socket.socket) -> None:
     checker = RemoteGrammarChecker(wire)
     engine = compat.front_end_engine(client, chat, completions)
     answers = EngineAnswers.attach(engine, recorder, lambda *charged: wire.send(Charged(*charged)), checker)
-    worker = Worker(wire, answers, recorder)
+    worker = Worker(wire, answers, recorder, checker)
     freeze_gc_heap()
     wire.send(Ready())
     async for message in wire.messages():
-        if isinstance(message, Outcome):
-            checker.resolve(message)
-        else:
-            worker.handle(message)
+        worker.handle(message)
 
 
 def main() -> None:

@@ -211,6 +211,7 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], str | None]] = {
     "an object in extra arguments": ({"vllm_xargs": {"a": {"b": 1}}}, "vllm_xargs.a"),
     "stream options as a text": ({"stream_options": "all"}, "stream_options"),
     "spoken answers": ({"modalities": ["text", "audio"]}, "modalities"),
+    "moderation that blocks": ({"moderation": {"policy": {"output": {"mode": "block"}}}}, "moderation.policy"),
     "the best of two": ({"best_of": 2}, "best_of"),
     "two grammars": ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
     "a grammar of no kind": ({"structured_outputs": {"regexx": "a"}}, "structured_outputs"),
@@ -326,7 +327,7 @@ def test_an_unknown_field_is_told_what_it_is_called_here(name: str, hint: str) -
 @pytest.mark.parametrize(
     ("call", "declared", "refused"),
     [
-        ("chat", chat_params.CompletionCreateParamsBase, {"audio", "function_call", "functions", "moderation"}),
+        ("chat", chat_params.CompletionCreateParamsBase, {"audio", "function_call", "functions"}),
         ("completions", completion_params.CompletionCreateParamsBase, set()),
     ],
 )

@@ -62,14 +62,11 @@ class NoProcess(FrontEndProcess):
         self.checker = RemoteGrammarChecker(wire)
         engine = compat.front_end_engine(client, chat, None)
         charge = lambda *charged: wire.send(front_end_processes.Charged(*charged))  # noqa: E731
-        worker = Worker(wire, EngineAnswers(engine, recorder, charge), recorder)
+        worker = Worker(wire, EngineAnswers(engine, recorder, charge), recorder, self.checker)
         wire.send(front_end_processes.Ready())
         try:
             async for message in wire.messages():
-                if isinstance(message, front_end_processes.Outcome):
-                    self.checker.resolve(message)
-                else:
-                    worker.handle(message)
+                worker.handle(message)
         finally:
             wire.close()
 
