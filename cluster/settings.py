@@ -439,7 +439,7 @@ class DepthSettings(Section):
     without it both end with the Ray cluster."""
 
     removed: ClassVar[Mapping[str, str]] = {
-        "objectives": "a learned K has the least time per token already; to bound that time, lower engine.max_num_seqs",
+        "objectives": "a learned K gives the most tokens/s; to bound the time per token, lower engine.max_num_seqs",
     }
 
     policy: Literal["adaptive", "fixed"] = Field(

@@ -123,7 +123,7 @@ def test_requests_without_a_survival_keep_their_k() -> None:
 
 
 def test_steps_go_no_deeper_than_a_survival_says_but_for_those_that_verify_all() -> None:
-    """With objectives K is where the survival ends."""
+    """Usually no step goes beyond the end of the survival."""
     found, batch = draft_budget(per_token_s=0.0), [request(SURE[:2]) for _ in range(4)]
     assert found.depths([*batch, request(workload="pinned")], [5] * 5) == [2, 2, 2, 2, 5]
     depths = []
