@@ -4,12 +4,7 @@ from starlette.responses import JSONResponse
 
 from cluster.errors import RETRY_AFTER_S, ApiError
 
-NOT_READY = (
-    "{} is not ready: no replica is up (still loading, or restarting). Try again in "
-    f"{RETRY_AFTER_S} seconds; GET /health answers 200 when it is ready."
-)
-NOT_READY_CODE, LOST_CODE = "model_not_ready", "server_lost"
-LOST = "The server that worked on this request has stopped. Send the request again."
+LOST_CODE = "server_lost"
 
 
 def json_response(error: ApiError, path: str = "") -> JSONResponse:
@@ -24,12 +19,15 @@ def not_ready(model: str = "") -> ApiError:
     """No replica of the target can answer: at the start until the engine has loaded, later when all are gone. `model`:
     its name, where it is known."""
     what = f"The model {model!r}" if model else "The service"
-    return ApiError(503, NOT_READY.format(what), code=NOT_READY_CODE)
+    text = f"{what} is not ready: no replica is up (still loading, or restarting)."
+    when = f"Try again in {RETRY_AFTER_S} seconds; GET /health answers 200 when it is ready."
+    return ApiError(503, f"{text} {when}", code="model_not_ready")
 
 
 def server_lost(status: int = 503) -> ApiError:
     """A replica is gone that worked on a request."""
-    return ApiError(status, LOST, code=LOST_CODE)
+    text = "The server that worked on this request has stopped. Send the request again."
+    return ApiError(status, text, code=LOST_CODE)
 
 
 def engine_lost() -> ApiError:

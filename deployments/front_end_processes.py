@@ -249,7 +249,6 @@ class FrontEndProcesses:
     def __init__(
         self,
         number: int,
-        model: str,
         max_workloads: int,
         recorder: DraftingRecorder,
         charge: Charge,
@@ -262,7 +261,7 @@ class FrontEndProcesses:
         self.num_requests = [0] * number
         """Requests handed to the process at each place, and to those before it."""
         self.num_restarts = 0
-        self._model, self._recorder, self._charge, self._keep = model, recorder, charge, keep
+        self._recorder, self._charge, self._keep = recorder, charge, keep
         self._processes: dict[int, FrontEndProcess] = {}
         self._numbers = itertools.count()
         self._abort: Callable[[int], Awaitable[None]]
@@ -396,7 +395,7 @@ class FrontEndProcesses:
         """`EngineAnswers.generate`, by the process with the fewest sequences."""
         ready = [process for process in self._processes.values() if process.is_ready]
         if not ready:
-            yield not_ready(self._model)
+            yield not_ready()
             return
         process, number = min(ready, key=lambda one: one.sequences.total()), next(self._numbers)
         process.wire.send(Job(number, admitted))

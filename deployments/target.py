@@ -43,7 +43,7 @@ from cluster.request import MAX_NUM_WORKLOADS
 from cluster.settings import ClusterSettings, LimitSettings
 from cluster.step_latency import StepLatency
 from deployments import compat
-from deployments.answers import Charge, EngineAnswers
+from deployments.answers import EngineAnswers
 from deployments.body import Call, read_document
 from deployments.drafter import MAX_SMALL_MACHINE_CORES, head_directory, local_directory, target_source
 from deployments.errors import not_ready
@@ -107,39 +107,38 @@ class TargetServer(LLMServer):
         max_workloads = MAX_NUM_WORKLOADS + len(settings.named_workloads())
         keep = None if self._answers is None else self._keep
         self._recorder = DraftingRecorder(max_workloads=max_workloads, on_answer=keep)
-        self._front_ends: FrontEndProcesses | None = None
-        charge: Charge = lambda *counted: self.front_end.charge(*counted)  # noqa: E731  # it is made later
+        self._replica = serve.get_replica_context().replica_id.unique_id
+        max_running = QUEUED_PER_RUNNING * settings.max_num_seqs
+        self.front_end = FrontEnd(settings, max_running, self._usage_log, self._replica)
+        self.front_end.set_keys(keys)
+        charge = self.front_end.charge
 
         on_cpu = not settings.target.has_gpu
         own_node = ray.get_runtime_context().get_node_id()
         num_cpus = next(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["NodeID"] == own_node)  # type: ignore[no-untyped-call]
+        number = settings.target.front_ends or default_front_ends(num_cpus, on_cpu)
+        several = FrontEndProcesses(number, max_workloads, self._recorder, charge, keep) if number > 1 else None
+        self._front_ends = several
 
         def launch_front_ends(vllm_config: Any, arguments: Namespace) -> tuple[Sequence[Address], str | None]:
-            number = settings.target.front_ends or default_front_ends(num_cpus, on_cpu)
-            if number == 1:
+            if several is None:
                 return (), None
-            model = settings.model.id
-            self._front_ends = FrontEndProcesses(number, model, max_workloads, self._recorder, charge, keep)
-            return self._front_ends.launch(vllm_config, arguments), self._front_ends.metrics_folder.name
+            return several.launch(vllm_config, arguments), several.metrics_folder.name
 
         await super().__init__(config, engine_cls=compat.engine_class(on_cpu, launch_front_ends))
         compat.check_engine(self.engine)
         self._client = client = compat.engine_client(self.engine)
         self.vllm = compat.vllm_state(self.engine)
-        self._replica = serve.get_replica_context().replica_id.unique_id
         self._started_s = time.monotonic()
         self._grammars = GrammarChecker(client.vllm_config, grammar_limits(settings.limits))
         self._grammars.start()
-        max_running = QUEUED_PER_RUNNING * settings.max_num_seqs
-        self.front_end = FrontEnd(settings, max_running, self._usage_log, self._replica)
-        self.front_end.set_keys(keys)
-        if self._front_ends is None:
+        if several is None:
             self.front_end.generate = EngineAnswers.attach(self.engine, self._recorder, charge, self._grammars).generate
         else:
             guard(client, self._grammars)
             abort = functools.partial(abort_all_of, client)
-            await self._front_ends.attach(self._grammars, abort, client.output_handler)
-            self.front_end.generate = self._front_ends.generate
+            await several.attach(self._grammars, abort, client.output_handler)
+            self.front_end.generate = several.generate
         self.front_end.max_model_len = self._client.vllm_config.model_config.max_model_len
         if settings.drafter is not None and drafter is None:
             digest = head_digest(head_dir) if head_dir is not None else target_digest(target_dir)

@@ -89,7 +89,7 @@ class Replica(FrontEndProcesses):
             self.kept.append(kept)
 
         self.recorder = DraftingRecorder()
-        super().__init__(number, "tiny", 8, self.recorder, charge, keep)
+        super().__init__(number, 8, self.recorder, charge, keep)
         self.front_end = FrontEnd(cluster())
 
     async def start(self) -> None:
@@ -270,5 +270,6 @@ def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
         async with asyncio.timeout(5):
             while replica.num_restarts == 0:
                 await replica.refresh_counts()
+                await asyncio.sleep(0.01)  # without a process that is ready the line above waits for nothing
 
     asyncio.run(run())

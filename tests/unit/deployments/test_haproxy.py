@@ -86,7 +86,7 @@ async def test_before_any_application_is_known_a_request_gets_503_with_retry_aft
 ) -> None:
     answer = await client.post("/v1/completions", json={"prompt": "a"})
     assert (answer.status_code, answer.headers["retry-after"]) == (503, str(errors.RETRY_AFTER_S))
-    assert answer.json()["error"]["code"] == errors.NOT_READY_CODE
+    assert answer.json()["error"]["code"] == "model_not_ready"
 
 
 @with_haproxy
