@@ -477,7 +477,7 @@ class LimitSettings(Section):
     a replica that answers HTTP.
 
     The defaults of a body's size keep the event loop of a replica free: it reads and checks such a body in less than
-    0.1 s. `max_body_values` counts commas and opening brackets, also those of texts; `max_list_entries` counts all
+    0.1 s. `max_body_values` counts commas and opening brackets outside texts; `max_list_entries` counts all
     parts and calls in messages too. `max_body_bytes_in_flight` counts a body from its first byte to the end of the
     answer. A grammar is compiled in a process of its own."""
 

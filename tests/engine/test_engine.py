@@ -305,17 +305,19 @@ def test_grammar(engine: RunningEngine, prompts: Prompts, reference: Reference) 
 def test_sampled_output_is_the_same_without_drafts(
     engine: RunningEngine, prompts: Prompts, reference: Reference, sampled_prompt: list[int]
 ) -> None:
-    """Token for token, with K = 0 and 7 in one batch, whatever the sampling. test_coupling has the distribution."""
-    expected = list(reference["varied"].values())
-    ks = (0, K_MAX)
-    jobs = [
-        dataclasses.replace(job, k=k, continuation=result.tokens[0])
-        for k in ks
-        for job, result in zip(varied_jobs(batch_of(prompts), NUM_SHORT), expected, strict=True)
+    """Token for token, with K = 0 and 7 in one batch, whatever the sampling. test_coupling has the distribution.
+
+    Not with min_tokens in asynchronous scheduling, which no CPU service has: V1 counts placeholders as tokens there."""
+    expected = [result.tokens[0] for result in reference["varied"].values()]
+    cases = [
+        (dataclasses.replace(job, k=k, continuation=tokens), tokens)
+        for k in (0, K_MAX)
+        for job, tokens in zip(varied_jobs(batch_of(prompts), NUM_SHORT), expected, strict=True)
+        if not (engine.is_async and "min_tokens" in job.sampling)
     ]
-    results = engine.run(jobs)
-    for job, result, target in zip(jobs, results, expected * len(ks), strict=True):
-        assert result.tokens[0] == target.tokens[0][:NUM_SHORT], (job.k, job.sampling)
+    results = engine.run([job for job, _ in cases])
+    for (job, tokens), result in zip(cases, results, strict=True):
+        assert result.tokens[0] == tokens[:NUM_SHORT], (job.k, job.sampling)
     results = engine.run(sampling_jobs(sampled_prompt, k=3, continuation=reference["likely"][0].tokens[0]))
     assert [result.tokens for result in results] == [result.tokens for result in reference["sampled"].values()]
     assert sum(result.drafting.counts.num_accepted_tokens for result in results if result.drafting) > NUM_SAMPLES / 20

@@ -97,6 +97,7 @@ class RunningEngine:
             arguments["per_request_spec_decode_metrics"] = "detailed"
         config = AsyncEngineArgs(**arguments).create_engine_config()
         # On a CPU vLLM turns asynchronous scheduling off as not worth it. It works there all the same.
+        self.is_async = is_async
         if is_async:
             config.scheduler_config.async_scheduling = True
             config.scheduler_config.scheduler_cls = ASYNC_SCHEDULER

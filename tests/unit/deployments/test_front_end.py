@@ -500,6 +500,8 @@ def test_values_of_a_body_are_counted_before_it_is_parsed() -> None:
     for element in ("[]", "{}", '{"a":1}', "1", '""', '"\\""', '"[,"', "1.5", "null"):
         assert status(f'{{"a": [{",".join([element] * 120)}]}}') == 413, element
         assert status(f'{{"a": [{",".join([element] * 30)}]}}') == 200, element
+    assert status(json.dumps({"prompt": ',[{"\\' * 1000})) == 200, "a text is one value"
+    assert status('["' + "," * 1000) == 400, "an unfinished text"
     assert status("[" * 101) == 413
 
 
