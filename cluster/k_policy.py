@@ -14,6 +14,7 @@ b requests and sum b_c k_c drafts. `best_ks` gives the most tokens per second:
    ranked by S, and only the first 0, 1, 2, ... of this ranking are compared. That is the optimum where each further
    draft takes the same time.
 2. With no draft at all the drafter's pass is left out too. K = 0 wins where drafting does not pay.
+
 The router decides so for all targets (`KPolicy.observe`), changes K only for a gain of `MIN_GAIN`, and hands a
 `PolicyUpdate` to the front ends. A front end then answers for each request (`PolicyUpdate.choose`): a K that the client
 or the operator fixed stays, and a caller's limit caps a learned K. The scheduler verifies all drafts of a fixed K in

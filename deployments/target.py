@@ -85,8 +85,8 @@ class TargetServer(LLMServer):
         router: DeploymentHandle[Any] | None = None,
     ) -> None:
         """The engine's configuration is made here, where the checkpoints are prepared: each node has its own cache.
-        `drafter`: the deployment of remote drafters, where there is one. Without a `router` K is chosen by what this
-        replica alone has seen."""
+        `drafter`: the deployment of remote drafters, where there is one. Without a `router` K is the
+        settings' default."""
         compat.check(compat.ENGINE_PATCH_POINTS)
         compat.be_no_nicer()
         compat.prepare_replica()
