@@ -37,7 +37,7 @@ class ChunkedProposer(EagleProposer):
         Raises:
             UnsupportedVLLMError: this vLLM lacks what this class builds on.
         """
-        compat.check("runner")
+        compat.check("runner", runner)
         super().__init__(runner.vllm_config, runner.device, runner)
         # View of the runner's own array: each request's length after this step, if all its drafts were accepted. Exact
         # for a prompt chunk, which has no drafts.

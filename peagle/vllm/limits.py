@@ -129,9 +129,9 @@ def guard(client: Any, grammars: GrammarChecker | None = None) -> None:
         grammars: checks its grammars, and stops with the client. Without it, one of default limits.
 
     Raises:
-        UnsupportedVLLMError: this vLLM lacks a method that is overridden.
+        UnsupportedVLLMError: this vLLM's client lacks a name that the checks need.
     """
-    compat.check("client")
+    compat.check("client", client)
     client.input_processor = CheckedInputProcessor(client.vllm_config, client.renderer)
     grammars = grammars or GrammarChecker(client.vllm_config, GrammarLimits())
     generate: Callable[..., AsyncGenerator[Any, None]] = client.generate

@@ -305,7 +305,7 @@ class V2Worker(Worker):
         compat.name_aux_layers(self.vllm_config)
         kind = runner_class(self.vllm_config, get_pp_group().is_last_rank)
         runner: Any = super()._make_model_runner() if kind is None else kind(self.vllm_config, self.device)
-        compat.check("v2 runner")
+        compat.check("v2 runner", runner)
         if isinstance(runner, PEagleRunner):
             runner.speculator = self.make_speculator()
         return runner
