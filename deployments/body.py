@@ -157,7 +157,8 @@ def drop_unused(fields: Mapping[str, Any], unused: Collection[str] = UNUSED_FIEL
         raise ApiError(400, "moderation.policy is not served here: nothing is moderated", param="moderation.policy")
     for name, served in (("modalities", ["text"]), ("best_of", given.get("n", 1))):
         if (asked := given.pop(name, served)) != served:
-            raise ApiError(400, f"{name} is {asked!r:.80}, but only {served!r:.80} is served here", param=name)
+            remedy = ": send n alone" if name == "best_of" else ""
+            raise ApiError(400, f"{name} is {asked!r:.80}, but only {served!r:.80} is served here{remedy}", param=name)
     return given
 
 

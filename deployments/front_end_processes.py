@@ -431,7 +431,10 @@ class RemoteGrammarChecker(GrammarChecker):
 
     async def find_outcome(self, fields: dict[str, Any]) -> dict[str, Any]:
         number, outcome = next(self._numbers), asyncio.get_running_loop().create_future()
-        self._wire.send(Grammar(number, fields))
+        try:
+            self._wire.send(Grammar(number, fields))
+        except (TypeError, RecursionError) as error:
+            return {"error": f"structured_outputs is no JSON: {error}."}
         self._waiting[number] = outcome
         try:
             return dict(await outcome)

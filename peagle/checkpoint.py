@@ -166,14 +166,20 @@ def expected_tensors(config: DrafterConfig) -> dict[str, Expected]:
 def is_plain(head_dir: str | Path, config: DrafterConfig) -> bool:
     """Whether stock vLLM loads the head in `head_dir` as it is.
 
-    vLLM shares the target's output matrix with a head that has none, which fits the whole vocabulary only, and refuses
-    a table of token ids beside the whole vocabulary.
+    vLLM shares the target's output matrix with a head that has none, which fits the whole vocabulary only, puts
+    `model.` before the names of most tensors itself, and refuses a table of token ids beside the whole vocabulary.
     """
-    names = read_tensor_specs(head_dir).keys()
+    from safetensors import safe_open
+
+    names = set[str]()
+    for path in weight_files(head_dir):
+        with safe_open(path, framework="np") as file:
+            names |= set(file.keys())
     has_others = names & {*TARGET_TENSORS, *(["d2t"] if config.draft_vocab_size == config.vocab_size else [])}
     return (
         not tables_left_out(config, names)
         and not has_others
+        and not any(name.startswith("model.") for name in names)
         and is_read_alike_by_vllm(read_json(Path(head_dir) / "config.json"))
     )
 

@@ -134,6 +134,8 @@ class YarnRope:
 
 Rope = Llama3Rope | YarnRope
 ROPE_KINDS: dict[str, type[Llama3Rope] | type[YarnRope]] = {"llama3": Llama3Rope, "yarn": YarnRope}
+#: Values of YaRN's keys that change nothing.
+_YARN_NEUTRAL = {"extrapolation_factor": 1, "apply_yarn_scaling": True, "mscale": 0, "mscale_all_dim": 0}
 #: Keys beside those of the kind. With text, the three positions of `mrope_section` are one, so it changes nothing.
 _ROPE_KEYS = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
 
@@ -156,6 +158,9 @@ def read_rope(raw: dict[str, Any]) -> tuple[float, Rope | None]:
     if new and old and new != old:
         raise ValueError(f"rope_parameters = {new} and rope_scaling = {old} contradict each other: keep one of them")
     given = {key: value for key, value in (new or old or {}).items() if value is not None}
+    given = {key: value for key, value in given.items() if _YARN_NEUTRAL.get(key) != value}
+    if "attention_factor" in given:  # an older name beside it, which vLLM 0.32 does not read
+        given.pop("attn_factor", None)
     theta = given.get("rope_theta", raw.get("rope_theta"))
     theta = 10000.0 if theta is None else theta
     if isinstance(theta, bool) or not isinstance(theta, int | float) or not 1 < theta < math.inf:

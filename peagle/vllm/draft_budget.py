@@ -88,15 +88,15 @@ def document_path(instance_id: str) -> Path:
 
 
 def make_draft_budget(config: "VllmConfig", max_draft_tokens: int) -> "DraftBudget | None":
-    """None for an engine without drafts. An unusable start document, such as one without points, is logged."""
+    """None for an engine without drafts. A start document that cannot be read is logged and not used."""
     if not max_draft_tokens:
         return None
     on_gpu, path = config.device_config.device_type != "cpu", document_path(config.instance_id)
     if path.exists():
-        document = json.loads(path.read_text(encoding="utf-8"))
         try:
-            return DraftBudget(StepLatencyModel(on_gpu, document), chooses=document["chooses"])
-        except ValueError as error:
+            document = json.loads(path.read_text(encoding="utf-8"))
+            return DraftBudget(StepLatencyModel(on_gpu, document), chooses=bool(document.get("chooses")))
+        except (OSError, ValueError) as error:
             logger.warning("step times measured at the start are not used: %s: %s", path, error)
     return DraftBudget(StepLatencyModel(on_gpu))
 

@@ -151,6 +151,18 @@ YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 8.0, "original_max_positi
 
 
 @pytest.mark.parametrize(
+    "neutral",
+    [{"extrapolation_factor": 1, "apply_yarn_scaling": True}, {"mscale": 0, "mscale_all_dim": 0}, {"attn_factor": 1.4}],
+)
+def test_names_of_yarn_that_change_nothing_are_passed_over(head: Path, neutral: dict[str, Any]) -> None:
+    rope = YARN | {"attention_factor": 1.5}
+    reconfigure(head, rope_parameters=rope)
+    expected = load_head(head)[0]
+    reconfigure(head, rope_parameters=rope | neutral)
+    assert load_head(head)[0].rope_scaling == expected.rope_scaling
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"hidden_size": ..., "vocab_size": ...}, "missing hidden_size, vocab_size"),

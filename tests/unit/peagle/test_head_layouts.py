@@ -79,7 +79,10 @@ def as_amazon(folder: Path) -> Path:
 
 def as_automodel(folder: Path) -> Path:
     """NeMo AutoModel's: its own class, the mask token under another name, `model.` before the names of tensors."""
-    head(folder, CONFIG, architectures=["LlamaEagle3DraftModel"], ptd_token_id=..., mask_token_id=99)
+    return prefixed(head(folder, CONFIG, architectures=["LlamaEagle3DraftModel"], ptd_token_id=..., mask_token_id=99))
+
+
+def prefixed(folder: Path) -> Path:
     return renamed(folder, lambda name: f"model.{name}" if name.split(".")[0] in ("layers", "fc", "norm") else name)
 
 
@@ -118,6 +121,7 @@ LAYOUTS: dict[str, Callable[[Path], Path]] = {
     "llama by speculators' name": lambda folder: head(folder, CONFIG, architectures=["PeagleLlamaForCausalLM"]),
     "target_hidden_size null": lambda folder: head(folder, CONFIG, target_hidden_size=None),
     "automodel": as_automodel,
+    "automodel's names under vLLM's class": lambda folder: prefixed(head(folder, CONFIG)),
     "eagle3": lambda folder: head(folder, EAGLE_3),
     "eagle3, qwen3 with taps in eagle_config": lambda folder: head(
         folder, dataclasses.replace(EAGLE_3, qk_norm=True), **INSIDE
