@@ -332,7 +332,7 @@ class KPolicy:
 
     @property
     def last_reports(self) -> list[TargetReport]:
-        """Of each replica, what is counted already."""
+        """What is counted already of each replica."""
         return self._tracker.last_reports
 
     def restore(self, reports: Iterable[TargetReport], acceptance: AcceptanceSnapshot) -> None:

@@ -787,7 +787,7 @@ class KubernetesSettings(Section):
     )
     image_pull_secrets: list[str] = Field(default_factory=list, description="Secrets to pull the image with.")
     service_account: str | None = Field(
-        default=None, description="Of worker pods, such as one that may read a bucket; the head has KubeRay's."
+        default=None, description="Service account of worker pods, such as one that may read a bucket."
     )
     volumes: dict[str, str] = Field(
         default_factory=dict,

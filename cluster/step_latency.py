@@ -158,7 +158,7 @@ MAX_SURPRISE = 0.5
 STEP_ERROR = 0.1
 """Standard deviation of one running step's time, as a share."""
 MAX_EXCESS = 1.1
-"""Of a measured step relative to a larger one: what graphs of other sizes and noise make of equal steps."""
+"""Most time of a measured step relative to a larger one: graphs of other sizes and noise make equal steps differ."""
 PRIOR_ERRORS = {"table": 0.1, "constant": 1.0, "requests": 1.0 / 64, "prompts": 0.2, "cpu": 0.5}
 """Standard deviations of coefficients before any step. Those of the constant and of a request are shares of a step of
 one request. The others are shares of the coefficient itself."""

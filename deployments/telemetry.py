@@ -345,8 +345,8 @@ class StateStore:
         return document
 
     def write(self, document: Mapping[str, Any]) -> None:
-        """Replace the saved state by this one, at once and as a whole. Of several failures in a row the first is
-        logged, and their end."""
+        """Replace the saved state by this one, at once and as a whole. The first of several failures in a row
+        is logged, and their end."""
         try:
             if self._path is not None:
                 self._replace_file(self._path, json.dumps(document).encode())
