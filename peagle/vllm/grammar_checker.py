@@ -50,6 +50,7 @@ _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "MALLOC_ARENA_MAX": "2",
     "CUDA_VISIBLE_DEVICES": "",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torch looks for GPUs without CUDA's driver, which starts a thread
     "VLLM_REGEX_COMPILATION_TIMEOUT_S": "0",
 }
 """Environment of the process that forks. No library may start a thread there. vLLM's timeout of regular expressions is

@@ -64,7 +64,8 @@ def test_a_grammar_comes_back_as_vllms_validation_leaves_it(checker: GrammarChec
     tag = json.dumps({"type": "structural_tag", "format": one_or_two})
     assert check(checker, run, structural_tag=tag).structural_tag == tag
     threads = [(path / "comm").read_text().strip() for path in Path(f"/proc/{checker.pid}/task").iterdir()]
-    assert len(threads) == 1, threads
+    # An allocator that the host preloads has a thread of its own, and takes its locks around a fork.
+    assert len([name for name in threads if name != "jemalloc_bg_thd"]) == 1, threads
     assert status(checker.pid, "PPid") == str(os.getpid())
 
 

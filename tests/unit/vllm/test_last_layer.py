@@ -1,6 +1,7 @@
 """vLLM's network of a head, whole and split behind its last attention, in float32 on the CPU."""
 
 import copy
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models.llama import LlamaMLP
 from vllm.model_executor.models.llama_eagle3 import LlamaModel
-from vllm.v1.worker import cpu_worker  # noqa: F401  torch's calls of an accelerator do nothing from here on
 
 from peagle.vllm.engine import engine_kwargs
 from peagle.vllm.last_layer import LastLayer
@@ -28,6 +28,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its network i
 @pytest.fixture
 def network(target_dir: Path, head_dir: Path, environment: None, tmp_path: Path) -> Iterator[tuple[Any, Any]]:
     """The network with the shipped head's weights, and the configuration of its engine."""
+    # torch's calls of an accelerator do nothing from here on, so this is no import of the module, which GPUs collect too
+    importlib.import_module("vllm.v1.worker.cpu_worker")
     kwargs = engine_kwargs(target_dir, head_dir, on_cpu=True, dtype="float32", extra={"enforce_eager": True})
     config = EngineArgs(**kwargs).create_engine_config()
     parallel_state.init_distributed_environment(1, 0, f"file://{tmp_path}/ranks", 0, "gloo")
