@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its network i
 @pytest.fixture
 def network(target_dir: Path, head_dir: Path, environment: None, tmp_path: Path) -> Iterator[tuple[Any, Any]]:
     """The network with the shipped head's weights, and the configuration of its engine."""
-    # torch's calls of an accelerator do nothing from here on, so this is no import of the module, which GPUs collect too
+    # From here on torch's calls of an accelerator do nothing; GPUs collect this module too, and must not import it.
     importlib.import_module("vllm.v1.worker.cpu_worker")
     kwargs = engine_kwargs(target_dir, head_dir, on_cpu=True, dtype="float32", extra={"enforce_eager": True})
     config = EngineArgs(**kwargs).create_engine_config()
