@@ -123,9 +123,7 @@ def next_tokens(tokens_BN: Tensor) -> Tensor:
     return torch.cat([tokens_BN[:, 1:], tokens_BN[:, -1:]], dim=1)
 
 
-def row_inputs(
-    drafter: Drafter, next_BN: Tensor, aux_BNX: Tensor, num_masks: int, shown_BM: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def row_inputs(drafter: Drafter, next_BN: Tensor, aux_BNX: Tensor, num_masks: int) -> tuple[Tensor, Tensor]:
     """Embeddings and hidden states, [B, N + num_masks, H] each, of N rows of offset 0 and of mask tokens after them.
 
     next_BN: `next_tokens` of the rows. aux_BNX: the target's auxiliary hidden states there [B, N, C * S].
@@ -133,47 +131,24 @@ def row_inputs(
     batch = next_BN.shape[0]
     embeds_BNH, hidden_BNH = drafter.embed(next_BN), drafter.reduce(aux_BNX)
     mask_embed = drafter.mask_embedding.to(embeds_BNH.dtype)
-    if shown_BM is None:
-        mask_BMH = mask_embed.expand(batch, num_masks, -1)
-    else:
-        mask_BMH = torch.where((shown_BM >= 0)[..., None], drafter.embed(shown_BM.clamp_min(0)), mask_embed)
     mask_hidden = drafter.reduce(drafter.mask_hidden.to(aux_BNX.dtype)).to(hidden_BNH.dtype)
     return (
-        torch.cat([embeds_BNH, mask_BMH], dim=1),
+        torch.cat([embeds_BNH, mask_embed.expand(batch, num_masks, -1)], dim=1),
         torch.cat([hidden_BNH, mask_hidden.expand(batch, num_masks, -1)], dim=1),
     )
 
 
 def draft_rows(
-    drafter: Drafter,
-    tokens_BN: Tensor,
-    aux_BNX: Tensor,
-    position_BT: Tensor,
-    mask: Tensor | BlockMask,
-    shown_BM: Tensor | None = None,
+    drafter: Drafter, tokens_BN: Tensor, aux_BNX: Tensor, position_BT: Tensor, mask: Tensor | BlockMask
 ) -> Tensor:
     """Normed hidden states [B, T, H] of N rows of offset 0, then T - N rows of mask tokens.
 
     aux_BNX: the target's auxiliary hidden states [B, N, C * S]. The row of anchor a reads the embedding of token a + 1.
     """
     num_masks = position_BT.shape[1] - tokens_BN.shape[1]
-    embeds_BTH, hidden_BTH = row_inputs(drafter, next_tokens(tokens_BN), aux_BNX, num_masks, shown_BM)
+    embeds_BTH, hidden_BTH = row_inputs(drafter, next_tokens(tokens_BN), aux_BNX, num_masks)
     normed_BTH, _ = drafter(embeds_BTH, hidden_BTH, position_BT, attend_under(mask))
     return normed_BTH
-
-
-def show_tokens(rows: CodRows, tokens_BN: Tensor, share: float, generator: torch.Generator) -> Tensor:
-    """True tokens that rows behind offset 0 read in place of the mask token, int64 [B, T - N]; -1: none.
-
-    With probability `share` a chain shows the tokens of its offsets 1..l, l geometric (p = 0.5).
-    """
-    n, last = rows.num_tokens, rows.num_tokens - 1
-    draw_BN = torch.rand(tokens_BN.shape, generator=generator, device=tokens_BN.device)
-    kept_BN = torch.rand(tokens_BN.shape, generator=generator, device=tokens_BN.device) < share
-    shown_BN = torch.where(kept_BN, 1 + (-draw_BN.clamp_min(1e-9).log2()).floor().long(), 0)
-    anchor_BM, offset_BM = rows.anchor_BT[:, n:], rows.offset_BT[:, n:]
-    token_BM = tokens_BN.gather(1, (anchor_BM + offset_BM + 1).clamp_max(last))
-    return torch.where(offset_BM <= shown_BN.gather(1, anchor_BM), token_BM, -1)
 
 
 def label_rows(rows: CodRows, chain_BN: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -37,7 +37,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from peagle.checkpoint import load_head
 from peagle.config import DrafterConfig, HeadError
 from peagle.model import Drafter, initialize
-from peagle.train.cod import CodRows, attend_under, chain_lengths, draft_rows, label_rows, next_tokens, sample_rows, show_tokens
+from peagle.train.cod import CodRows, attend_under, chain_lengths, draft_rows, label_rows, next_tokens, sample_rows
 from peagle.train.data import Batch, PackedBatches, answer_token_counts, frequent_tokens
 from peagle.train.losses import ChainWeights, ChunkedLoss
 from peagle.train.masks import AttentionMask
@@ -93,13 +93,7 @@ class PassLosses:
         chain_BN: Tensor,
         tokens_BN: Tensor,
         states: States,
-        shown_BM: Tensor | None = None,
     ) -> None:
-        self._shown_T = None
-        if shown_BM is not None:
-            first = torch.zeros_like(tokens_BN, dtype=torch.bool)
-            self._shown_T = torch.cat([first, shown_BM >= 0], dim=1).flatten()
-            self._shown_weight = recipe.cod.glance_weight
         assert drafter.lm_head is not None, "share_target or load_head first"
         self._score, self._lm_head_VH = score, drafter.lm_head.weight
         self._useful_T, self._label_T, self._offset_T = label_rows(rows, chain_BN)
@@ -122,16 +116,8 @@ class PassLosses:
         chosen = useful_R.nonzero().squeeze(1)
         label_R, offset_R = label_R[chosen], offset_R[chosen]
         weigh = self._weights.weigh(label_R, offset_R)
-        if self._shown_T is None:
-            total, correct_R = self._score(normed_RH[chosen], self._lm_head_VH, self._labels, label_R, weigh)
-            self._seen.append((total.detach(), correct_R, offset_R))
-            return total
-        shown_R = self._shown_T[chosen]
-        factor_R = torch.where(shown_R, self._shown_weight, 1.0)
-        total, correct_R = self._score(
-            normed_RH[chosen], self._lm_head_VH, self._labels, label_R, lambda draft_R: weigh(draft_R) * factor_R
-        )
-        self._seen.append((total.detach(), correct_R[~shown_R], offset_R[~shown_R]))
+        total, correct_R = self._score(normed_RH[chosen], self._lm_head_VH, self._labels, label_R, weigh)
+        self._seen.append((total.detach(), correct_R, offset_R))
         return total
 
     def report(self) -> PassReport:
@@ -144,7 +130,7 @@ class PEaglePass:
 
     def __init__(self, recipe: Recipe, random: torch.Generator, *, compiled: bool) -> None:
         """random: where rows are drawn from."""
-        self.recipe, self.random, self.progress = recipe, random, 0.0
+        self.recipe, self.random = recipe, random
         self.score = ChunkedLoss(recipe.loss.chunk, compiled)
         self._compiled = compiled
         self._partition: Partition | None = None
@@ -158,13 +144,9 @@ class PEaglePass:
         chain_BN = chain_lengths(batch.document_BN, batch.answer_BN, num_depths)
         rows = sample_rows(chain_BN, num_depths, self.recipe.cod.ratio, generator=self.random)
         position_BT = batch.position_BN.gather(1, rows.anchor_BT) + rows.offset_BT
-        cod, shown_BM = self.recipe.cod, None
-        if cod.glance:
-            share = cod.glance * max(0.0, 1 - self.progress / cod.glance_until)
-            shown_BM = show_tokens(rows, batch.tokens_BN, share, self.random)
-        losses = PassLosses(self.recipe, self.score, drafter, rows, chain_BN, batch.tokens_BN, states, shown_BM)
+        losses = PassLosses(self.recipe, self.score, drafter, rows, chain_BN, batch.tokens_BN, states)
         if self._partition is None:
-            losses(self._normed(drafter, batch, states, rows, position_BT, shown_BM).flatten(0, 1)).backward()
+            losses(self._normed(drafter, batch, states, rows, position_BT).flatten(0, 1)).backward()
             return losses.report()
         num_rows = rows.anchor_BT.shape[1]
         for b in range(len(chain_BN)):
@@ -175,14 +157,14 @@ class PEaglePass:
             self._partition.backward(drafter, sequence, functools.partial(losses, first=b * num_rows))
         return losses.report()
 
-    def _normed(self, drafter: Drafter, batch: Batch, states: States, rows: CodRows, position_BT: Tensor, shown_BM: Tensor | None = None) -> Tensor:
+    def _normed(self, drafter: Drafter, batch: Batch, states: States, rows: CodRows, position_BT: Tensor) -> Tensor:
         window, device = drafter.config.sliding_window, batch.tokens_BN.device.type
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             attention_mask = AttentionMask.from_rows(rows, batch.document_BN, window)
             mask = (
                 attention_mask.block() if self._compiled else attention_mask.dense()
             )  # a BlockMask's attention must run compiled
-            return self._draft_rows(drafter, batch.tokens_BN, states.aux_BNX, position_BT, mask, shown_BM)
+            return self._draft_rows(drafter, batch.tokens_BN, states.aux_BNX, position_BT, mask)
 
 
 class Eagle3Pass:

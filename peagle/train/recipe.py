@@ -76,9 +76,6 @@ class DrafterRecipe(Section):
 
 class CodRecipe(Section):
     ratio: float = Field(0.8, gt=0, le=1, description="r: share of anchors kept from one position to the next.")
-    glance: float = Field(0.0, ge=0, le=1, description="Share of chains that show true tokens at the start.")
-    glance_until: float = Field(0.6, gt=0, le=1, description="Share of the schedule after which none does.")
-    glance_weight: float = Field(0.3, ge=0, le=1, description="Weight of rows that read a true token.")
 
 
 class BatchRecipe(Section):

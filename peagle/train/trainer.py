@@ -290,12 +290,6 @@ class Trainer:
         if max_score is not None and is_first and self.step % EVERY_STEPS == 0:
             scores_WLA = torch.stack(self.workers.gather(attention_scores(self.drafter, batch, states.aux_BNX)))
             clip_attention(self.drafter, scores_WLA.amax(0), max_score)
-        if isinstance(self._pass, PEaglePass):
-            schedule = self.recipe.schedule
-            progress = self.step / schedule.max_steps
-            if schedule.max_minutes is not None:
-                progress = max(progress, self.elapsed_s / (60 * schedule.max_minutes))
-            self._pass.progress = progress
         return self._pass(self.drafter, batch, states)
 
     def run(self) -> Path:
