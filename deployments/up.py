@@ -452,6 +452,7 @@ def _update(
     say: Say,
 ) -> None:
     """Change a running service. Raises UpError, after which it runs as before."""
+    _check_address(serve, config)
     wanted = live_form(config, *services)
     args = {one["name"]: one.get("args") for one in before["applications"]}
     changed = [args.get(one["name"]) != one["args"] for one in model_applications(wanted)]
@@ -469,6 +470,18 @@ def _update(
             raise UpError("interrupted: the service goes on with the config before") from error
         raise
     say(f"ready with the new config: {base_url(config)}/v1")
+
+
+def _check_address(serve: Any, config: Mapping[str, Any]) -> None:
+    """Raises UpError where the config moves the running service: Serve reads `http_options` once, and then passes over
+    them without a word."""
+    there = serve.get_serve_details()["http_options"]
+    for name, value in zip(("host", "port"), _address(config), strict=True):
+        if value != there[name]:
+            raise UpError(
+                f"http_options.{name} is {value}, and the running service has {there[name]}: write that, or stop the "
+                "service first"
+            )
 
 
 def check_resources(config: Mapping[str, Any], services: Sequence[ClusterSettings]) -> None:
