@@ -73,14 +73,26 @@ def test_each_of_several_models_is_changed_live() -> None:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ("a: [", "is not a Ray Serve config file"),
+        ("a: [", "is not YAML"),
         ("- a list", "is not a Ray Serve config file"),
         ({"applications": []}, "applications is empty"),
         ({**config(), "proxy_location": "Nowhere"}, "proxy_location"),
-        ({**config(), "callers": {"web": {}}}, "Ray Serve has no callers"),
+        (
+            {**config(), "callers": {"web": {}}},
+            "learning and kubernetes, stand under args of applications",
+        ),
+        ({**config(prt=8001)}, "unknown key http_options.prt; did you mean port?"),
         (
             {"applications": [{**config()["applications"][0], "deployments": [{"name": "target", "num_replica": 2}]}]},
-            "Ray Serve has no applications.0.deployments.0.num_replica",
+            "unknown key applications.0.deployments.0.num_replica; did you mean num_replicas?",
+        ),
+        (
+            {"applications": [{**config()["applications"][0], "deployments": [{"name": "ruoter"}]}]},
+            "deployments: ruoter is not one of target and router; did you mean router?",
+        ),
+        (
+            {"applications": [{**config()["applications"][0], "deployments": [{"name": "drafter"}]}]},
+            "deployments: drafter is not one of target and router: it needs drafter.placement: remote",
         ),
         ({"applications": [{"import_path": "deployments.app:build", "args": {"modle": {}}}]}, "unknown key modle"),
         ({"applications": [{"import_path": "deployments.app:build"}]}, "missing key model"),
