@@ -74,6 +74,7 @@ def test_each_of_several_models_is_changed_live() -> None:
     ("raw", "message"),
     [
         ("a: [", "is not YAML"),
+        ("http_options: {port: 8001, port: 8002}", "the key port stands twice"),
         ("- a list", "is not a Ray Serve config file"),
         ({"applications": []}, "applications is empty"),
         ({**config(), "proxy_location": "Nowhere"}, "proxy_location"),
