@@ -300,8 +300,8 @@ def describe(config: Mapping[str, Any], *services: ClusterSettings) -> str:
         if drafter is None:
             lines.append("drafter: none")
         else:
-            what = drafter.head or "without files of its own"
-            lines.append(f"drafter: {what} ({drafter.method}), {drafter.placement}, K_max {settings.max_draft_tokens}")
+            what = f"{drafter.method} {drafter.head or ''}".rstrip() if drafter.is_vllms_own else drafter.head
+            lines.append(f"drafter: {what}, {drafter.placement}, K_max {settings.max_draft_tokens}")
         lines.append(f"replicas at the most: {settings.max_num_targets} targets, {settings.max_num_drafters} drafters")
         lines.append(f"autoscaling: {'off' if scaling is None else scaling.policy}")
         lines.append(f"callers: {'anybody' if settings.callers is None else ', '.join(settings.callers)}\n")
