@@ -276,7 +276,7 @@ class KPolicy:
                 name,
                 k,
                 "default" if is_cold else "learned",
-                f"nothing measured yet: {found.reason}" if is_cold else found.reason,
+                f"few steps measured yet: {found.reason}" if is_cold else found.reason,
                 rates if steps_decide else rates[:k],
                 found.tpot_s[name],
                 self.policy.max_k if steps_decide or k > 0 else 0,

@@ -114,9 +114,9 @@ def manifest(
 def view(
     url: Annotated[str, typer.Argument(help="of the service")] = "http://127.0.0.1:8000",
     watch: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="draw it again so often; default: 1 on a terminal")
+        float | None, typer.Option(metavar="SECONDS", help="between two drawings; default: 1 on a terminal")
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="print it and end; so it is where there is no terminal")] = False,
+    once: Annotated[bool, typer.Option("--once", help="print it and end, as without a terminal")] = False,
     api_key: Annotated[str | None, typer.Option(envvar="PEAGLE_API_KEY", help="of a caller of the service")] = None,
 ) -> None:
     """Show workloads, their acceptance, the chosen K, drafters and autoscaling of a running service."""
@@ -130,9 +130,7 @@ def heads(
     url: Annotated[str, typer.Argument(help="of the service")] = "http://127.0.0.1:8000",
     propose: Annotated[Path | None, typer.Option(help="directory of a head to try")] = None,
     application: Annotated[str, typer.Option("--app", help="Serve's name of the service, for changes")] = APP_NAME,
-    back: Annotated[
-        bool, typer.Option("--back", help="end the trial, else roll back the last change, likewise")
-    ] = False,
+    back: Annotated[bool, typer.Option("--back", help="end the trial, else roll back the last change")] = False,
     api_key: Annotated[str | None, typer.Option(envvar="PEAGLE_API_KEY", help="of a caller of the service")] = None,
 ) -> None:
     """List trials and changes of heads of a running service, newest first.
@@ -147,8 +145,8 @@ def heads(
         change = change_heads(propose, application)
         typer.echo(f"{change.name}: {change.state}, {change.reason}")
         return
-    for change in fetch(url, api_key)["head_changes"]:
-        typer.echo(change_line(change))
+    changes = fetch(url, api_key)["head_changes"]
+    typer.echo("\n".join(map(change_line, changes)) or "no trial and no change of heads")
 
 
 @app.command()

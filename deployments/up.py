@@ -38,11 +38,11 @@ from cluster.settings import (
     pod_directories,
     swapped,
 )
-from deployments import DRAFTER_NAME, ROUTER_NAME, TARGET_NAME, compat
+from deployments import DRAFTER_NAME, LEARNER_NAME, ROUTER_NAME, TARGET_NAME, compat
 from deployments.app import catalog, check_heads
 from deployments.gateway import GATEWAY_PATH, GatewaySettings
 from deployments.host import TERMINATE_S
-from peagle.schema import read_yaml
+from peagle.schema import listed, nearest, problem_lines, read_yaml
 
 POLL_INTERVAL_S = 1.0
 WATCH_INTERVAL_S, ROUTER_TIMEOUT_S = 2.0, 10.0
@@ -154,15 +154,13 @@ def read_config(path: Path, *, is_here: bool = True) -> tuple[Any, ...]:
     except OSError as error:
         raise UpError(f"{path} cannot be read: {error.strerror}") from error
     except ValidationError as error:
-        unknown = [".".join(map(str, one["loc"])) for one in error.errors() if one["type"] == "extra_forbidden"]
-        if not unknown:
-            raise UpError(f"{path} is not a Ray Serve config file: {error}") from error
-        raise UpError(
-            f"{path}: Ray Serve has no {', '.join(unknown)} and would pass over it; what is set of the service itself "
-            "(model, drafter, callers, ...) belongs under applications, args"
-        ) from error
+        lines = problem_lines(error, ServeDeploySchema)
+        sections = listed(ClusterSettings.model_fields)
+        if any(one["loc"] and one["loc"][-1] in {"args", *ClusterSettings.model_fields} for one in error.errors()):
+            lines.append(f"the service's own keys, {sections}, stand under args of applications")
+        raise UpError("\n  - ".join([f"{path} is not a Ray Serve config file:", *lines])) from error
     except ValueError as error:
-        raise UpError(f"{path} is not a Ray Serve config file: {error}") from error
+        raise UpError(str(error)) from error
     for application in config["applications"]:
         application.setdefault("name", "default")
     if not config["applications"]:
@@ -199,13 +197,25 @@ def _read_application(application: dict[str, Any], is_here: bool) -> ClusterSett
         known = replace(known, elsewhere=pod_directories(args))
     settings = load_settings(args, known, env)
     check_heads(settings)
+    names = _deployment_names(settings)
     for given in application.get("deployments") or ():
+        if given["name"] not in names:
+            needs = ": it needs drafter.placement: remote" if given["name"] == DRAFTER_NAME else ""
+            hint = nearest(given["name"], names) or needs
+            raise UpError(f"deployments: {given['name']} is not one of {listed(names)}{hint}")
         if settings.drafter is not None and given["name"] == DRAFTER_NAME and given.get("user_config"):
             drafter = swapped(settings.drafter, given["user_config"], known)
             check_heads(settings.model_copy(update={"drafter": drafter}))
     if settings.drafter is not None and not {"drafter", "speculative_config"} & args.keys():
         args["speculative_config"] = env[SPECULATIVE_CONFIG_ENV]
     return settings
+
+
+def _deployment_names(settings: ClusterSettings) -> list[str]:
+    names = [TARGET_NAME, ROUTER_NAME]
+    if settings.drafter is not None and settings.drafter.is_remote:
+        names.append(DRAFTER_NAME)
+    return names if settings.learning is None else [*names, LEARNER_NAME]
 
 
 def live_form(config: Mapping[str, Any], *services: ClusterSettings) -> dict[str, Any]:
@@ -290,8 +300,8 @@ def describe(config: Mapping[str, Any], *services: ClusterSettings) -> str:
         if drafter is None:
             lines.append("drafter: none")
         else:
-            what = drafter.head or "without files of its own"
-            lines.append(f"drafter: {what} ({drafter.method}), {drafter.placement}, K_max {settings.max_draft_tokens}")
+            what = f"{drafter.method} {drafter.head or ''}".rstrip() if drafter.is_vllms_own else drafter.head
+            lines.append(f"drafter: {what}, {drafter.placement}, K_max {settings.max_draft_tokens}")
         lines.append(f"replicas at the most: {settings.max_num_targets} targets, {settings.max_num_drafters} drafters")
         lines.append(f"autoscaling: {'off' if scaling is None else scaling.policy}")
         lines.append(f"callers: {'anybody' if settings.callers is None else ', '.join(settings.callers)}\n")
@@ -452,6 +462,7 @@ def _update(
     say: Say,
 ) -> None:
     """Change a running service. Raises UpError, after which it runs as before."""
+    _check_address(serve, config)
     wanted = live_form(config, *services)
     args = {one["name"]: one.get("args") for one in before["applications"]}
     changed = [args.get(one["name"]) != one["args"] for one in model_applications(wanted)]
@@ -469,6 +480,18 @@ def _update(
             raise UpError("interrupted: the service goes on with the config before") from error
         raise
     say(f"ready with the new config: {base_url(config)}/v1")
+
+
+def _check_address(serve: Any, config: Mapping[str, Any]) -> None:
+    """Raises UpError where the config moves the running service: Serve reads `http_options` once, and then passes over
+    them without a word."""
+    there = serve.get_serve_details()["http_options"]
+    for name, value in zip(("host", "port"), _address(config), strict=True):
+        if value != there[name]:
+            raise UpError(
+                f"http_options.{name} is {value}, and the running service has {there[name]}: write that, or stop the "
+                "service first"
+            )
 
 
 def check_resources(config: Mapping[str, Any], services: Sequence[ClusterSettings]) -> None:

@@ -53,10 +53,8 @@ def rendered(document: Mapping[str, Any]) -> Group:
     table.add_column(_columns(f"S{depth}" for depth in range(1, max_draft_tokens + 1)))
     for workload in document["workloads"]:
         table.add_row(*_row(workload, max_draft_tokens))
-    lines = [
-        "",
-        f"{document['model']}: K_max {max_draft_tokens}, policy {document['policy']}, {document['step_times']}",
-    ]
+    about = f"K_max {max_draft_tokens}, policy {document['policy']}, {document['step_times']}"
+    lines = ["", f"{document['model']}: {about if max_draft_tokens else 'no drafter'}"]
     lines += [
         f"{workload['workload']}: {workload['reason']}" for workload in document["workloads"] if workload["reason"]
     ]

@@ -16,6 +16,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 
@@ -97,12 +98,22 @@ def problem_lines(error: ValidationError, model: type[BaseModel], path: str = ""
     return lines
 
 
-def read_yaml(text: str | bytes, source: str | Path) -> Any:
-    """The value of a YAML text. Raises ValueError naming its source."""
-    import yaml
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice in a mapping. PyYAML keeps the last one without a word."""
 
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set[tuple[str, str]]()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if (key.tag, key.value) in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value} stands twice", key.start_mark)
+            seen.add((key.tag, key.value))
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(text: str | bytes, source: str | Path) -> Any:
+    """The value of a YAML text. Raises ValueError naming its source, also for a key that stands twice."""
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{source} is not YAML: {error}") from error
     except RecursionError as error:

@@ -229,7 +229,7 @@ def test_without_steps_k_rests_on_the_prior_and_is_at_least_1() -> None:
         found.observe([report(workloads={"new": WorkloadCounts(num)})], 0.0)
         choice = choose(found, "new")
         assert choice.source == "default"
-        assert choice.reason.startswith("nothing measured yet: ")
+        assert choice.reason.startswith("few steps measured yet: ")
         by_load[num] = choice.k
     assert by_load[1] > by_load[8] > by_load[64] >= 1
 

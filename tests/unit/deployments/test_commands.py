@@ -220,6 +220,15 @@ def test_check_says_what_a_config_asks_for_and_starts_nothing(capsys: pytest.Cap
     said = capsys.readouterr().out
     assert "replicas at the most: 1 targets, 1 drafters" in said
     assert "GPU 2" in said
+    assert "P-EAGLE, remote, K_max " in said  # and not vLLM's name of the method, which is eagle3
+
+
+def test_heads_says_so_where_none_has_changed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deployments.view.fetch", lambda url, api_key: {"head_changes": []})
+    assert main(["heads"]) == 0
+    assert capsys.readouterr().out == "no trial and no change of heads\n"
 
 
 def test_versions(capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,6 +82,11 @@ def test_the_document_has_each_head_with_its_acceptance() -> None:
     assert "drafter h:1: a; links: up by tcp" in shown
 
 
+def test_a_service_without_a_drafter_is_shown_without_policy_and_step_times() -> None:
+    shown = as_text({"model": "m", **KPolicy(DepthPolicy(0, 0, 0)).document(0.0)}).splitlines()
+    assert shown[-1] == "m: no drafter"
+
+
 def test_metrics_have_workloads_heads_links_and_refusals() -> None:
     links = [link("h:1", "up", {"steps": 7.0}), link("h:2", "late", {})]
     reports = [report("a", "t1", links, code=GOOD)]

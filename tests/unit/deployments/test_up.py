@@ -73,14 +73,27 @@ def test_each_of_several_models_is_changed_live() -> None:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ("a: [", "is not a Ray Serve config file"),
+        ("a: [", "is not YAML"),
+        ("http_options: {port: 8001, port: 8002}", "the key port stands twice"),
         ("- a list", "is not a Ray Serve config file"),
         ({"applications": []}, "applications is empty"),
         ({**config(), "proxy_location": "Nowhere"}, "proxy_location"),
-        ({**config(), "callers": {"web": {}}}, "Ray Serve has no callers"),
+        (
+            {**config(), "callers": {"web": {}}},
+            "learning and kubernetes, stand under args of applications",
+        ),
+        ({**config(prt=8001)}, "unknown key http_options.prt; did you mean port?"),
         (
             {"applications": [{**config()["applications"][0], "deployments": [{"name": "target", "num_replica": 2}]}]},
-            "Ray Serve has no applications.0.deployments.0.num_replica",
+            "unknown key applications.0.deployments.0.num_replica; did you mean num_replicas?",
+        ),
+        (
+            {"applications": [{**config()["applications"][0], "deployments": [{"name": "ruoter"}]}]},
+            "deployments: ruoter is not one of target and router; did you mean router?",
+        ),
+        (
+            {"applications": [{**config()["applications"][0], "deployments": [{"name": "drafter"}]}]},
+            "deployments: drafter is not one of target and router: it needs drafter.placement: remote",
         ),
         ({"applications": [{"import_path": "deployments.app:build", "args": {"modle": {}}}]}, "unknown key modle"),
         ({"applications": [{"import_path": "deployments.app:build"}]}, "missing key model"),
@@ -134,7 +147,7 @@ class Serve:
             deployments = {} if one["name"] in self.ended else {"target": target}  # as Serve says
             about = {"deployed_app_config": one, "deployments": deployments}
             found[one.get("name", "default")] = {"status": status, "message": message, **about}
-        return {"applications": found}
+        return {"applications": found, "http_options": {"host": "127.0.0.1", "port": 8000}}
 
     def end(self, name: str = "all", **_: Any) -> None:
         self.ended.append(name)
@@ -304,6 +317,16 @@ def test_a_service_of_another_name_is_not_ended(tmp_path: Path, machine: Any) ->
     raw["applications"][0]["name"] = "other"
     with pytest.raises(UpError, match="would end the application default, which"):
         up.up(Path(write(tmp_path / "other.yaml", raw)), say=lambda _: None)
+    assert (machine.serve.deployed, machine.serve.ended) == ([], [])
+
+
+def test_a_running_service_is_not_moved_to_another_port(tmp_path: Path, machine: Any) -> None:
+    """Serve passes over it: one would wait for an answer at the new port."""
+    running(machine, tmp_path)
+    raw = served()
+    raw["http_options"]["port"] = 8001
+    with pytest.raises(UpError, match=r"http_options.port is 8001, and the running service has 8000"):
+        up.up(Path(write(tmp_path / "moved.yaml", raw)), say=lambda _: None)
     assert (machine.serve.deployed, machine.serve.ended) == ([], [])
 
 
