@@ -44,7 +44,8 @@ def test_an_answer_is_judged_by_its_status_and_form(response: httpx.Response, pr
 
 @pytest.mark.service
 def test_hostile_requests_are_answered_right_beside_a_canary_that_is_too(application: "Service") -> None:
-    """All named ones, from several clients at once, in a random order: else all clients wait for grammars together."""
+    """All named ones, from several clients at once. They are shuffled, so that the clients do not all wait for
+    grammars at the same time: two are compiled at once."""
     named, limits = hostile_requests(num_bytes=2**18), httpx.Limits(max_connections=None, keepalive_expiry=0.5)
     requests = list(named.items())
     random.Random(0).shuffle(requests)

@@ -221,8 +221,8 @@ class SharedApplication:
     """The application of configs/local.yaml, started by the first test that asks for it and stopped when another needs
     the machine or Ray: K is fixed, drafts come from another process with the shipped head and, for the workload
     `wrong`, with one that is never right. The target waits for drafts however busy the machine is, so every step has
-    some. What a module changes live it takes back. A grammar that takes too long is refused after less processor time
-    than by default: hostile ones take all of it."""
+    some. What a module changes live it takes back. A grammar is refused after 2 s of CPU time and not
+    after the default of 10 s, because hostile ones take all of it."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
