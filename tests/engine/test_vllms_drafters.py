@@ -15,7 +15,7 @@ from tests.support.engine_cases import TEXT, counts_of, engine_settings
 from tests.support.engine_harness import Job, RunningEngine, engine_of
 
 K_MAX = 4
-NUM_TOKENS = 16
+NUM_TOKENS = 12
 
 
 @pytest.fixture(scope="module", params=["ngram", "draft_model"])

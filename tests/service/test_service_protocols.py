@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from tests.service.test_service_tools import FEW_DRAFTS, WEATHER
-from tests.support.service_harness import QUESTION, Service
+from tests.support.service_harness import QUESTION, Service, run_together
 
 pytestmark = pytest.mark.service
 
@@ -56,9 +56,13 @@ def test_anthropics_client_calls_a_tool_and_gets_errors_of_its_own_form(applicat
     asked: dict[str, Any] = {"model": application.model, "tools": [tool], "extra_body": {"temperature": 0}}
     asked["extra_headers"] = FEW_DRAFTS
     messages, choice = claude(application).messages, {"type": "tool", "name": "weather"}
-    with messages.stream(**asked, max_tokens=100, messages=QUESTION, tool_choice=choice) as stream:
-        streamed = stream.get_final_message()
-    for answer in (messages.create(**asked, max_tokens=100, messages=QUESTION, tool_choice=choice), streamed):
+    called = {**asked, "max_tokens": 100, "messages": QUESTION, "tool_choice": choice}
+
+    def read_stream() -> anthropic.types.Message:
+        with messages.stream(**called) as stream:
+            return stream.get_final_message()
+
+    for answer in run_together(lambda: messages.create(**called), read_stream):
         (block,) = answer.content
         assert (answer.stop_reason, block.type, block.name) == ("tool_use", "tool_use", "weather")
         Weather.model_validate(block.input)
@@ -100,9 +104,13 @@ def test_a_tool_of_a_response_is_called_and_the_next_turn_has_its_result(applica
     asked: dict[str, Any] = {"model": application.model, "tools": [tool], "temperature": 0}
     asked["extra_headers"] = FEW_DRAFTS
     responses, question = application.client().responses, list(QUESTION)
-    with responses.stream(**asked, input=question, tool_choice=choice) as stream:
-        streamed = stream.get_final_response()
-    for answer in (responses.create(**asked, input=question, tool_choice=choice), streamed):
+    called = {**asked, "input": question, "tool_choice": choice}
+
+    def read_stream() -> Any:
+        with responses.stream(**called) as stream:
+            return stream.get_final_response()
+
+    for answer in run_together(lambda: responses.create(**called), read_stream):
         (call,) = answer.output
         assert (answer.status, call.type, call.name) == ("completed", "function_call", "weather")
         Weather.model_validate_json(call.arguments)
@@ -114,9 +122,11 @@ def test_a_tool_of_a_response_is_called_and_the_next_turn_has_its_result(applica
 
 def test_openais_client_parses_answers_of_a_schema(application: Service) -> None:
     client, asked = application.client(), {"model": application.model, "temperature": 0}
-    chat = client.chat.completions.parse(**asked, messages=QUESTION, response_format=Weather, max_tokens=60)
+    chat, response = run_together(
+        lambda: client.chat.completions.parse(**asked, messages=QUESTION, response_format=Weather, max_tokens=60),
+        lambda: client.responses.parse(**asked, input="Hi", text_format=Weather, max_output_tokens=60),
+    )
     assert isinstance(chat.choices[0].message.parsed, Weather)
-    response = client.responses.parse(**asked, input="Hi", text_format=Weather, max_output_tokens=60)
     assert isinstance(response.output_parsed, Weather)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.service_harness import QUESTION, Service
+from tests.support.service_harness import QUESTION, Service, run_together
 
 pytestmark = pytest.mark.service
 
@@ -40,7 +40,10 @@ def test_a_call_has_openais_form_whole_and_as_a_stream(application: Service, way
     asked = {"model": application.model, "messages": QUESTION, "max_tokens": 100, "temperature": 0}
     asked |= {"extra_headers": FEW_DRAFTS}
     chat = application.client().chat.completions
-    answer = chat.create(**asked, **WAYS[way])
+    answer, chunks = run_together(
+        lambda: chat.create(**asked, **WAYS[way]),
+        lambda: [chunk for chunk in chat.create(**asked, **WAYS[way], stream=True) if chunk.choices],
+    )
     assert answer.drafting["num_draft_tokens"] > 0
     (choice,) = answer.choices
     assert choice.finish_reason == ("stop" if way == "named" else "tool_calls")
@@ -50,7 +53,6 @@ def test_a_call_has_openais_form_whole_and_as_a_stream(application: Service, way
     arguments = json.loads(call.function.arguments)
     assert arguments in ({"city": "Lisbon"}, {"city": "Porto"})
 
-    chunks = [chunk for chunk in chat.create(**asked, **WAYS[way], stream=True) if chunk.choices]
     deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
     assert {delta.index for delta in deltas} == {0}
     assert [delta.function.name for delta in deltas if delta.function.name] == ["weather"]

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from collections import Counter
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,13 +62,15 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What came back. `steps`: (verified, accepted) by vLLM's own count; None without speculation."""
+    """What came back. `steps`: (verified, accepted) by vLLM's own count; None without speculation. `num_outputs`: that
+    came from the engine's process."""
 
     tokens: list[list[int]]
     texts: list[str]
     finish_reasons: list[str | None]
     steps: list[tuple[int, int]] | None
     drafting: RequestDrafting | None
+    num_outputs: int
 
 
 class _Preemptions(StatLoggerBase):
@@ -104,7 +107,7 @@ class RunningEngine:
         self._loop = asyncio.new_event_loop()
         self._num_requests = 0
         self._preemptions: list[_Preemptions] = []
-        self.num_outputs = 0  # that came from the engine's process
+        self._num_outputs: Counter[str] = Counter()  # by request
         self.max_draft_tokens: int = config.num_speculative_tokens
         self.recorder = DraftingRecorder()
         self._client: AsyncLLM = self._run(self._start(config))
@@ -116,10 +119,11 @@ class RunningEngine:
 
         client = AsyncLLM.from_vllm_config(config, disable_log_stats=True, stat_loggers=[make_logger])
         self.recorder.attach(client)
-        process_outputs = client.output_processor.process_outputs
+        process_outputs, states = client.output_processor.process_outputs, client.output_processor.request_states
 
         def process_and_count(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            self.num_outputs += len(outputs)
+            known = [states[one.request_id] for one in outputs if one.request_id in states]
+            self._num_outputs.update(state.external_req_id for state in known)
             return process_outputs(outputs, *args, **kwargs)
 
         client.output_processor.process_outputs = process_and_count  # type: ignore[method-assign]
@@ -171,6 +175,7 @@ class RunningEngine:
             finish_reasons=[choice.finish_reason for choice in output.outputs],
             steps=list(zip(metrics.per_step_drafted, metrics.per_step_accepted, strict=True)) if metrics else None,
             drafting=self.recorder.pop(request_id),
+            num_outputs=self._num_outputs.pop(request_id, 0),
         )
 
     def shutdown(self) -> None:

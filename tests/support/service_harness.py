@@ -221,7 +221,8 @@ class SharedApplication:
     """The application of configs/local.yaml, started by the first test that asks for it and stopped when another needs
     the machine or Ray: K is fixed, drafts come from another process with the shipped head and, for the workload
     `wrong`, with one that is never right. The target waits for drafts however busy the machine is, so every step has
-    some. What a module changes live it takes back."""
+    some. What a module changes live it takes back. A grammar is refused after 2 s of CPU time and not
+    after the default of 10 s, because hostile ones take all of it."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
@@ -234,7 +235,8 @@ class SharedApplication:
             wrong = changed_head(folder / "always-wrong", lambda tensors: tensors["norm.weight"].zero_())
             self._stack.enter_context(pytest.MonkeyPatch.context()).setenv("TEST_WEB_KEY", WEB_KEY)
             drafter = {"heads_by_workload": {"wrong": wrong}, "links": PATIENT}
-            running = running_service(drafter=drafter, depth=FIXED, engine=PARSERS)
+            limits = {"grammar_timeout_s": 2.0}
+            running = running_service(drafter=drafter, depth=FIXED, engine=PARSERS, limits=limits)
             self._running = self._stack.enter_context(running)
         return self._running
 
@@ -253,6 +255,12 @@ def changed_head(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any])
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
     return str(folder)
+
+
+def run_together(*calls: Callable[[], Any]) -> list[Any]:
+    """What the calls return. They are made at the same time, so that their requests share the engine's steps."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [made.result() for made in [pool.submit(call) for call in calls]]
 
 
 def wait_for(is_so: Callable[[], bool], what: str, timeout_s: float = 90.0) -> None:
