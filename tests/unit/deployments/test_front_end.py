@@ -521,23 +521,18 @@ def test_an_error_does_not_give_back_what_was_sent(named: Any) -> None:
     assert len(response.content) < 4000
 
 
-def test_more_than_run_and_wait_gets_429_and_callers_take_turns() -> None:
-    async def run() -> None:
-        backend = Echo(limits(max_running_requests=1, max_queued_requests=2))
-        backend.pause = asyncio.Event()
-        pieces = [
-            asyncio.ensure_future(_collected(backend, Caller(name))) for name in ("crowd", "crowd", "crowd", "late")
-        ]
-        (refused,), _ = await asyncio.wait(pieces, timeout=60, return_when=asyncio.FIRST_COMPLETED)
-        error = refused.exception()
-        assert isinstance(error, ApiError)
-        assert (error.status, error.retry_after_s) == (429, 2)
-        assert error.body()["error"]["type"] == "rate_limit_error"
-        backend.pause.set()
-        await asyncio.gather(*pieces, return_exceptions=True)
-        assert len(backend.admitted) == 3
-
-    asyncio.run(run())
+async def test_more_than_run_and_wait_gets_429_and_callers_take_turns() -> None:
+    backend = Echo(limits(max_running_requests=1, max_queued_requests=2))
+    backend.pause = asyncio.Event()
+    pieces = [asyncio.ensure_future(_collected(backend, Caller(name))) for name in ("crowd", "crowd", "crowd", "late")]
+    (refused,), _ = await asyncio.wait(pieces, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+    error = refused.exception()
+    assert isinstance(error, ApiError)
+    assert (error.status, error.retry_after_s) == (429, 2)
+    assert error.body()["error"]["type"] == "rate_limit_error"
+    backend.pause.set()
+    await asyncio.gather(*pieces, return_exceptions=True)
+    assert len(backend.admitted) == 3
 
 
 async def _collected(backend: Echo, caller: Caller) -> list[str]:
@@ -788,19 +783,15 @@ def test_the_engines_own_refusal_keeps_its_field_and_its_failures_keep_their_wor
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_closes_its_answer_at_once_and_logs_nothing(stream: bool, caplog: Any) -> None:
+async def test_a_client_that_leaves_closes_its_answer_at_once_and_logs_nothing(stream: bool, caplog: Any) -> None:
     """An answer that is left to the garbage collector goes on in the engine."""
-
-    async def run() -> None:
-        backend = Echo()
-        backend.pause = asyncio.Event()
-        text = await call_and_leave(backend, {"messages": HELLO, "stream": stream}, begins=stream)
-        await asyncio.sleep(0)  # what is cancelled ends in the next turn
-        gc.collect()
-        assert (backend.num_closed, b"DONE" in text) == (1, False)
-        assert statuses(backend) == {"499": 1.0}
-
-    asyncio.run(run())
+    backend = Echo()
+    backend.pause = asyncio.Event()
+    text = await call_and_leave(backend, {"messages": HELLO, "stream": stream}, begins=stream)
+    await asyncio.sleep(0)  # what is cancelled ends in the next turn
+    gc.collect()
+    assert (backend.num_closed, b"DONE" in text) == (1, False)
+    assert statuses(backend) == {"499": 1.0}
     assert "Traceback" not in caplog.text
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 

@@ -90,7 +90,7 @@ def test_a_replica_that_is_gone_or_whose_engine_is_dead_does_not_count(lost: Exc
     assert (monitor.num_ready, list(monitor.reports)) == (1, [1])
 
 
-def test_a_monitor_goes_on_after_an_error(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_monitor_goes_on_after_an_error(caplog: pytest.LogCaptureFixture) -> None:
     num_asked = 0
 
     def answers() -> list[Any]:
@@ -100,15 +100,12 @@ def test_a_monitor_goes_on_after_an_error(caplog: pytest.LogCaptureFixture) -> N
             raise RuntimeError("the controller is gone")
         return [says(num_asked)]
 
-    async def run() -> None:
-        monitor: Any = ReplicaMonitor(Handle(answers))
-        monitor.start()
-        await until(lambda: (num_asked > 3 and monitor.reports[0] > 3) or monitor._task.done())
-        assert not monitor._task.done()
-        assert monitor.num_ready == 1
-        monitor._task.cancel()
-
-    asyncio.run(run())
+    monitor: Any = ReplicaMonitor(Handle(answers))
+    monitor.start()
+    await until(lambda: (num_asked > 3 and monitor.reports[0] > 3) or monitor._task.done())
+    assert not monitor._task.done()
+    assert monitor.num_ready == 1
+    monitor._task.cancel()
     assert caplog.text.count("its replicas cannot be asked") == 1
 
 

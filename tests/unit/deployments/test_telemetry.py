@@ -181,19 +181,15 @@ def test_a_cluster_that_does_not_answer_holds_up_no_router(caplog: pytest.LogCap
     assert "is written again" in mended
 
 
-def test_a_head_that_was_rolled_back_is_saved_at_once(tmp_path: Path) -> None:
+async def test_a_head_that_was_rolled_back_is_saved_at_once(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
-
-    async def run() -> None:
-        store = StateStore(str(path), k_policy_with_counts())
-        store.save_soon()
-        await asyncio.sleep(0.05)
-        assert not path.exists(), "not due yet"
-        store.save_soon(is_urgent=True)
-        while not path.exists():
-            await asyncio.sleep(0.01)
-
-    asyncio.run(run())
+    store = StateStore(str(path), k_policy_with_counts())
+    store.save_soon()
+    await asyncio.sleep(0.05)
+    assert not path.exists(), "not due yet"
+    store.save_soon(is_urgent=True)
+    while not path.exists():
+        await asyncio.sleep(0.01)
 
 
 def test_on_a_full_disk_the_last_state_stays_whole_and_saving_goes_on_later(
