@@ -66,14 +66,6 @@ def test_an_engine_that_measured_itself_needs_no_learning():
     assert learned_share(rates) > 0.98
 
 
-def test_workloads_get_k_of_their_own():
-    learned = Learned(on_gpu=False)
-    simulate(cpu, pools("code-chat"), learned, Load(8, 100))
-    document = {row["workload"]: row for row in learned.k_policy.document(0.0)["workloads"]}
-    assert document["code"]["k"] > document["chat"]["k"]
-    assert all(row["num_steps"] > 0 for row in document.values())
-
-
 def test_a_run_counts_the_tokens_of_the_answers():
     """One client, no jitter: tokens and seconds by hand."""
     answer = Answer("a", 0.0, bytes([2, 0, 1, 1, 0]))

@@ -110,15 +110,6 @@ async def through(proxy: Proxy, path: str = "/v1/models") -> tuple[httpx.Respons
         return await client.get(path), time.monotonic() - started_s
 
 
-def test_without_a_replica_a_request_is_refused_and_not_held_back() -> None:
-    proxy = Proxy(0)
-    response, took_s = asyncio.run(through(proxy))
-    assert (response.status_code, response.headers["retry-after"]) == (503, "5")
-    assert response.json()["error"]["code"] == "model_not_ready"
-    assert took_s < compat.MAX_WAIT_S + 10
-    assert proxy.num_asked == 0
-
-
 async def test_a_replica_may_take_its_time_also_while_it_takes_new_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "MAX_WAIT_S", 15.0)
     proxy = Proxy(1, seconds=1.0)

@@ -25,7 +25,6 @@ from cluster.admission import Admission
 from cluster.counts import Counts
 from cluster.errors import ApiError
 from cluster.heads import HeadRouting
-from cluster.request import Caller
 from cluster.settings import (
     CallerSettings,
     ClusterSettings,
@@ -521,46 +520,7 @@ def test_an_error_does_not_give_back_what_was_sent(named: Any) -> None:
     assert len(response.content) < 4000
 
 
-async def test_more_than_run_and_wait_gets_429_and_callers_take_turns() -> None:
-    backend = Echo(limits(max_running_requests=1, max_queued_requests=2))
-    backend.pause = asyncio.Event()
-    pieces = [asyncio.ensure_future(_collected(backend, Caller(name))) for name in ("crowd", "crowd", "crowd", "late")]
-    (refused,), _ = await asyncio.wait(pieces, timeout=60, return_when=asyncio.FIRST_COMPLETED)
-    error = refused.exception()
-    assert isinstance(error, ApiError)
-    assert (error.status, error.retry_after_s) == (429, 2)
-    assert error.body()["error"]["type"] == "rate_limit_error"
-    backend.pause.set()
-    await asyncio.gather(*pieces, return_exceptions=True)
-    assert len(backend.admitted) == 3
-
-
-async def _collected(backend: Echo, caller: Caller) -> list[str]:
-    document = {"messages": HELLO, "stream": True}
-    return [piece async for piece in backend.front_end.answer("chat", document, caller)]
-
-
 # ---- workload and K
-
-
-@pytest.mark.parametrize(
-    ("body", "headers", "expected"),
-    [
-        ({}, {}, ("default", 7, "default")),
-        ({"drafting": {"k": 2}}, {}, ("default", 2, "request")),
-        ({"model": "tiny-coder"}, {}, ("code", 7, "default")),
-        ({}, {"X-Drafting-Workload": "chat"}, ("chat", 7, "default")),
-        ({"drafting": {"k": 1}}, {"X-Drafting-Workload": "chat"}, ("chat", 1, "request")),
-    ],
-)
-def test_k_and_workload_reach_the_engine(body: Any, headers: Any, expected: Any) -> None:
-    backend = Echo()
-    drafting = chat(backend, headers=headers, **body).json()["drafting"]
-    assert (drafting["workload"], drafting["k"], drafting["source"]) == expected
-    (admitted,) = backend.admitted
-    assert admitted.body.vllm_xargs == {DEPTH_KEY: expected[1], WORKLOAD_KEY: expected[0]}
-    assert admitted.fields["model"] == "tiny"
-    assert "drafting" not in admitted.fields
 
 
 def test_the_clients_own_name_of_a_request_is_kept_where_it_is_one() -> None:

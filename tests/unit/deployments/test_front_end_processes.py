@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
-from cluster.counts import WorkloadCounts
 from cluster.errors import ApiError
 from deployments import compat, front_end_processes
 from deployments.answers import EngineAnswers
@@ -185,28 +184,6 @@ async def test_a_client_that_does_not_read_holds_up_its_own_answer_only(monkeypa
     await asyncio.sleep(0.05)
     assert 3 * WINDOW < len(made) <= 4 * WINDOW + 1
     await slow.aclose()
-
-
-async def test_a_lost_process_ends_its_answers_and_another_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    replica = Replica(2, monkeypatch)
-    await replica.start()
-    NoProcess.answer = lambda _: endless()
-    first, second = replica.ask(n=2, drafting={"workload": "lost"}), replica.ask()
-    assert await anext(first)
-    assert await anext(second)
-    replica.process(0).die()
-    lost = [item async for item in first][-1]
-    assert isinstance(lost, ApiError)
-    assert (lost.status, lost.code) == (502, "engine_lost")
-    assert await anext(second) == chunk()
-    await soon(lambda: replica.num_ready == 2)
-    assert (replica.lost, replica.process(0).index, replica.num_restarts) == ([1], 3, 1)
-    assert replica.recorder.workloads() == {"lost": WorkloadCounts(2, num_aborted=2)}, "though no count had come"
-    await replica.refresh_counts()
-    third = replica.ask()
-    assert await anext(third) == chunk()
-    for stream in (second, third):
-        await stream.aclose()
 
 
 async def test_a_replica_that_loses_too_many_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from cluster.request import Caller
 from deployments.answers import EngineAnswers
 from deployments.front_end import FrontEnd, Usage
 from deployments.replicas import EngineLost
-from deployments.target import TargetServer, default_front_ends
+from deployments.target import TargetServer
 from deployments.usage_log import UsageLog
 from peagle.vllm.recorder import RequestDrafting
 from tests.support.counted import counts_of
@@ -93,16 +93,6 @@ DRAFTING = {
     "workload": "default", "k": 7, "max_k": 7, "source": "default", "head": "digest", "num_steps": 2,
     "num_draft_tokens": 6, "num_accepted_tokens": 4, "acceptance_length": 3.0,
 }  # fmt: skip
-
-
-def test_a_whole_answer_has_its_drafting_and_its_usage() -> None:
-    replica = Replica(whole)
-    text, usage = items(replica)
-    answer = json.loads(text)
-    assert answer["choices"][0]["message"]["content"] == "Hi"
-    assert answer["drafting"] == DRAFTING
-    assert usage == Usage(4, 9, 4)
-    assert replica.aborted == []
 
 
 def test_drafting_of_an_answer_that_went_without_drafts_says_why() -> None:
@@ -313,10 +303,3 @@ def test_a_call_by_handle_goes_through_the_same_edge() -> None:
     for body, param in (({"drafting": {"k": 99}}, "drafting.k"), ({"top_k": 10**30}, "top_k"), ({"top_p": {1}}, None)):
         (refused,) = asyncio.run(run(**body))
         assert (refused["status"], refused["error"]["param"]) == (400, param)
-
-
-@pytest.mark.parametrize(
-    ("num_cpus", "on_cpu", "number"), [(2, False, 1), (16, False, 2), (128, False, 4), (16, True, 1)]
-)
-def test_front_end_processes_by_default_follow_the_nodes_cpus(num_cpus: float, on_cpu: bool, number: int) -> None:
-    assert default_front_ends(num_cpus, on_cpu) == number
