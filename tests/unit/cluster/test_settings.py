@@ -108,8 +108,7 @@ def problems_of(args: Any, catalog: Catalog, env: dict[str, str] | None = None) 
 
 
 def drafter_of(args: dict[str, Any], catalog: Catalog) -> DrafterSettings:
-    drafter = load_settings(args, catalog).drafter
-    return drafter
+    return load_settings(args, catalog).drafter
 
 
 def test_without_a_drafter_nothing_is_drafted(catalog: Catalog) -> None:

@@ -69,6 +69,18 @@ def test_a_few_steps_teach_what_the_guess_did_not_know(engine, on_gpu):
     assert np.abs(errors(model.latency, engine)).max() < 0.25
 
 
+def test_a_pass_that_grows_with_requests_is_told_from_the_rest_of_a_step():
+    """Few steps without it are enough."""
+    model, rng = StepLatencyModel(on_gpu=False), np.random.default_rng(0)
+    for number in range(400):
+        num_requests, k = int(rng.choice([1, 2, 4, 8])), int(rng.integers(1, 8))
+        num_tokens, is_drafted = (num_requests * (1 + k), True) if number % 10 else (num_requests, False)
+        seconds = dear_drafter(num_requests, num_tokens, 0, is_drafted) * float(np.exp(0.03 * rng.standard_normal()))
+        model.observe(TimedStep(seconds, num_requests, num_tokens, 0, is_drafted))
+    for cell in ((1, 1), (2, 2), (4, 4), (8, 8), (8, 32)):
+        assert model.latency.seconds(*cell) == pytest.approx(dear_drafter(*cell), rel=0.1)
+
+
 @pytest.mark.parametrize("name", ["h200", "8b", "coder"])
 def test_points_measured_at_the_start_are_kept(name):
     engine = TableEngine.load(ENGINES[name])

@@ -1,7 +1,6 @@
 """The router's decisions and the policies that Serve calls, with Serve's own contexts, configs and wrapper: good data,
 and all kinds of bad."""
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -135,20 +134,6 @@ def test_a_store_that_does_not_answer_is_read_again(controller: Controller, capl
     controller.channel.fails = False
     controller.replicas.append(FakeReplica("b", started_s=controller.now_s))
     assert controller.serve(300, 0.1, GOOD) == 1
-
-
-def test_a_request_that_found_none_is_decided_on_at_once(controller: Controller) -> None:
-    async def run() -> list[int]:
-        found = []
-        for _ in range(3):
-            controller.router.observe(None, [], controller.k_policy)
-            await asyncio.sleep(0.05)
-            found.append((controller.router.document or {"num_decisions": 0})["num_decisions"])
-            if len(found) == 2:
-                controller.router.wake()
-        return found
-
-    assert asyncio.run(run()) == [1, 1, 2]
 
 
 # ---- the drafter

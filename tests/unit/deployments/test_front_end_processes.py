@@ -28,7 +28,7 @@ from deployments.front_end_processes import (
 )
 from peagle.vllm.recorder import DraftingRecorder, RequestDrafting
 from tests.unit.deployments.test_front_end import HELLO, cluster
-from tests.unit.deployments.test_target_replica import COUNTS, chunk
+from tests.unit.deployments.test_target_replica import COUNTS, chunk, endless, events
 
 LAST = [chunk("stop"), "data: [DONE]\n\n"]
 
@@ -115,14 +115,6 @@ async def soon(is_so: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def endless(made: list[int] | None = None) -> AsyncIterator[str]:
-    while True:
-        yield chunk()
-        if made is not None:
-            made.append(1)
-        await asyncio.sleep(0)
-
-
 async def test_requests_go_to_the_process_with_the_fewest_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     replica, asked = Replica(2, monkeypatch), []
 
@@ -148,7 +140,7 @@ async def test_requests_go_to_the_process_with_the_fewest_sequences(monkeypatch:
 async def test_answers_and_errors_come_through_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     replica = Replica(1, monkeypatch)
     await replica.start()
-    NoProcess.answer = lambda _: iterate(chunk(), *LAST)
+    NoProcess.answer = lambda _: events(chunk(), *LAST)
     found = [item async for item in replica.ask()]
     assert found[0] == chunk()
     assert json.loads(found[1].removeprefix("data: "))["drafting"]["num_steps"] == 2
@@ -163,11 +155,6 @@ async def test_answers_and_errors_come_through_as_they_are(monkeypatch: pytest.M
     assert found == {"error": "no {'regex': 'a'}"}
 
 
-async def iterate(*items: str) -> AsyncIterator[str]:
-    for item in items:
-        yield item
-
-
 async def test_a_client_that_does_not_read_holds_up_its_own_answer_only(monkeypatch: pytest.MonkeyPatch) -> None:
     replica, made = Replica(1, monkeypatch), list[int]()
     await replica.start()
@@ -177,7 +164,7 @@ async def test_a_client_that_does_not_read_holds_up_its_own_answer_only(monkeypa
     await soon(lambda: len(made) >= WINDOW)
     await asyncio.sleep(0.05)
     assert len(made) == WINDOW
-    NoProcess.answer = lambda _: iterate(*LAST)
+    NoProcess.answer = lambda _: events(*LAST)
     assert len([item async for item in replica.ask()]) == 3
     for _ in range(3 * WINDOW):
         await anext(slow)

@@ -16,23 +16,18 @@ from cluster.heads import DrafterReport, HeadRef
 from cluster.learning import LearnerReport
 from deployments.replicas import link_reports
 from deployments.telemetry import (
-    change_metrics,
     drafter_metrics,
-    head_metrics,
     learner_metrics,
     prometheus_text,
     scaling_metrics,
-    target_metrics,
 )
 from peagle.drafter.client import LinkStats
 from peagle.drafter.kvcache import Counters
 from peagle.drafter.server import ServerStats
 from tests.support.autoscaling_harness import Controller
-from tests.support.counted import counts_of
 from tests.support.metric_names import documented, exported
 from tests.support.scaling_cases import GOOD
-from tests.unit.cluster.test_heads import swapped
-from tests.unit.deployments.test_telemetry import drafter, link, report
+from tests.unit.deployments.test_telemetry import report
 
 MONITORING = Path(__file__).parents[3] / "k8s" / "components" / "monitoring"
 ALERTS = yaml.safe_load((MONITORING / "alerts.yaml").read_text(encoding="utf-8"))
@@ -62,21 +57,6 @@ def test_metrics_of_autoscaling_are_those_of_the_table() -> None:
     scaled.serve(60, 1.0, GOOD)
     found = exported(prometheus_text(scaling_metrics(scaled.router.document)).decode())
     assert found == {name: labels for name, labels in documented().items() if name.startswith("peagle_autoscaling_")}
-
-
-def test_metrics_of_targets_heads_and_drafters_are_in_the_table() -> None:
-    counts = counts_of([(3, 2)])
-    reports = [report("a", "t1", [link("h:1", "up", {"steps": 7.0, "wait_s": 0.5})], code=counts)]
-    families = [
-        *target_metrics(reports, 1, "m"),
-        *head_metrics({"a": counts}),
-        *change_metrics(swapped(0, 0.1, 120).manager.document()),
-        *drafter_metrics([drafter("r1", "a", refused="no")], reports),
-    ]
-    found, table = exported(prometheus_text(families).decode()), documented()
-    assert {name: labels for name, labels in found.items() if table.get(name) != labels} == {}
-    assert "peagle_link_wait_seconds_total" in found
-    assert "peagle_head_gain" in found
 
 
 def test_every_counter_of_drafters_and_links_is_in_the_table() -> None:

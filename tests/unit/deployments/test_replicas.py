@@ -16,7 +16,6 @@ from deployments.replicas import (
     EngineLost,
     ReplicaMonitor,
     agreed_heads,
-    link_reports,
 )
 
 
@@ -143,17 +142,3 @@ def test_heads_change_when_most_drafters_have_changed() -> None:
     assert agreed_heads([old]) == ("a",)
     assert agreed_heads([old, new]) == ()
     assert agreed_heads([old, new, new]) == ("b",)
-
-
-def test_links_are_those_of_the_worker_that_sends() -> None:
-    link = {
-        "address": "h:1", "state": "late", "path": "tcp", "problem": "late", "average_pass_s": 0.1, "num_steps": 7,
-        "num_requests": 2, "sum_wait_s": 0.5, "heads": {"0": "a"},
-    }  # fmt: skip
-    found = link_reports([{}, {"num_up": 0, "links": [link]}])
-    (shown,) = found
-    counters = {"steps": 7.0, "wait_s": 0.5}
-    assert shown == {
-        "drafter": "h:1", "state": "late", "path": "tcp", "problem": "late", "average_pass_s": 0.1, "counters": counters
-    }  # fmt: skip
-    assert link_reports([{}, {}]) == ()

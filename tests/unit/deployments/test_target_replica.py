@@ -71,6 +71,14 @@ async def events(*items: Any) -> AsyncIterator[str]:
         yield item
 
 
+async def endless(made: list[int] | None = None) -> AsyncIterator[str]:
+    while True:
+        yield chunk()
+        if made is not None:
+            made.append(1)
+        await asyncio.sleep(0)
+
+
 def items(replica: Replica, **body: Any) -> list[Any]:
     async def run() -> list[Any]:
         admitted = replica.front_end.admit("chat", {"messages": HELLO, **body})
@@ -219,7 +227,7 @@ async def test_a_client_that_leaves_aborts_all_sequences_of_its_request(call: An
     """vLLM's generator may be left to the garbage collector with two of three sequences still running."""
     closed: list[bool] = []
 
-    async def endless() -> AsyncIterator[str]:
+    async def stream() -> AsyncIterator[str]:
         try:
             while True:
                 yield chunk()
@@ -228,7 +236,7 @@ async def test_a_client_that_leaves_aborts_all_sequences_of_its_request(call: An
             closed.append(True)
 
     log = UsageLog(str(tmp_path / "usage"))
-    replica = Replica(lambda _: endless(), log)
+    replica = Replica(lambda _: stream(), log)
     fields = {"messages": HELLO} if call == "chat" else {"prompt": ["a", "b"]}
     document = {**fields, "stream": True, "n": 3, "request_id": "r1"}
     charged: list[Any] = []
@@ -262,11 +270,6 @@ async def test_a_replica_that_ends_writes_the_lines_that_wait_for_tokens(tmp_pat
 async def test_requests_of_one_name_do_not_end_each_other(call: Any) -> None:
     """Gateways give retries, and calls side by side, one X-Request-Id; vLLM aborts all requests of a name."""
     asked = []
-
-    async def endless() -> AsyncIterator[str]:
-        while True:
-            yield chunk()
-            await asyncio.sleep(0)
 
     def answer(request: Any) -> Any:
         asked.append(request.request_id)

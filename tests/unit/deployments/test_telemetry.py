@@ -17,12 +17,12 @@ from cluster.spending import DaySpending, SpendingTracker
 from deployments.telemetry import (
     StateStore,
     add_head_counts,
+    change_metrics,
     drafter_metrics,
     drafting_document,
     head_metrics,
     labelled,
     prometheus_text,
-    target_metrics,
 )
 from deployments.view import as_text
 from tests.support.autoscaling_harness import MemoryChannel
@@ -82,24 +82,13 @@ def test_the_document_has_each_head_with_its_acceptance() -> None:
     assert "drafter h:1: a; links: up by tcp" in shown
 
 
-def test_metrics_have_workloads_heads_links_and_refusals() -> None:
-    links = [link("h:1", "up", {"steps": 7.0}), link("h:2", "late", {})]
-    reports = [report("a", "t1", links, code=GOOD)]
-    families = [
-        *target_metrics(reports, 2, "m"),
-        *head_metrics({"a": GOOD}),
-        *drafter_metrics([drafter("r1", "a", refused="no such head")], reports),
-    ]
+def test_metrics_have_heads_drafters_and_links() -> None:
+    reports = [report("a", "t1", [link("h:1", "up", {"steps": 7.0}), link("h:2", "late", {})])]
+    changes = swapped(0, 0.1, 120).manager.document()
+    drafters = [drafter("r1", "a", refused="no such head")]
+    families = [*head_metrics({"a": GOOD}), *change_metrics(changes), *drafter_metrics(drafters, reports)]
     found = samples(prometheus_text(families))
-    assert found["peagle_target_replicas",] == 2
-    assert found["peagle_running_requests", "m", "t1"] == 0
-    assert found["peagle_requests_total", "m", "finished", "t1", "code"] == 2
-    assert found["peagle_output_tokens_total", "m", "t1", "code"] == 10
-    assert found["peagle_generated_tokens_total", "m", "t1"] == 12
-    assert found["peagle_verification_steps_total", "m", "t1", "code"] == 2
-    assert found["peagle_draft_tokens_total", "3", "m", "t1", "code"] == 2
-    assert found["peagle_reached_draft_tokens_total", "3", "m", "t1", "code"] == 1
-    assert found["peagle_accepted_tokens_total", "3", "m", "t1", "code"] == 1
+    assert found["peagle_head_gain", "a", "low", "b"] == pytest.approx(changes[0]["low"])
     assert found["peagle_head_accepted_tokens_total", "1", "a"] == 2
     assert found["peagle_drafter_head", "a", "0", "r1"] == 1
     assert found["peagle_drafter_head_refused", "r1"] == 1
