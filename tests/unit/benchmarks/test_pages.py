@@ -11,8 +11,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from benchmarks.chart import CHARTS, points_of
-from benchmarks.pages import MADE, ROOT, models_in, old_pages
+from benchmarks.pages import ROOT, models_in, old_pages
 from cluster.settings import ClusterSettings
 from peagle.train.recipe import Recipe
 
@@ -106,18 +105,6 @@ def test_results_are_cited_and_cited_ones_are_there() -> None:
     assert cited - present == set()
     stems = {Path(name).stem for name in cited}
     assert {name for name in present if Path(name).stem not in stems} == set()
-
-
-def test_the_readmes_chart_shows_every_load_of_its_files() -> None:
-    chart = CHARTS["speed.svg"]
-    small, mid = (
-        {name: dict(points_of(chart, panel, arms)) for name, arms in panel.arms.items()} for panel in chart.panels
-    )
-    assert {tuple(line) for line in small.values()} == {(1, 2, 4, 8, 16, 32, 64, 128, 256)}
-    assert {tuple(line) for line in mid.values()} == {(1, 8, 32, 64, 128, 256)}
-    assert mid["this service"][256] == pytest.approx(17340, abs=1)
-    assert mid["EAGLE-3, K = 3"][256] == pytest.approx(18136, abs=1)
-    assert set(MADE) == {"changelog.md", "configuration.md", "recipe.md", "metrics.md"}
 
 
 @pytest.mark.parametrize("config", sorted(ROOT.glob("configs/*.yaml")), ids=lambda path: path.name)

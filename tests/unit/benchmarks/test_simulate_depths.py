@@ -13,7 +13,6 @@ from benchmarks.simulate_depths import (
     compare,
     learned_share,
     load_answers,
-    points_of,
     select,
     simulate,
 )
@@ -57,21 +56,6 @@ def test_steps_without_drafts_are_run_where_they_are_faster(concurrency, least):
     load = Load(concurrency, num_requests=80)
     rates = compare(dear_drafter, pools("code-chat"), load, lambda: Learned(on_gpu=False))
     assert learned_share(rates) > least
-
-
-def test_an_engine_that_measured_itself_needs_no_learning():
-    engine = MEASURED["h200"]
-    load = Load(128, num_requests=400, warm_share=0.0)
-    rates = compare(engine, pools("code"), load, lambda: Learned(True, points_of(engine, 128)))
-    assert learned_share(rates) > 0.98
-
-
-def test_workloads_get_k_of_their_own():
-    learned = Learned(on_gpu=False)
-    simulate(cpu, pools("code-chat"), learned, Load(8, 100))
-    document = {row["workload"]: row for row in learned.k_policy.document(0.0)["workloads"]}
-    assert document["code"]["k"] > document["chat"]["k"]
-    assert all(row["num_steps"] > 0 for row in document.values())
 
 
 def test_a_run_counts_the_tokens_of_the_answers():

@@ -15,7 +15,7 @@ from cluster.acceptance import (
     AcceptancePosteriors,
     AcceptanceSnapshot,
 )
-from cluster.counts import CounterDeltas, Counts, DeltaTracker, TargetReport, WorkloadCounts
+from cluster.counts import CounterDeltas, Counts
 
 K_MAX = 7
 CODE = (0.9, 0.88, 0.86, 0.85, 0.85, 0.84, 0.84)
@@ -106,33 +106,6 @@ def test_forgetting_follows_a_change() -> None:
         distances.append((posteriors.rates("w").mean[0] - CHAT[0]) / (CODE[0] - CHAT[0]))
     assert distances == pytest.approx([1 / 2, 1 / 4, 1 / 8, 1 / 16], abs=0.06)
     assert posteriors.rates("w").num_steps == pytest.approx(1000 / np.log(2) / 4, rel=0.01)
-
-
-def report(replica: str, head: str, totals: dict[str, Counts]) -> TargetReport:
-    return TargetReport(
-        replica, head=head, workloads={name: WorkloadCounts(counts=each) for name, each in totals.items()}
-    )
-
-
-def test_two_processes_that_poll_at_different_times_agree() -> None:
-    """Three replicas with traffic of their own that changes on the way; one process looks 64 times as rarely."""
-    often, often_tracker = AcceptancePosteriors(K_MAX), DeltaTracker()
-    rarely, rarely_tracker = AcceptancePosteriors(K_MAX), DeltaTracker()
-    rng, totals = np.random.default_rng(5), [{"code": Counts(), "chat": Counts()} for _ in range(3)]
-    for step in range(1, 641):
-        for index, total in enumerate(totals):
-            drift = 0.02 * index - 0.1 * step / 640
-            total["code"] += counts_of(accepted_of(np.array(CODE) + drift, 10 * (index + 1), rng), 7 - index)
-            total["chat"] += counts_of(accepted_of(np.array(CHAT) + drift, 5, rng), 3)
-        reports = [report(f"r{index}", "head", dict(total)) for index, total in enumerate(totals)]
-        often.update(often_tracker.update(reports))
-        if step % 64 == 0:
-            rarely.update(rarely_tracker.update(list(reversed(reports))))
-    for workload in ("code", "chat"):
-        one, other = often.rates(workload), rarely.rates(workload)
-        assert one.num_steps == pytest.approx(other.num_steps, rel=1e-9)
-        assert one.mean == pytest.approx(other.mean, abs=0.01)
-        assert one.low == pytest.approx(other.low, abs=0.01)
 
 
 def test_each_head_has_evidence_of_its_own_and_a_change_back_voids_nothing() -> None:

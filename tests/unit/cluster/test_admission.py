@@ -3,7 +3,6 @@
 import asyncio
 import pickle
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -25,8 +24,8 @@ WEB, JOB = Caller("web"), Caller("job")
 class Requests:
     """Requests that hold a place until they are let go."""
 
-    def __init__(self, admission: Admission) -> None:
-        self.admission = admission
+    def __init__(self, **options: Any) -> None:
+        self.admission = Admission(**options)
         self.running: list[str] = []
         self.refused: list[ApiError] = []
         self._doors: dict[str, asyncio.Event] = {}
@@ -62,15 +61,6 @@ class Requests:
 async def settle() -> None:
     for _ in range(8):
         await asyncio.sleep(0)
-
-
-def played(play: Callable[[Requests], Awaitable[None]], max_running: int, max_queued: int, **kwargs: Any) -> Requests:
-    async def run() -> Requests:
-        requests = Requests(Admission(max_running, max_queued, **kwargs))
-        await play(requests)
-        return requests
-
-    return asyncio.run(run())
 
 
 def test_tokens_of_a_day_are_refused_until_midnight_and_counted_on_all_replicas() -> None:
@@ -115,53 +105,47 @@ def test_tokens_of_a_day_are_refused_until_midnight_and_counted_on_all_replicas(
     assert trackers.today.tokens == {"web": 0, "job": 0}
 
 
-def test_places_are_shared_evenly_between_callers_that_wait() -> None:
-    async def play(requests: Requests) -> None:
-        callers = [Caller(name) for name in "abc"]
-        for number in range(10):
-            for caller in callers:
-                await requests.send(f"{caller.name}{number}", caller)
-        for _ in range(12):
-            await requests.end(requests.running[0])
-            shares = Counter(name[0] for name in requests.running)
-            assert set(shares.values()) == {2}, shares
-
-    played(play, max_running=6, max_queued=100)
+async def test_places_are_shared_evenly_between_callers_that_wait() -> None:
+    requests = Requests(max_running=6, max_queued=100)
+    callers = [Caller(name) for name in "abc"]
+    for number in range(10):
+        for caller in callers:
+            await requests.send(f"{caller.name}{number}", caller)
+    for _ in range(12):
+        await requests.end(requests.running[0])
+        shares = Counter(name[0] for name in requests.running)
+        assert set(shares.values()) == {2}, shares
 
 
-def test_a_crowd_leaves_places_for_those_of_whom_nothing_runs() -> None:
-    async def play(requests: Requests) -> None:
-        requests.admission.num_reserved = 2
-        for number in range(8):
-            await requests.send(f"crowd-{number}", WEB)
-        assert len(requests.running) == 6
-        await requests.send("first", JOB)
-        await requests.send("second", JOB)
-        await requests.send("other", Caller("other"))
-        assert set(requests.running) - {f"crowd-{number}" for number in range(6)} == {"first", "other"}
-
-    played(play, max_running=8, max_queued=100)
+async def test_a_crowd_leaves_places_for_those_of_whom_nothing_runs() -> None:
+    requests = Requests(max_running=8, max_queued=100)
+    requests.admission.num_reserved = 2
+    for number in range(8):
+        await requests.send(f"crowd-{number}", WEB)
+    assert len(requests.running) == 6
+    await requests.send("first", JOB)
+    await requests.send("second", JOB)
+    await requests.send("other", Caller("other"))
+    assert set(requests.running) - {f"crowd-{number}" for number in range(6)} == {"first", "other"}
 
 
-def test_callers_without_keys_take_turns_by_address_and_leave_nothing_behind() -> None:
-    async def play(requests: Requests) -> None:
-        crowd, other = (replace(ANYONE, address=address) for address in ("192.0.2.1", "192.0.2.2"))
-        for number in range(6):
-            await requests.send(f"crowd-{number}", crowd)
-        await requests.send("other", other)
-        await requests.end("crowd-0")
-        assert requests.running == ["crowd-1", "other"]
-        for number in range(6):
-            await requests.leave(f"crowd-{number}")
-        size = len(pickle.dumps(requests.admission))
-        await requests.send("second", other)
-        for number in range(100):  # who leaves while it waits
-            await requests.send(f"passing-{number}", replace(ANYONE, address=f"198.51.100.{number}"))
-            await requests.leave(f"passing-{number}")
-        await requests.leave("second")
-        assert len(pickle.dumps(requests.admission)) <= size + 4, "one number more is longer"
-
-    played(play, max_running=2, max_queued=100)
+async def test_callers_without_keys_take_turns_by_address_and_leave_nothing_behind() -> None:
+    requests = Requests(max_running=2, max_queued=100)
+    crowd, other = (replace(ANYONE, address=address) for address in ("192.0.2.1", "192.0.2.2"))
+    for number in range(6):
+        await requests.send(f"crowd-{number}", crowd)
+    await requests.send("other", other)
+    await requests.end("crowd-0")
+    assert requests.running == ["crowd-1", "other"]
+    for number in range(6):
+        await requests.leave(f"crowd-{number}")
+    size = len(pickle.dumps(requests.admission))
+    await requests.send("second", other)
+    for number in range(100):  # who leaves while it waits
+        await requests.send(f"passing-{number}", replace(ANYONE, address=f"198.51.100.{number}"))
+        await requests.leave(f"passing-{number}")
+    await requests.leave("second")
+    assert len(pickle.dumps(requests.admission)) <= size + 4, "one number more is longer"
 
 
 @pytest.mark.parametrize(
@@ -198,88 +182,74 @@ def test_bodies_are_held_up_to_a_bound_of_which_one_caller_has_half() -> None:
         body(2 * large)
 
 
-def test_a_full_queue_refuses_at_once_and_says_when_to_come_back() -> None:
-    async def play(requests: Requests) -> None:
-        for number in range(5):
-            await requests.send(str(number), WEB)
-        assert requests.running == ["0", "1"]
-        assert requests.admission.num_queued == 2
-        (refusal,) = requests.refused
-        assert refusal.retry_after_s >= 1
-        assert "2 requests run and 2 wait" in refusal.message
-
-    played(play, max_running=2, max_queued=2)
+async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back() -> None:
+    requests = Requests(max_running=2, max_queued=2)
+    for number in range(5):
+        await requests.send(str(number), WEB)
+    assert requests.running == ["0", "1"]
+    assert requests.admission.num_queued == 2
+    (refusal,) = requests.refused
+    assert refusal.retry_after_s >= 1
+    assert "2 requests run and 2 wait" in refusal.message
 
 
-def test_who_leaves_the_queue_gives_up_its_turn_and_no_place_is_lost() -> None:
-    async def play(requests: Requests) -> None:
-        for name in ("first", "second", "third"):
-            await requests.send(name, WEB)
-        await requests.leave("second")
-        assert requests.admission.num_queued == 1
-        await requests.leave("first")
-        assert requests.running == ["third"]
-        await requests.end("third")
-        assert (requests.admission.num_running, requests.admission.num_queued) == (0, 0)
-
-    played(play, max_running=1, max_queued=10)
+async def test_who_leaves_the_queue_gives_up_its_turn_and_no_place_is_lost() -> None:
+    requests = Requests(max_running=1, max_queued=10)
+    for name in ("first", "second", "third"):
+        await requests.send(name, WEB)
+    await requests.leave("second")
+    assert requests.admission.num_queued == 1
+    await requests.leave("first")
+    assert requests.running == ["third"]
+    await requests.end("third")
+    assert (requests.admission.num_running, requests.admission.num_queued) == (0, 0)
 
 
-def test_a_callers_own_limit_holds_up_only_itself() -> None:
-    async def play(requests: Requests) -> None:
-        limited = Caller("limited", max_running_requests=1)
-        for name in ("a", "b"):
-            await requests.send(name, limited)
-        await requests.send("other", WEB)
-        assert requests.running == ["a", "other"]
-        await requests.end("a")
-        assert requests.running == ["other", "b"]
-
-    played(play, max_running=10, max_queued=10)
+async def test_a_callers_own_limit_holds_up_only_itself() -> None:
+    requests = Requests(max_running=10, max_queued=10)
+    limited = Caller("limited", max_running_requests=1)
+    for name in ("a", "b"):
+        await requests.send(name, limited)
+    await requests.send("other", WEB)
+    assert requests.running == ["a", "other"]
+    await requests.end("a")
+    assert requests.running == ["other", "b"]
 
 
-def test_rates_are_refused_with_the_time_to_wait_and_come_back() -> None:
+async def test_rates_are_refused_with_the_time_to_wait_and_come_back() -> None:
     now_s = 0.0
-
-    async def play(requests: Requests) -> None:
-        nonlocal now_s
-        caller = Caller("rated", requests_per_minute=2, tokens_per_minute=600)
-        for name in ("a", "b", "c"):
-            await requests.send(name, caller)
-        assert requests.running == ["a", "b"]
-        assert (requests.refused[0].retry_after_s, "2 requests a minute" in requests.refused[0].message) == (30, True)
-        now_s = 31.0
-        requests.admission.charge_tokens(caller.name, 900)
-        await requests.send("d", caller)
-        assert (requests.refused[1].retry_after_s, "600 tokens" in requests.refused[1].message) == (31, True)
-        now_s = 62.5
-        await requests.send("e", caller)
-        assert "e" in requests.running
-
-    played(play, max_running=10, max_queued=10, clock=lambda: now_s)
+    requests = Requests(max_running=10, max_queued=10, clock=lambda: now_s)
+    caller = Caller("rated", requests_per_minute=2, tokens_per_minute=600)
+    for name in ("a", "b", "c"):
+        await requests.send(name, caller)
+    assert requests.running == ["a", "b"]
+    assert (requests.refused[0].retry_after_s, "2 requests a minute" in requests.refused[0].message) == (30, True)
+    now_s = 31.0
+    requests.admission.charge_tokens(caller.name, 900)
+    await requests.send("d", caller)
+    assert (requests.refused[1].retry_after_s, "600 tokens" in requests.refused[1].message) == (31, True)
+    now_s = 62.5
+    await requests.send("e", caller)
+    assert "e" in requests.running
 
 
-def test_replicas_share_the_limits_of_a_caller() -> None:
+async def test_replicas_share_the_limits_of_a_caller() -> None:
     now_s = 0.0
     caller = Caller("web", max_running_requests=5, requests_per_minute=6, tokens_per_minute=600)
-
-    async def play(requests: Requests) -> None:
-        nonlocal now_s
-        requests.admission.num_replicas = 3
-        for number in range(3):
-            await requests.send(f"first-{number}", caller)
-        assert len(requests.running) == 2, "a third of 5, rounded up; and a third of 6 a minute"
-        assert requests.refused[0].retry_after_s == 30
-        assert "6 requests a minute" in requests.refused[0].message, "the limit that the operator set"
-        # A replica less: the part of the minute that is used up stays used up.
-        requests.admission.num_replicas = 2
-        await requests.send("second", caller)
-        assert len(requests.refused) == 2
-        now_s += 60
-        await requests.send("third", caller)
-        assert "third" in requests.running
-
-    played(play, max_running=8, max_queued=8, clock=lambda: now_s)
+    requests = Requests(max_running=8, max_queued=8, clock=lambda: now_s)
+    requests.admission.num_replicas = 3
+    for number in range(3):
+        await requests.send(f"first-{number}", caller)
+    assert len(requests.running) == 2, "a third of 5, rounded up; and a third of 6 a minute"
+    assert requests.refused[0].retry_after_s == 30
+    assert "6 requests a minute" in requests.refused[0].message, "the limit that the operator set"
+    # A replica less: the part of the minute that is used up stays used up.
+    requests.admission.num_replicas = 2
+    await requests.send("second", caller)
+    assert len(requests.refused) == 2
+    now_s += 60
+    await requests.send("third", caller)
+    assert "third" in requests.running
 
 
 @settings(max_examples=60, deadline=None)
@@ -287,19 +257,19 @@ def test_replicas_share_the_limits_of_a_caller() -> None:
     moves=st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 4), st.booleans()), max_size=40),
     max_running=st.integers(1, 6),
 )
-def test_nothing_is_ever_lost_whoever_comes_and_goes(moves: list[tuple[str, int, bool]], max_running: int) -> None:
-    async def play(requests: Requests) -> None:
-        weights = {}
-        for number, (name, weight, ends) in enumerate(moves):
-            weights[str(number)] = weight
-            await requests.send(str(number), Caller(name), weight)
-            total = sum(weights[running] for running in requests.running)
-            assert total <= max_running or len(requests.running) == 1
-            if ends and requests.running:
-                await requests.end(requests.running[0])
-        while requests.running:
+async def test_nothing_is_ever_lost_whoever_comes_and_goes(
+    moves: list[tuple[str, int, bool]], max_running: int
+) -> None:
+    requests = Requests(max_running=max_running, max_queued=100)
+    weights = {}
+    for number, (name, weight, ends) in enumerate(moves):
+        weights[str(number)] = weight
+        await requests.send(str(number), Caller(name), weight)
+        total = sum(weights[running] for running in requests.running)
+        assert total <= max_running or len(requests.running) == 1
+        if ends and requests.running:
             await requests.end(requests.running[0])
-        assert (requests.admission.num_running, requests.admission.num_queued) == (0, 0)
-        assert len(requests.refused) == 0
-
-    played(play, max_running=max_running, max_queued=100)
+    while requests.running:
+        await requests.end(requests.running[0])
+    assert (requests.admission.num_running, requests.admission.num_queued) == (0, 0)
+    assert len(requests.refused) == 0

@@ -1,19 +1,15 @@
 """The choice of K: against brute force at one time, steady over time, and what becomes of reports and updates."""
 
-import json
 import math
 import pickle
 from dataclasses import replace
-from itertools import pairwise, product
-from typing import Any
+from itertools import product
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.acceptance import AcceptanceSnapshot
 from cluster.counts import Counts, TargetReport, WorkloadCounts
 from cluster.k_policy import EXPLORED_STEPS, MAX_REPORT_AGE_S, MIN_GAIN, Demand, KPolicy, best_ks, steady_ks
 from cluster.request import DepthPolicy, Drafting, resolve
@@ -155,25 +151,6 @@ def test_a_limit_that_is_missed_changes_k_without_gain():
     plan = steady_ks(busy, STEEP, in_force)
     assert plan.ks["code"] < 5
     assert plan.tpot_s["chat"] <= 30 * MS
-
-
-def test_noise_around_a_tie_changes_k_rarely():
-    """An hour in which K = 1 and K = 2 bring the same, and the counts vary by chance."""
-    rng, found, chosen = np.random.default_rng(0), KPolicy(DepthPolicy(5, 5, 3)), []
-    latency = latency_of(STEEP.seconds, num_steps=1000)
-    total = Counts()
-    for second in range(1200):
-        reached, accepted, left = [], [], 200
-        for conditional in (0.8, 0.5, 0.01, 0.01, 0.01):
-            reached.append(left)
-            left = int(rng.binomial(left, conditional))
-            accepted.append(left)
-        total = total + Counts([200] * 5, reached, accepted)
-        report = TargetReport("r", head="h", workloads={"a": WorkloadCounts(4, counts=total)}, step_latency=latency)
-        found.observe([report], float(second))
-        chosen.append(choose(found, "a").k)
-    assert sum(k != other for k, other in pairwise(chosen[10:])) <= 3
-    assert set(chosen[10:]) <= {1, 2}
 
 
 # ---- reports, requests, updates
@@ -360,42 +337,6 @@ def test_thin_traffic_is_decided_alone() -> None:
     thin.observe([*halves, report("b", workloads={"none": counts(0.0, 5000, 1)})], 0.0)
     assert k_of(thin, "code") == k_of(alone, "code") > 0
     assert k_of(thin, "none") == 0
-
-
-def json_of(found: KPolicy) -> Any:
-    """What `restore` takes, through JSON."""
-    state = found.last_reports, found.posteriors.snapshot()
-    return msgspec.json.decode(msgspec.json.encode(state), type=tuple[list[TargetReport], AcceptanceSnapshot])
-
-
-def test_what_was_learned_is_found_again_after_a_restart() -> None:
-    found, restarted = k_policy(), k_policy()
-    found.observe([report()], 0.0)
-    restarted.restore(*json_of(found))
-    deltas = restarted.observe([report()], 0.0)
-    assert all(not each.counts.num_steps for each in deltas.workloads.values()), "nothing counts twice"
-    old, new = (each.document(0.0)["workloads"] for each in (found, restarted))
-    assert [row["survival"] for row in old] == [row["survival"] for row in new]
-
-
-def test_the_document_says_what_is_believed_and_the_view_shows_it() -> None:
-    found = k_policy()
-    found.observe([report()], 0.0)
-    k = k_of(found, "code")
-    document = {"model": "m", **json.loads(json.dumps(found.document(2.0)))}
-    by_name = {row["workload"]: row for row in document["workloads"]}
-    assert set(by_name) == {"code", "chat", "pinned"}
-    assert (by_name["code"]["k"], by_name["code"]["source"]) == (k, "learned")
-    assert (by_name["pinned"]["k"], by_name["pinned"]["source"]) == (2, "workload")
-    rows = 4 + 4 * 0.5 * by_name["code"]["k"] + 4 * 0.5 * by_name["chat"]["k"]
-    assert document["step_s"] == pytest.approx(0.010 + 0.001 * rows, rel=1e-3)
-    low, mean, high = (by_name["code"]["survival"][end][0] for end in ("low", "mean", "high"))
-    assert low < mean < high
-    text = as_text(document)
-    (line,) = [line for line in text.splitlines() if line.startswith("code ")]
-    assert "learned" in line
-    assert f"{100 * mean:.0f}(" in line
-    assert "step times learned over 1000 steps of 1 engine" in text
 
 
 def test_an_update_tells_targets_what_the_router_chose() -> None:

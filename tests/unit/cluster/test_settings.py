@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
-import yaml
 from pydantic import Field
-from ray import serve
 
 from cluster.request import ANYONE
 from cluster.settings import (
@@ -18,8 +16,6 @@ from cluster.settings import (
     load_settings,
     swapped,
 )
-from deployments.app import build
-from deployments.manifest import render
 from deployments.replicas import settings_with
 from peagle.checkpoint import read_head_config
 
@@ -112,15 +108,7 @@ def problems_of(args: Any, catalog: Catalog, env: dict[str, str] | None = None) 
 
 
 def drafter_of(args: dict[str, Any], catalog: Catalog) -> DrafterSettings:
-    drafter = load_settings(args, catalog).drafter
-    return drafter
-
-
-def test_defaults_come_from_the_head_and_the_source(catalog: Catalog) -> None:
-    settings = load_settings({"model": {"source": "org/Model-1B"}, "drafter": {"head": "shipped-head"}}, catalog)
-    assert settings.model.id == "Model-1B"
-    policy = settings.depth_policy()
-    assert (policy.max_draft_tokens, policy.max_k, policy.default_k) == (7, 7, 7)
+    return load_settings(args, catalog).drafter
 
 
 def test_without_a_drafter_nothing_is_drafted(catalog: Catalog) -> None:
@@ -365,16 +353,6 @@ def test_one_place_names_the_drafter(args: Any, in_env: str | None, words: str, 
 # ---- a remote drafter
 
 
-def test_replicas_have_defaults_that_follow_the_target(catalog: Catalog) -> None:
-    for changes, expected in (
-        ({}, (1, 0, 1.0)),
-        ({"target__bundle": {"GPU": 1}}, (1, 1, 1.0)),
-        ({"target__bundle": {"GPU": 1}, "drafter__replicas": {"num_gpus": 0.5, "cache_gib": 4}}, (1, 0.5, 4)),
-    ):
-        replicas = drafter_of(remote(**changes), catalog).replicas
-        assert (replicas.num_replicas, replicas.num_gpus, replicas.cache_gib) == expected
-
-
 def test_workloads_find_their_heads_by_index(catalog: Catalog) -> None:
     by_workload = {"code": "same-shape", "chat": "shipped-head", "sql": "same-shape"}
     settings = load_settings(remote(drafter__heads_by_workload=by_workload), catalog)
@@ -430,24 +408,3 @@ def test_live_settings_that_cannot_be_leave_a_running_service_as_it_was(
     assert settings_with(settings, user_config) is settings
     (record,) = caplog.records
     assert all(word in record.getMessage() for word in words), record.getMessage()
-
-
-ROOT = Path(__file__).parents[3]
-SERVICES = {
-    path.name: document["applications"]
-    for path in sorted((ROOT / "configs").glob("*.yaml"))
-    if len((document := yaml.safe_load(path.read_text())).get("applications", ())) == 1  # several: test_up.py
-}
-
-
-@pytest.mark.parametrize("name", SERVICES)
-def test_every_shipped_service_config_makes_an_application_and_a_manifest(name: str) -> None:
-    (application,) = SERVICES[name]
-    assert isinstance(build(application["args"]), serve.Application)
-    service, *_ = yaml.safe_load_all(render(ROOT / "configs" / name))
-    sent = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"][0]["args"]
-    assert (sent["model"], sent["engine"]) == (application["args"]["model"], application["args"]["engine"])
-    workers = service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]
-    num_gpus = sent["engine"].get("tensor_parallel_size", 1) * sent["target"]["bundle"].get("GPU", 0)
-    num_gpus += sent["drafter"].get("replicas", {}).get("num_gpus", 0)
-    assert int(workers["resources"]["limits"].get("nvidia.com/gpu", 0)) == num_gpus

@@ -1,12 +1,9 @@
 """The router's decisions and the policies that Serve calls, with Serve's own contexts, configs and wrapper: good data,
 and all kinds of bad."""
 
-import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from ray.serve._private.autoscaling_state import _resolve_policy_callable
 from ray.serve._private.common import ReplicaID
 from ray.serve.autoscaling_policy import _apply_autoscaling_config
@@ -15,14 +12,12 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 from cluster.settings import STALE_AFTER_S, Catalog, load_settings
 from deployments import view
 from deployments.app import target_options
-from deployments.autoscaling import RECORD, drafter_autoscaling, target_autoscaling
+from deployments.autoscaling import drafter_autoscaling
 from deployments.drafter import HeadLoader
 from deployments.telemetry import scaling_metrics
 from tests.support.autoscaling_harness import DRAFTER, TARGET, Controller, ask, context, scaled_settings
 from tests.support.scaling_cases import BAD, GOOD, FakeReplica
 from tests.unit.cluster.test_settings import QUEUE, catalog, remote  # noqa: F401 - a fixture
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -31,19 +26,6 @@ def controller() -> Controller:
 
 
 # ---- what Serve is given
-
-
-def test_the_config_that_ships_says_what_serve_gets(catalog: Catalog) -> None:  # noqa: F811
-    (application,) = yaml.safe_load((ROOT / "configs" / "local-autoscale.yaml").read_text())["applications"]
-    args = application["args"]
-    args["model"]["source"], args["drafter"]["head"] = "embedded-model", "shipped-head"
-    shipped = load_settings(args, Catalog(catalog.embedded_models, catalog.heads_dir, catalog.read_head))
-    config = AutoscalingConfig(**(target_autoscaling(shipped) or {}))
-    assert (config.min_replicas, config.max_replicas, config.upscale_delay_s) == (1, 2, 5.0)
-    by_queue = {"target_ongoing_requests": 16.0, "shrinks": False}
-    assert config.policy.policy_kwargs == {"deployment": "target", **by_queue}
-    cpus = shipped.target.num_cpus + shipped.target.bundle["CPU"]
-    assert 2 * cpus + shipped.ingress.num_cpus <= 2
 
 
 @pytest.mark.parametrize("changes", [{}, {"autoscaling": {**QUEUE, "drafter": {"min": 1, "max": 2}}}])
@@ -112,12 +94,6 @@ def test_a_stale_record_counts_as_none_until_a_new_one_comes(controller: Control
     assert controller.tick(total_num_requests=0.0) == 1
 
 
-@pytest.mark.parametrize("record", [{}, {"time_s": 5.0}, {"time_s": 5.0, "target": None}])
-def test_without_a_number_in_the_record_the_queue_decides(controller: Controller, record: Any) -> None:
-    controller.channel.put(RECORD, record)
-    assert controller.tick(total_num_requests=20.0) == 2
-
-
 def test_by_queue_length_the_number_goes_both_ways() -> None:
     controller = Controller(scaled_settings(policy="queue_length", target_ongoing_requests=4.0))
     controller.wanted = 3
@@ -158,20 +134,6 @@ def test_a_store_that_does_not_answer_is_read_again(controller: Controller, capl
     controller.channel.fails = False
     controller.replicas.append(FakeReplica("b", started_s=controller.now_s))
     assert controller.serve(300, 0.1, GOOD) == 1
-
-
-def test_a_request_that_found_none_is_decided_on_at_once(controller: Controller) -> None:
-    async def run() -> list[int]:
-        found = []
-        for _ in range(3):
-            controller.router.observe(None, [], controller.k_policy)
-            await asyncio.sleep(0.05)
-            found.append((controller.router.document or {"num_decisions": 0})["num_decisions"])
-            if len(found) == 2:
-                controller.router.wake()
-        return found
-
-    assert asyncio.run(run()) == [1, 1, 2]
 
 
 # ---- the drafter

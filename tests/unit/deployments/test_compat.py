@@ -110,43 +110,26 @@ async def through(proxy: Proxy, path: str = "/v1/models") -> tuple[httpx.Respons
         return await client.get(path), time.monotonic() - started_s
 
 
-def test_without_a_replica_a_request_is_refused_and_not_held_back() -> None:
-    proxy = Proxy(0)
-    response, took_s = asyncio.run(through(proxy))
-    assert (response.status_code, response.headers["retry-after"]) == (503, "5")
-    assert response.json()["error"]["code"] == "model_not_ready"
-    assert took_s < compat.MAX_WAIT_S + 10
-    assert proxy.num_asked == 0
-
-
-def test_a_replica_may_take_its_time_also_while_it_takes_new_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_replica_may_take_its_time_also_while_it_takes_new_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "MAX_WAIT_S", 15.0)
-
-    async def run() -> None:
-        proxy = Proxy(1, seconds=1.0)
-        answer = asyncio.ensure_future(through(proxy))
-        await asyncio.sleep(0.1)
-        proxy.replicas.clear()
-        await asyncio.sleep(0.7)
-        proxy.replicas[1] = None
-        response, _ = await answer
-        assert (response.status_code, response.text) == (200, "fine")
-
-    asyncio.run(run())
+    proxy = Proxy(1, seconds=1.0)
+    answer = asyncio.ensure_future(through(proxy))
+    await asyncio.sleep(0.1)
+    proxy.replicas.clear()
+    await asyncio.sleep(0.7)
+    proxy.replicas[1] = None
+    response, _ = await answer
+    assert (response.status_code, response.text) == (200, "fine")
 
 
-def test_one_whose_last_replica_goes_before_its_answer_is_refused_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_whose_last_replica_goes_before_its_answer_is_refused_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "MAX_WAIT_S", 0.05)
-
-    async def run() -> None:
-        proxy = Proxy(1, seconds=60.0)
-        answer = asyncio.ensure_future(through(proxy))
-        await asyncio.sleep(0.1)
-        proxy.replicas.clear()
-        response, _ = await answer
-        assert response.json()["error"]["code"] == "model_not_ready", "and not what the proxy says of the end"
-
-    asyncio.run(run())
+    proxy = Proxy(1, seconds=60.0)
+    answer = asyncio.ensure_future(through(proxy))
+    await asyncio.sleep(0.1)
+    proxy.replicas.clear()
+    response, _ = await answer
+    assert response.json()["error"]["code"] == "model_not_ready", "and not what the proxy says of the end"
 
 
 def test_other_applications_and_probes_of_the_proxy_are_left_alone() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
-from cluster.counts import WorkloadCounts
 from cluster.errors import ApiError
 from deployments import compat, front_end_processes
 from deployments.answers import EngineAnswers
@@ -29,7 +28,7 @@ from deployments.front_end_processes import (
 )
 from peagle.vllm.recorder import DraftingRecorder, RequestDrafting
 from tests.unit.deployments.test_front_end import HELLO, cluster
-from tests.unit.deployments.test_target_replica import COUNTS, chunk
+from tests.unit.deployments.test_target_replica import COUNTS, chunk, endless, events
 
 LAST = [chunk("stop"), "data: [DONE]\n\n"]
 
@@ -116,160 +115,104 @@ async def soon(is_so: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def endless(made: list[int] | None = None) -> AsyncIterator[str]:
-    while True:
-        yield chunk()
-        if made is not None:
-            made.append(1)
-        await asyncio.sleep(0)
+async def test_requests_go_to_the_process_with_the_fewest_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica, asked = Replica(2, monkeypatch), []
+
+    async def answer(request: Any) -> AsyncIterator[str]:
+        asked.append(request)
+        async for event in endless():
+            yield event
+
+    NoProcess.answer = answer
+    await replica.start()
+    streams = [replica.ask(n=3), *(replica.ask(n=1) for _ in range(3))]
+    assert [await anext(stream) for stream in streams] == [chunk()] * 4
+    assert replica.num_requests == [1, 3]
+    assert [(one.n, one.vllm_xargs["peagle_k"]) for one in asked] == [(3, 7), (1, 7), (1, 7), (1, 7)]
+    for stream in streams:
+        await stream.aclose()
+    await soon(lambda: len(replica.charged) == 4)
+    assert replica.charged[0] == ("anyone", 0, Usage(4, 9, 4))
+    assert [len(replica.process(place).aborted) for place in (0, 1)] == [1, 3]
+    assert [replica.process(place).sequences.total() for place in (0, 1)] == [0, 0]
 
 
-def test_requests_go_to_the_process_with_the_fewest_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        replica, asked = Replica(2, monkeypatch), []
-
-        async def answer(request: Any) -> AsyncIterator[str]:
-            asked.append(request)
-            async for event in endless():
-                yield event
-
-        NoProcess.answer = answer
-        await replica.start()
-        streams = [replica.ask(n=3), *(replica.ask(n=1) for _ in range(3))]
-        assert [await anext(stream) for stream in streams] == [chunk()] * 4
-        assert replica.num_requests == [1, 3]
-        assert [(one.n, one.vllm_xargs["peagle_k"]) for one in asked] == [(3, 7), (1, 7), (1, 7), (1, 7)]
-        for stream in streams:
-            await stream.aclose()
-        await soon(lambda: len(replica.charged) == 4)
-        assert replica.charged[0] == ("anyone", 0, Usage(4, 9, 4))
-        assert [len(replica.process(place).aborted) for place in (0, 1)] == [1, 3]
-        assert [replica.process(place).sequences.total() for place in (0, 1)] == [0, 0]
-
-    asyncio.run(run())
+async def test_answers_and_errors_come_through_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = Replica(1, monkeypatch)
+    await replica.start()
+    NoProcess.answer = lambda _: events(chunk(), *LAST)
+    found = [item async for item in replica.ask()]
+    assert found[0] == chunk()
+    assert json.loads(found[1].removeprefix("data: "))["drafting"]["num_steps"] == 2
+    assert found[2:] == [LAST[-1], Usage(4, 9, 4)]
+    NoProcess.answer = lambda _: create_error_response(ValueError("too long"))
+    (error,) = [item async for item in replica.ask()]
+    assert isinstance(error, ApiError)
+    assert (error.status, error.message, error.code) == (400, "too long", "invalid_value")
+    replica.process(0).theirs.send(front_end_processes.Kept("code", "web", [1, 2], [3]))
+    await soon(lambda: replica.kept == [("code", "web", [1, 2], [3])])
+    found = await replica.process(0).checker.find_outcome({"regex": "a"})
+    assert found == {"error": "no {'regex': 'a'}"}
 
 
-def test_answers_and_errors_come_through_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        replica = Replica(1, monkeypatch)
-        await replica.start()
-        NoProcess.answer = lambda _: iterate(chunk(), *LAST)
-        found = [item async for item in replica.ask()]
-        assert found[0] == chunk()
-        assert json.loads(found[1].removeprefix("data: "))["drafting"]["num_steps"] == 2
-        assert found[2:] == [LAST[-1], Usage(4, 9, 4)]
-        NoProcess.answer = lambda _: create_error_response(ValueError("too long"))
-        (error,) = [item async for item in replica.ask()]
-        assert isinstance(error, ApiError)
-        assert (error.status, error.message, error.code) == (400, "too long", "invalid_value")
-        replica.process(0).theirs.send(front_end_processes.Kept("code", "web", [1, 2], [3]))
-        await soon(lambda: replica.kept == [("code", "web", [1, 2], [3])])
-        found = await replica.process(0).checker.find_outcome({"regex": "a"})
-        assert found == {"error": "no {'regex': 'a'}"}
-
-    asyncio.run(run())
+async def test_a_client_that_does_not_read_holds_up_its_own_answer_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica, made = Replica(1, monkeypatch), list[int]()
+    await replica.start()
+    NoProcess.answer = lambda _: endless(made)
+    slow = replica.ask()
+    assert await anext(slow)
+    await soon(lambda: len(made) >= WINDOW)
+    await asyncio.sleep(0.05)
+    assert len(made) == WINDOW
+    NoProcess.answer = lambda _: events(*LAST)
+    assert len([item async for item in replica.ask()]) == 3
+    for _ in range(3 * WINDOW):
+        await anext(slow)
+    await asyncio.sleep(0.05)
+    assert 3 * WINDOW < len(made) <= 4 * WINDOW + 1
+    await slow.aclose()
 
 
-async def iterate(*items: str) -> AsyncIterator[str]:
-    for item in items:
-        yield item
-
-
-def test_a_client_that_does_not_read_holds_up_its_own_answer_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        replica, made = Replica(1, monkeypatch), list[int]()
-        await replica.start()
-        NoProcess.answer = lambda _: endless(made)
-        slow = replica.ask()
-        assert await anext(slow)
-        await soon(lambda: len(made) >= WINDOW)
-        await asyncio.sleep(0.05)
-        assert len(made) == WINDOW
-        NoProcess.answer = lambda _: iterate(*LAST)
-        assert len([item async for item in replica.ask()]) == 3
-        for _ in range(3 * WINDOW):
-            await anext(slow)
-        await asyncio.sleep(0.05)
-        assert 3 * WINDOW < len(made) <= 4 * WINDOW + 1
-        await slow.aclose()
-
-    asyncio.run(run())
-
-
-def test_a_lost_process_ends_its_answers_and_another_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        replica = Replica(2, monkeypatch)
-        await replica.start()
-        NoProcess.answer = lambda _: endless()
-        first, second = replica.ask(n=2, drafting={"workload": "lost"}), replica.ask()
-        assert await anext(first)
-        assert await anext(second)
+async def test_a_replica_that_loses_too_many_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = Replica(1, monkeypatch)
+    await replica.start()
+    for index in range(1, MAX_RESTARTS + 2):
+        await soon(lambda index=index: replica.process(0).index == index and replica.process(0).is_ready)
+        assert not replica.problem
         replica.process(0).die()
-        lost = [item async for item in first][-1]
-        assert isinstance(lost, ApiError)
-        assert (lost.status, lost.code) == (502, "engine_lost")
-        assert await anext(second) == chunk()
-        await soon(lambda: replica.num_ready == 2)
-        assert (replica.lost, replica.process(0).index, replica.num_restarts) == ([1], 3, 1)
-        assert replica.recorder.workloads() == {"lost": WorkloadCounts(2, num_aborted=2)}, "though no count had come"
+    await soon(lambda: bool(replica.problem))
+    assert replica.num_restarts == MAX_RESTARTS
+    assert "has ended with -9, and 8 others before it" in replica.problem
+    (refused,) = [item async for item in replica.ask()]
+    assert (refused.status, refused.code) == (503, "model_not_ready")
+
+
+async def test_an_engine_that_dies_ends_the_answers_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = Replica(2, monkeypatch)
+    await replica.start()
+    NoProcess.answer = lambda _: endless()
+    streams = [replica.ask(), replica.ask()]
+    for stream in streams:
+        await anext(stream)
+    replica.engine_end.set_result(None)
+    for stream in streams:
+        with contextlib.suppress(StopAsyncIteration):
+            while not isinstance(item := await anext(stream), ApiError):
+                pass
+        assert item.code == "engine_lost"
+
+
+async def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = Replica(1, monkeypatch)
+    await replica.start()
+    monkeypatch.setattr(front_end_processes, "REPORT_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(front_end_processes, "MAX_SILENCE_S", 0.1)
+    for _ in range(3):
         await replica.refresh_counts()
-        third = replica.ask()
-        assert await anext(third) == chunk()
-        for stream in (second, third):
-            await stream.aclose()
-
-    asyncio.run(run())
-
-
-def test_a_replica_that_loses_too_many_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        replica = Replica(1, monkeypatch)
-        await replica.start()
-        for index in range(1, MAX_RESTARTS + 2):
-            await soon(lambda index=index: replica.process(0).index == index and replica.process(0).is_ready)
-            assert not replica.problem
-            replica.process(0).die()
-        await soon(lambda: bool(replica.problem))
-        assert replica.num_restarts == MAX_RESTARTS
-        assert "has ended with -9, and 8 others before it" in replica.problem
-        (refused,) = [item async for item in replica.ask()]
-        assert (refused.status, refused.code) == (503, "model_not_ready")
-
-    asyncio.run(run())
-
-
-def test_an_engine_that_dies_ends_the_answers_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        replica = Replica(2, monkeypatch)
-        await replica.start()
-        NoProcess.answer = lambda _: endless()
-        streams = [replica.ask(), replica.ask()]
-        for stream in streams:
-            await anext(stream)
-        replica.engine_end.set_result(None)
-        for stream in streams:
-            with contextlib.suppress(StopAsyncIteration):
-                while not isinstance(item := await anext(stream), ApiError):
-                    pass
-            assert item.code == "engine_lost"
-
-    asyncio.run(run())
-
-
-def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        replica = Replica(1, monkeypatch)
-        await replica.start()
-        monkeypatch.setattr(front_end_processes, "REPORT_TIMEOUT_S", 0.01)
-        monkeypatch.setattr(front_end_processes, "MAX_SILENCE_S", 0.1)
-        for _ in range(3):
+        await asyncio.sleep(0.08)
+    assert replica.num_restarts == 0
+    monkeypatch.setattr(Worker, "handle", lambda *_: None)
+    async with asyncio.timeout(5):
+        while replica.num_restarts == 0:
             await replica.refresh_counts()
-            await asyncio.sleep(0.08)
-        assert replica.num_restarts == 0
-        monkeypatch.setattr(Worker, "handle", lambda *_: None)
-        async with asyncio.timeout(5):
-            while replica.num_restarts == 0:
-                await replica.refresh_counts()
-                await asyncio.sleep(0.01)  # without a process that is ready the line above waits for nothing
-
-    asyncio.run(run())
+            await asyncio.sleep(0.01)  # without a process that is ready the line above waits for nothing

@@ -76,8 +76,19 @@ async def server(app: Any) -> AsyncIterator[str]:
         await task
 
 
-@contextlib.asynccontextmanager
-async def gateway(coder: Model, chat: Model) -> AsyncIterator[httpx.AsyncClient]:
+@pytest.fixture
+def coder() -> Model:
+    return Model("org/coder")
+
+
+@pytest.fixture
+def chat() -> Model:
+    return Model("chat")
+
+
+@pytest.fixture
+async def client(coder: Model, chat: Model) -> AsyncIterator[httpx.AsyncClient]:
+    """Of the gateway in front of the two models."""
     every = ["GET", "POST", "HEAD"]
     mounts = [
         Mount(prefix, Starlette(routes=[Route("/{path:path}", model.answer, methods=every)]))
@@ -91,22 +102,7 @@ async def gateway(coder: Model, chat: Model) -> AsyncIterator[httpx.AsyncClient]
         await forwarder.session.close()
 
 
-def with_gateway(test: Any) -> Any:
-    """A test that gets a client of the gateway, and the two models behind it."""
-
-    def run() -> None:
-        async def start() -> None:
-            coder, chat = Model("org/coder"), Model("chat")
-            async with asyncio.timeout(60), gateway(coder, chat) as client:
-                await test(client, coder, chat)
-
-        asyncio.run(start())
-
-    return run
-
-
-@with_gateway
-async def test_a_request_goes_unchanged_to_the_application_of_its_model(client: httpx.AsyncClient, *_: Model) -> None:
+async def test_a_request_goes_unchanged_to_the_application_of_its_model(client: httpx.AsyncClient) -> None:
     for name, served in (("org/coder", "org/coder"), ("small-coder", "org/coder"), ("chat", "chat")):
         body = json.dumps({"model": name, "messages": []}, indent=3)
         headers = {"Authorization": "Bearer k", "X-Drafting-K": "3", "Content-Type": "application/json"}
@@ -120,16 +116,14 @@ async def test_a_request_goes_unchanged_to_the_application_of_its_model(client: 
     assert (first.json()["path"], first.json()["body"]) == ("/coder/version", "")
 
 
-@with_gateway
 async def test_the_clients_address_comes_with_a_proof_and_none_of_the_clients_own_making(
-    client: httpx.AsyncClient, *_: Model
+    client: httpx.AsyncClient,
 ) -> None:
     forged = [(compat.GATEWAY_HEADER, "token 10.0.0.1"), ("X-Secret", "10.0.0.2"), ("X-Secret", "192.0.2.7")]
     got = (await client.post("/v1/x", json={"model": "chat"}, headers=forged)).json()["headers"]
     assert [value for name, value in got if name in (compat.GATEWAY_HEADER, "x-secret")] == ["token 192.0.2.7"]
 
 
-@with_gateway
 async def test_streams_come_piece_by_piece_and_end_when_their_client_leaves(
     client: httpx.AsyncClient, coder: Model, chat: Model
 ) -> None:
@@ -150,7 +144,6 @@ async def test_streams_come_piece_by_piece_and_end_when_their_client_leaves(
     await chat.has_left.wait()
 
 
-@with_gateway
 async def test_a_model_that_is_not_ready_refuses_its_own_requests_only(
     client: httpx.AsyncClient, coder: Model, chat: Model
 ) -> None:
@@ -173,8 +166,7 @@ async def test_a_model_that_is_not_ready_refuses_its_own_requests_only(
     assert (await client.post("/coder/v1/x", json={"model": "chat"})).json()["error"]["code"] == "model_not_ready"
 
 
-@with_gateway
-async def test_what_belongs_to_no_model_is_refused_here(client: httpx.AsyncClient, *_: Model) -> None:
+async def test_what_belongs_to_no_model_is_refused_here(client: httpx.AsyncClient) -> None:
     for sent, status, param in (
         ({"json": {"model": "other"}}, 404, "model"),
         ({"json": {"messages": []}}, 400, "model"),
@@ -189,10 +181,7 @@ async def test_what_belongs_to_no_model_is_refused_here(client: httpx.AsyncClien
         assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), sent
 
 
-@with_gateway
-async def test_metrics_of_all_models_stand_side_by_side_and_keys_are_asked_for(
-    client: httpx.AsyncClient, *_: Model
-) -> None:
+async def test_metrics_of_all_models_stand_side_by_side_and_keys_are_asked_for(client: httpx.AsyncClient) -> None:
     lines = (await client.get("/metrics")).text.splitlines()
     assert lines[1:] == [
         "# TYPE a_total counter",

@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import stat
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,37 +17,36 @@ from benchmarks.common import free_port
 from deployments import compat, errors, haproxy
 from deployments.up import ray_environment
 
-Use = Callable[[Any, httpx.AsyncClient], Awaitable[None]]
+
+@pytest.fixture
+async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
+    """A started HAProxy."""
+    monkeypatch.setenv(compat.ADDRESS_HEADER_ENV, ray_environment()[compat.ADDRESS_HEADER_ENV])
+    http, stats, metrics = (free_port() for _ in range(3))
+    started = HAProxyApi(
+        HAProxyConfig(
+            socket_path=str(tmp_path / "admin.sock"),
+            metrics_socket_path=str(tmp_path / "metrics.sock"),
+            server_state_base=str(tmp_path),
+            server_state_file=str(tmp_path / "server-state"),
+            stats_port=stats,
+            metrics_port=metrics,
+            http_options=HTTPOptions(host="127.0.0.1", port=http),
+            is_head=True,
+        ),
+        config_file_path=str(tmp_path / "haproxy.cfg"),
+    )
+    haproxy.adopt(started)
+    await started.start()
+    yield started
+    await started.stop()
+    assert started.count_haproxy_processes() == 0
 
 
-def with_haproxy(test: Use) -> Callable[[Path], None]:
-    """A test that gets a started HAProxy and a client of it; HAProxy's files are in pytest's `tmp_path`."""
-
-    async def run(folder: Path) -> None:
-        http, stats, metrics = (free_port() for _ in range(3))
-        api: Any = HAProxyApi(
-            HAProxyConfig(
-                socket_path=str(folder / "admin.sock"),
-                metrics_socket_path=str(folder / "metrics.sock"),
-                server_state_base=str(folder),
-                server_state_file=str(folder / "server-state"),
-                stats_port=stats,
-                metrics_port=metrics,
-                http_options=HTTPOptions(host="127.0.0.1", port=http),
-                is_head=True,
-            ),
-            config_file_path=str(folder / "haproxy.cfg"),
-        )
-        haproxy.adopt(api)
-        await api.start()
-        try:
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{http}") as client:
-                await test(api, client)
-        finally:
-            await api.stop()
-        assert api.count_haproxy_processes() == 0
-
-    return lambda tmp_path: asyncio.run(run(tmp_path))
+@pytest.fixture
+async def client(api: Any) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{api.cfg.http_options.port}") as found:
+        yield found
 
 
 async def serve_ok(api: Any, heads: list[list[str]] | None = None) -> None:
@@ -80,16 +79,6 @@ async def wait_for_answer(client: httpx.AsyncClient) -> list[Any]:
     return seen
 
 
-@with_haproxy
-async def test_before_any_application_is_known_a_request_gets_503_with_retry_after(
-    api: Any, client: httpx.AsyncClient
-) -> None:
-    answer = await client.post("/v1/completions", json={"prompt": "a"})
-    assert (answer.status_code, answer.headers["retry-after"]) == (503, str(errors.RETRY_AFTER_S))
-    assert answer.json()["error"]["code"] == "model_not_ready"
-
-
-@with_haproxy
 async def test_nothing_but_the_service_listens_and_other_users_cannot_control_it(
     api: Any, client: httpx.AsyncClient
 ) -> None:
@@ -100,7 +89,6 @@ async def test_nothing_but_the_service_listens_and_other_users_cannot_control_it
     assert stat.S_IMODE(Path(api.cfg.socket_path).parent.stat().st_mode) == 0o700
 
 
-@with_haproxy
 async def test_a_killed_haproxy_starts_again_with_its_servers_and_takes_later_changes(
     api: Any, client: httpx.AsyncClient
 ) -> None:
@@ -115,7 +103,6 @@ async def test_a_killed_haproxy_starts_again_with_its_servers_and_takes_later_ch
     await wait_for_answer(client)
 
 
-@with_haproxy
 async def test_a_server_that_died_gives_503_with_retry_after(api: Any, client: httpx.AsyncClient) -> None:
     port = free_port()
     gone = ServerConfig(name="target", host="127.0.0.1", port=port)
@@ -131,23 +118,15 @@ def test_a_path_outside_of_the_application_is_not_found() -> None:
     assert haproxy.own_config(text, Path("503.http")) == text
 
 
-def test_the_last_header_of_the_secret_name_is_the_clients_address(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    env = ray_environment()
-    monkeypatch.setenv(compat.ADDRESS_HEADER_ENV, env[compat.ADDRESS_HEADER_ENV])
+async def test_the_last_header_of_the_secret_name_is_the_clients_address(api: Any, client: httpx.AsyncClient) -> None:
     name = compat.address_header().lower()
     assert ray_environment()[compat.ADDRESS_HEADER_ENV].lower() != name, "no two services have the same"
-
-    async def use(api: Any, client: httpx.AsyncClient) -> None:
-        heads: list[list[str]] = []
-        await serve_ok(api, heads)
-        await wait_for_answer(client)
-        for address in ("127.0.0.1", "127.0.0.2"):
-            transport = httpx.AsyncHTTPTransport(local_address=address)
-            async with httpx.AsyncClient(transport=transport, base_url=client.base_url) as other:
-                await other.get("/", headers={name: "192.0.2.1", "X-Forwarded-For": "192.0.2.1"})
-            found = [line.partition(": ")[2] for line in heads[-1] if line.startswith(f"{name}:")]
-            assert found == ["192.0.2.1", address]
-
-    with_haproxy(use)(tmp_path)
+    heads: list[list[str]] = []
+    await serve_ok(api, heads)
+    await wait_for_answer(client)
+    for address in ("127.0.0.1", "127.0.0.2"):
+        transport = httpx.AsyncHTTPTransport(local_address=address)
+        async with httpx.AsyncClient(transport=transport, base_url=client.base_url) as other:
+            await other.get("/", headers={name: "192.0.2.1", "X-Forwarded-For": "192.0.2.1"})
+        found = [line.partition(": ")[2] for line in heads[-1] if line.startswith(f"{name}:")]
+        assert found == ["192.0.2.1", address]

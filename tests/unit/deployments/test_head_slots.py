@@ -91,17 +91,15 @@ def test_a_head_that_fails_in_an_unforeseen_way_is_refused_with_the_reason(
     assert slots.refused == ""
 
 
-def test_a_drafter_that_starts_has_its_new_head_before_it_drafts(drafter: WeightlessDrafter, tmp_path: Path) -> None:
+async def test_a_drafter_that_starts_has_its_new_head_before_it_drafts(
+    drafter: WeightlessDrafter, tmp_path: Path
+) -> None:
     """One that is restarted after a swap would first draft with the head before it."""
-
-    async def run() -> None:
-        await drafter.reconfigure({"head": str(tmp_path / "c")})
-        assert (await drafter.report()).heads[0].digest == "c"
-        await drafter.reconfigure({})
-        assert (await drafter.report()).heads[0].digest == "c", "later, Serve does not wait"
-        assert (await drafter.settle()).heads[0].digest == "a"
-
-    asyncio.run(run())
+    await drafter.reconfigure({"head": str(tmp_path / "c")})
+    assert (await drafter.report()).heads[0].digest == "c"
+    await drafter.reconfigure({})
+    assert (await drafter.report()).heads[0].digest == "c", "later, Serve does not wait"
+    assert (await drafter.settle()).heads[0].digest == "a"
 
 
 def test_a_head_that_was_rolled_back_is_replaced_until_the_operator_names_another(

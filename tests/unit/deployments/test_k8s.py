@@ -100,13 +100,6 @@ def container(group: Json) -> Json:
     return dict(found)
 
 
-def environment(group: Json) -> Json:
-    variables = container(group)["env"]
-    found = {variable["name"]: variable.get("value", variable.get("valueFrom")) for variable in variables}
-    assert len(found) == len(variables)
-    return found
-
-
 def made(path: Path) -> list[Json]:
     return list(yaml.safe_load_all(render(path)))
 

@@ -109,14 +109,11 @@ def test_a_stream_that_breaks_off_ends_with_the_protocols_error_event(path: str)
 
 
 @paths
-def test_a_client_that_leaves_closes_the_answer_at_once(path: str) -> None:
-    async def run() -> None:
-        backend = Chats()
-        backend.pause = asyncio.Event()
-        await call_and_leave(backend, {**BODIES[path], "stream": True}, begins=True, path=path)
-        assert (backend.num_closed, statuses(backend)) == (1, {"499": 1})
-
-    asyncio.run(run())
+async def test_a_client_that_leaves_closes_the_answer_at_once(path: str) -> None:
+    backend = Chats()
+    backend.pause = asyncio.Event()
+    await call_and_leave(backend, {**BODIES[path], "stream": True}, begins=True, path=path)
+    assert (backend.num_closed, statuses(backend)) == (1, {"499": 1})
 
 
 def test_a_path_that_is_not_served_says_what_is() -> None:

@@ -16,7 +16,6 @@ from deployments.replicas import (
     EngineLost,
     ReplicaMonitor,
     agreed_heads,
-    link_reports,
 )
 
 
@@ -90,7 +89,7 @@ def test_a_replica_that_is_gone_or_whose_engine_is_dead_does_not_count(lost: Exc
     assert (monitor.num_ready, list(monitor.reports)) == (1, [1])
 
 
-def test_a_monitor_goes_on_after_an_error(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_monitor_goes_on_after_an_error(caplog: pytest.LogCaptureFixture) -> None:
     num_asked = 0
 
     def answers() -> list[Any]:
@@ -100,15 +99,12 @@ def test_a_monitor_goes_on_after_an_error(caplog: pytest.LogCaptureFixture) -> N
             raise RuntimeError("the controller is gone")
         return [says(num_asked)]
 
-    async def run() -> None:
-        monitor: Any = ReplicaMonitor(Handle(answers))
-        monitor.start()
-        await until(lambda: (num_asked > 3 and monitor.reports[0] > 3) or monitor._task.done())
-        assert not monitor._task.done()
-        assert monitor.num_ready == 1
-        monitor._task.cancel()
-
-    asyncio.run(run())
+    monitor: Any = ReplicaMonitor(Handle(answers))
+    monitor.start()
+    await until(lambda: (num_asked > 3 and monitor.reports[0] > 3) or monitor._task.done())
+    assert not monitor._task.done()
+    assert monitor.num_ready == 1
+    monitor._task.cancel()
     assert caplog.text.count("its replicas cannot be asked") == 1
 
 
@@ -146,17 +142,3 @@ def test_heads_change_when_most_drafters_have_changed() -> None:
     assert agreed_heads([old]) == ("a",)
     assert agreed_heads([old, new]) == ()
     assert agreed_heads([old, new, new]) == ("b",)
-
-
-def test_links_are_those_of_the_worker_that_sends() -> None:
-    link = {
-        "address": "h:1", "state": "late", "path": "tcp", "problem": "late", "average_pass_s": 0.1, "num_steps": 7,
-        "num_requests": 2, "sum_wait_s": 0.5, "heads": {"0": "a"},
-    }  # fmt: skip
-    found = link_reports([{}, {"num_up": 0, "links": [link]}])
-    (shown,) = found
-    counters = {"steps": 7.0, "wait_s": 0.5}
-    assert shown == {
-        "drafter": "h:1", "state": "late", "path": "tcp", "problem": "late", "average_pass_s": 0.1, "counters": counters
-    }  # fmt: skip
-    assert link_reports([{}, {}]) == ()

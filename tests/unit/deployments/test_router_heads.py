@@ -83,31 +83,28 @@ def router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return router
 
 
-def test_a_candidate_reaches_drafters_on_other_nodes_and_those_that_start_later(
+async def test_a_candidate_reaches_drafters_on_other_nodes_and_those_that_start_later(
     router: Any, head: Path, tmp_path: Path
 ) -> None:
-    async def run() -> None:
-        drafters = Drafters(str(head))
-        router._drafter = drafters
-        drafters.start()
-        await rounds(router, drafters, 1)
-        rewrite(head, norm__weight=None)
-        with pytest.raises(ValueError, match="missing norm.weight"):
-            await router.propose(HeadProposal(str(head)))
-        candidate = save_head(tmp_path / "new", CONFIG, {k: v + 1 for k, v in head_tensors(CONFIG).items()})
-        trial = await router.propose(HeadProposal(str(candidate), parent="now"))
-        assert (trial.state, trial.parent) == ("loading", "now")
-        await rounds(router, drafters)
-        assert (await router.trial(trial.name)).state == "running"
-        assert await drafters.drafting() == [[str(head), trial.name]]
-        drafters.start()
-        await rounds(router, drafters)
-        assert await drafters.drafting() == [[str(head), trial.name]] * 2
-        assert (await router.head_back()).state == "dropped"
-        told = [event["text"] for event in router._history.document(0.0)["events"]]
-        assert [text.partition(":")[0].rpartition(" ")[2] for text in told] == ["dropped", "running", "loading"]
-
-    asyncio.run(run())
+    drafters = Drafters(str(head))
+    router._drafter = drafters
+    drafters.start()
+    await rounds(router, drafters, 1)
+    rewrite(head, norm__weight=None)
+    with pytest.raises(ValueError, match="missing norm.weight"):
+        await router.propose(HeadProposal(str(head)))
+    candidate = save_head(tmp_path / "new", CONFIG, {k: v + 1 for k, v in head_tensors(CONFIG).items()})
+    trial = await router.propose(HeadProposal(str(candidate), parent="now"))
+    assert (trial.state, trial.parent) == ("loading", "now")
+    await rounds(router, drafters)
+    assert (await router.trial(trial.name)).state == "running"
+    assert await drafters.drafting() == [[str(head), trial.name]]
+    drafters.start()
+    await rounds(router, drafters)
+    assert await drafters.drafting() == [[str(head), trial.name]] * 2
+    assert (await router.head_back()).state == "dropped"
+    told = [event["text"] for event in router._history.document(0.0)["events"]]
+    assert [text.partition(":")[0].rpartition(" ")[2] for text in told] == ["dropped", "running", "loading"]
 
 
 def test_without_remote_drafters_there_is_nothing_to_try() -> None:

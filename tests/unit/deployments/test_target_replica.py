@@ -71,6 +71,14 @@ async def events(*items: Any) -> AsyncIterator[str]:
         yield item
 
 
+async def endless(made: list[int] | None = None) -> AsyncIterator[str]:
+    while True:
+        yield chunk()
+        if made is not None:
+            made.append(1)
+        await asyncio.sleep(0)
+
+
 def items(replica: Replica, **body: Any) -> list[Any]:
     async def run() -> list[Any]:
         admitted = replica.front_end.admit("chat", {"messages": HELLO, **body})
@@ -93,16 +101,6 @@ DRAFTING = {
     "workload": "default", "k": 7, "max_k": 7, "source": "default", "head": "digest", "num_steps": 2,
     "num_draft_tokens": 6, "num_accepted_tokens": 4, "acceptance_length": 3.0,
 }  # fmt: skip
-
-
-def test_a_whole_answer_has_its_drafting_and_its_usage() -> None:
-    replica = Replica(whole)
-    text, usage = items(replica)
-    answer = json.loads(text)
-    assert answer["choices"][0]["message"]["content"] == "Hi"
-    assert answer["drafting"] == DRAFTING
-    assert usage == Usage(4, 9, 4)
-    assert replica.aborted == []
 
 
 def test_drafting_of_an_answer_that_went_without_drafts_says_why() -> None:
@@ -225,95 +223,77 @@ def test_a_grammar_that_allows_no_text_is_an_error_of_the_request(stream: bool) 
 
 
 @pytest.mark.parametrize("call", ["chat", "completions"])
-def test_a_client_that_leaves_aborts_all_sequences_of_its_request(call: Any, tmp_path: Path) -> None:
+async def test_a_client_that_leaves_aborts_all_sequences_of_its_request(call: Any, tmp_path: Path) -> None:
     """vLLM's generator may be left to the garbage collector with two of three sequences still running."""
+    closed: list[bool] = []
 
-    async def run() -> None:
-        closed: list[bool] = []
+    async def stream() -> AsyncIterator[str]:
+        try:
+            while True:
+                yield chunk()
+                await asyncio.sleep(0)
+        finally:
+            closed.append(True)
 
-        async def endless() -> AsyncIterator[str]:
-            try:
-                while True:
-                    yield chunk()
-                    await asyncio.sleep(0)
-            finally:
-                closed.append(True)
-
-        log = UsageLog(str(tmp_path / "usage"))
-        replica = Replica(lambda _: endless(), log)
-        fields = {"messages": HELLO} if call == "chat" else {"prompt": ["a", "b"]}
-        document = {**fields, "stream": True, "n": 3, "request_id": "r1"}
-        charged: list[Any] = []
-        replica.front_end.admission.charge_tokens = lambda *given: charged.append(given)
-        answer = replica.front_end.answer(call, document, Caller("web"))
-        assert [await anext(answer) for _ in range(3)]
-        await answer.aclose()
-        await asyncio.sleep(0.01)
-        assert closed == [True]
-        assert replica.aborted == (["chatcmpl-r1"] if call == "chat" else ["cmpl-r1-0", "cmpl-r1-1"])
-        assert charged == [("web", 13 * len(replica.aborted))], "prompt and output so far of all of its prompts"
-        log.close()
-        line = json.loads((tmp_path / "usage").read_text())
-        counted = [line[f"{kind}_tokens"] // len(replica.aborted) for kind in ("prompt", "output", "accepted")]
-        assert (line["status"], line["caller"], counted) == (499, "web", [4, 9, 4])
-
-    asyncio.run(run())
+    log = UsageLog(str(tmp_path / "usage"))
+    replica = Replica(lambda _: stream(), log)
+    fields = {"messages": HELLO} if call == "chat" else {"prompt": ["a", "b"]}
+    document = {**fields, "stream": True, "n": 3, "request_id": "r1"}
+    charged: list[Any] = []
+    replica.front_end.admission.charge_tokens = lambda *given: charged.append(given)
+    answer = replica.front_end.answer(call, document, Caller("web"))
+    assert [await anext(answer) for _ in range(3)]
+    await answer.aclose()
+    await asyncio.sleep(0.01)
+    assert closed == [True]
+    assert replica.aborted == (["chatcmpl-r1"] if call == "chat" else ["cmpl-r1-0", "cmpl-r1-1"])
+    assert charged == [("web", 13 * len(replica.aborted))], "prompt and output so far of all of its prompts"
+    log.close()
+    line = json.loads((tmp_path / "usage").read_text())
+    counted = [line[f"{kind}_tokens"] // len(replica.aborted) for kind in ("prompt", "output", "accepted")]
+    assert (line["status"], line["caller"], counted) == (499, "web", [4, 9, 4])
 
 
-def test_a_replica_that_ends_writes_the_lines_that_wait_for_tokens(tmp_path: Path) -> None:
-    async def run() -> None:
-        replica = Replica(lambda _: events(chunk(), chunk("stop")), UsageLog(str(tmp_path / "usage")))
-        replica._client.abort = lambda _: asyncio.sleep(60)  # which says the tokens too late
-        replica.engine.shutdown = lambda: asyncio.sleep(0)  # type: ignore[attr-defined]
-        left = replica.ask("chat", {"messages": HELLO, "stream": True})
-        assert await anext(left)
-        await left.aclose()
-        await TargetServer.__del__(replica)
-
-    asyncio.run(run())
+async def test_a_replica_that_ends_writes_the_lines_that_wait_for_tokens(tmp_path: Path) -> None:
+    replica = Replica(lambda _: events(chunk(), chunk("stop")), UsageLog(str(tmp_path / "usage")))
+    replica._client.abort = lambda _: asyncio.sleep(60)  # which says the tokens too late
+    replica.engine.shutdown = lambda: asyncio.sleep(0)  # type: ignore[attr-defined]
+    left = replica.ask("chat", {"messages": HELLO, "stream": True})
+    assert await anext(left)
+    await left.aclose()
+    await TargetServer.__del__(replica)
     (line,) = (tmp_path / "usage").read_text().splitlines()
     assert (json.loads(line)["status"], "output_tokens" in line) == (499, False)
 
 
 @pytest.mark.parametrize("call", ["chat", "completions"])
-def test_requests_of_one_name_do_not_end_each_other(call: Any) -> None:
+async def test_requests_of_one_name_do_not_end_each_other(call: Any) -> None:
     """Gateways give retries, and calls side by side, one X-Request-Id; vLLM aborts all requests of a name."""
+    asked = []
 
-    async def run() -> None:
-        asked = []
+    def answer(request: Any) -> Any:
+        asked.append(request.request_id)
+        return endless()
 
-        async def endless() -> AsyncIterator[str]:
-            while True:
-                yield chunk()
-                await asyncio.sleep(0)
+    replica = Replica(answer)
+    fields = {"messages": HELLO} if call == "chat" else {"prompt": ["a", "b"]}
 
-        def answer(request: Any) -> Any:
-            asked.append(request.request_id)
-            return endless()
+    def begin() -> Any:
+        return replica.front_end.generate(replica.front_end.admit(call, {**fields, "stream": True, "request_id": "r1"}))
 
-        replica = Replica(answer)
-        fields = {"messages": HELLO} if call == "chat" else {"prompt": ["a", "b"]}
-
-        def begin() -> Any:
-            return replica.front_end.generate(
-                replica.front_end.admit(call, {**fields, "stream": True, "request_id": "r1"})
-            )
-
-        first, second = begin(), begin()
-        assert await anext(first)
-        assert await anext(second)
-        await second.aclose()
-        await asyncio.sleep(0.01)
-        assert asked[0] == "r1"
-        assert asked[1].startswith("r1-")
-        assert replica.aborted
-        assert all(asked[1] in name for name in replica.aborted)
-        await first.aclose()
-        await asyncio.sleep(0.01)
-        await anext(begin())
-        assert asked[2] == "r1", "its name is free again"
-
-    asyncio.run(run())
+    first, second = begin(), begin()
+    assert await anext(first)
+    assert await anext(second)
+    await second.aclose()
+    await asyncio.sleep(0.01)
+    assert asked[0] == "r1"
+    assert asked[1].startswith("r1-")
+    assert replica.aborted
+    assert all(asked[1] in name for name in replica.aborted)
+    await first.aclose()
+    await asyncio.sleep(0.01)
+    await anext(begin())
+    assert asked[2] == "r1", "its name is free again"
 
 
 def test_a_call_by_handle_goes_through_the_same_edge() -> None:

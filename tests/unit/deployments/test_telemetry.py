@@ -17,12 +17,12 @@ from cluster.spending import DaySpending, SpendingTracker
 from deployments.telemetry import (
     StateStore,
     add_head_counts,
+    change_metrics,
     drafter_metrics,
     drafting_document,
     head_metrics,
     labelled,
     prometheus_text,
-    target_metrics,
 )
 from deployments.view import as_text
 from tests.support.autoscaling_harness import MemoryChannel
@@ -87,24 +87,13 @@ def test_a_service_without_a_drafter_is_shown_without_policy_and_step_times() ->
     assert shown[-1] == "m: no drafter"
 
 
-def test_metrics_have_workloads_heads_links_and_refusals() -> None:
-    links = [link("h:1", "up", {"steps": 7.0}), link("h:2", "late", {})]
-    reports = [report("a", "t1", links, code=GOOD)]
-    families = [
-        *target_metrics(reports, 2, "m"),
-        *head_metrics({"a": GOOD}),
-        *drafter_metrics([drafter("r1", "a", refused="no such head")], reports),
-    ]
+def test_metrics_have_heads_drafters_and_links() -> None:
+    reports = [report("a", "t1", [link("h:1", "up", {"steps": 7.0}), link("h:2", "late", {})])]
+    changes = swapped(0, 0.1, 120).manager.document()
+    drafters = [drafter("r1", "a", refused="no such head")]
+    families = [*head_metrics({"a": GOOD}), *change_metrics(changes), *drafter_metrics(drafters, reports)]
     found = samples(prometheus_text(families))
-    assert found["peagle_target_replicas",] == 2
-    assert found["peagle_running_requests", "m", "t1"] == 0
-    assert found["peagle_requests_total", "m", "finished", "t1", "code"] == 2
-    assert found["peagle_output_tokens_total", "m", "t1", "code"] == 10
-    assert found["peagle_generated_tokens_total", "m", "t1"] == 12
-    assert found["peagle_verification_steps_total", "m", "t1", "code"] == 2
-    assert found["peagle_draft_tokens_total", "3", "m", "t1", "code"] == 2
-    assert found["peagle_reached_draft_tokens_total", "3", "m", "t1", "code"] == 1
-    assert found["peagle_accepted_tokens_total", "3", "m", "t1", "code"] == 1
+    assert found["peagle_head_gain", "a", "low", "b"] == pytest.approx(changes[0]["low"])
     assert found["peagle_head_accepted_tokens_total", "1", "a"] == 2
     assert found["peagle_drafter_head", "a", "0", "r1"] == 1
     assert found["peagle_drafter_head_refused", "r1"] == 1
@@ -186,19 +175,15 @@ def test_a_cluster_that_does_not_answer_holds_up_no_router(caplog: pytest.LogCap
     assert "is written again" in mended
 
 
-def test_a_head_that_was_rolled_back_is_saved_at_once(tmp_path: Path) -> None:
+async def test_a_head_that_was_rolled_back_is_saved_at_once(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
-
-    async def run() -> None:
-        store = StateStore(str(path), k_policy_with_counts())
-        store.save_soon()
-        await asyncio.sleep(0.05)
-        assert not path.exists(), "not due yet"
-        store.save_soon(is_urgent=True)
-        while not path.exists():
-            await asyncio.sleep(0.01)
-
-    asyncio.run(run())
+    store = StateStore(str(path), k_policy_with_counts())
+    store.save_soon()
+    await asyncio.sleep(0.05)
+    assert not path.exists(), "not due yet"
+    store.save_soon(is_urgent=True)
+    while not path.exists():
+        await asyncio.sleep(0.01)
 
 
 def test_on_a_full_disk_the_last_state_stays_whole_and_saving_goes_on_later(

@@ -54,15 +54,6 @@ def test_chat_template_and_special_tokens(tokenizer: PreTrainedTokenizerBase) ->
     assert tokenizer.model_max_length == 8192
 
 
-def test_config_stops_generation_at_the_end_of_a_turn(target_dir: Path) -> None:
-    generation = json.loads((target_dir / "generation_config.json").read_text())
-    config = json.loads((target_dir / "config.json").read_text())
-    assert generation["eos_token_id"] == config["eos_token_id"] == 2
-    assert (config["num_hidden_layers"], config["hidden_size"], config["vocab_size"]) == (30, 576, 49152)
-    assert (config["rms_norm_eps"], config["rope_parameters"]["rope_theta"]) == (1e-5, 100000.0)
-    assert config["tie_word_embeddings"] is True
-
-
 def test_unknown_target() -> None:
     with pytest.raises(ValueError, match="'gpt-5' is not embedded; embedded targets: smollm2-135m-instruct"):
         prepare_target("gpt-5")
@@ -155,8 +146,3 @@ def test_target_without_an_embedding_table(tmp_path: Path, small_target: Path) -
     save_file({"model.norm.weight": torch.ones(32)}, small_target / "model.safetensors")
     with pytest.raises(ValueError, match="one embed_tokens.weight is needed in its safetensors, found none"):
         prepare_head(head, small_target, tmp_path / "cache")
-
-
-def test_command_tells_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["prepare", "--head", str(tmp_path)]) == 1
-    assert capsys.readouterr().err.startswith("error: ")
