@@ -36,23 +36,20 @@ def new_slot(max_num_requests: int, max_draft_tokens: int) -> Slot:
     return ring.slot(0)
 
 
-class WaitCase:
-    """A wait for the drafts of two requests, which lie in memory for three; those of probability 0 are token ids."""
+DRAFTS_BK = torch.tensor([[5, 6, -1], [-1, -1, -1], [9, 9, 9]], dtype=torch.int32)
 
-    def __init__(self, wait: Wait, done: int = 0, abort: int = 0) -> None:
-        self._wait, self.slot, other = wait, new_slot(3, 3), new_slot(1, 1)
+
+class WaitCase:
+    """A wait for the drafts of the first requests; those of probability 0 are token ids."""
+
+    def __init__(
+        self, wait: Wait, done: int = 0, abort: int = 0, drafts_BK: Tensor = DRAFTS_BK, num_waiting: int = 2
+    ) -> None:
+        self._wait, self.slot, other = wait, new_slot(*drafts_BK.shape), new_slot(1, 1)
         self.done_1, self.abort_1, self.outcome_2 = self.slot.done, other.done, self.slot.outcome
         self.done_1[0], self.abort_1[0] = done, abort
-        self.set_drafts(torch.tensor([[5, 6, -1], [-1, -1, -1], [9, 9, 9]], dtype=torch.int32), 2)
-
-    def set_drafts(self, drafts_BK: Tensor, num_waiting: int) -> None:
-        if drafts_BK.shape != self.slot.drafts_BK.shape:
-            done = int(self.done_1[0])
-            self.slot = new_slot(*drafts_BK.shape)
-            self.done_1, self.outcome_2 = self.slot.done, self.slot.outcome
-            self.done_1[0] = done
         self.slot.drafts_BK[:] = drafts_BK.numpy()
-        device = "cpu" if self._wait is plain_wait else DEVICE
+        device = "cpu" if wait is plain_wait else DEVICE
         self.out_BK = torch.full((num_waiting, drafts_BK.shape[1]), 77, device=device)
         self.prob_BK = self.out_BK.float()
 
@@ -89,17 +86,17 @@ def test_outcome(wait: Wait, done: int, abort: int, timeout_ns: int, expected: i
 
 @pytest.mark.parametrize("wait", WAITS)
 def test_more_drafts_than_are_moved_at_once(wait: Wait) -> None:
-    case, drafts_BK = WaitCase(wait, done=1), torch.arange(-1, 4199, dtype=torch.int32).view(600, 7)
-    case.set_drafts(drafts_BK, 500)
+    drafts_BK = torch.arange(-1, 4199, dtype=torch.int32).view(600, 7)
+    case = WaitCase(wait, done=1, drafts_BK=drafts_BK, num_waiting=500)
     assert case(1, 0) == drafts_BK[:500].clamp(min=0).tolist()
 
 
 @pytest.mark.parametrize("wait", WAITS)
 def test_drafts_come_with_their_probabilities(wait: Wait) -> None:
-    case, ids_BK = WaitCase(wait, done=1), torch.tensor([[5, MAX_VOCABULARY - 1, 0], [7, 8, 9]])
+    ids_BK = torch.tensor([[5, MAX_VOCABULARY - 1, 0], [7, 8, 9]])
     drafts_BK = pack(ids_BK, torch.tensor([[0.25, 1.0, 0.0], [0.5, 0.75, 1e-9]]))
     drafts_BK[0, 2] = -1
-    case.set_drafts(drafts_BK, 2)
+    case = WaitCase(wait, done=1, drafts_BK=drafts_BK)
     assert case(1, 0) == ids_BK.tolist()
     assert torch.equal(case.prob_BK.cpu(), unpack(drafts_BK)[1])
     torch.testing.assert_close(case.prob_BK[:, 0].cpu(), torch.tensor([0.25, 0.5]), rtol=0.0, atol=3e-4)

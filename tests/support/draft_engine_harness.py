@@ -24,7 +24,7 @@ from peagle.drafter.parallel_pass import ParallelPass, PassLimits
 from peagle.drafter.protocol import Int32Array, Step, StepDescriptor, TargetShape, check_sizes, check_step
 from peagle.model import Drafter
 from tests.support.head_factory import TARGET, random_drafter
-from tests.support.pass_requests import token_ids
+from tests.support.pass_requests import ints, token_ids
 
 CONFIG = DrafterConfig.for_target(TARGET, num_layers=2, ptd_token_id=99, num_depths=5)
 BLOCK = 4
@@ -41,9 +41,7 @@ def head_runtime(head: int, **limits: int) -> ParallelPass:
     sizes = dict(max_num_requests=16, max_num_rows=200, num_blocks=600, block_size=BLOCK, max_draft_tokens=MAX_DEPTH)
     sizes |= limits
     sizes["max_blocks"] = min(sizes["num_blocks"], 200 // BLOCK)
-    return ParallelPass(
-        drafter_of(head), limits=PassLimits(**sizes), digest=f"digest{head}"
-    )  # fmt: skip
+    return ParallelPass(drafter_of(head), limits=PassLimits(**sizes), digest=f"digest{head}")
 
 
 @functools.lru_cache(maxsize=100_000)
@@ -113,18 +111,13 @@ def target_step(
     finished: list[int] | None = None,
     prompts: Mapping[int, Int32Array] | None = None,
     rng: random.Random | None = None,
-    num_rejected: int | None = None,
 ) -> Step:
-    """The step of these slots; rows of rejected drafts and padding, full of NaN, lie between those of the requests.
-
-    num_rejected: rows after each request's own, with none before them; by default up to 2, by chance.
-    """
+    """The step of these slots; rows of rejected drafts and padding, full of NaN, lie between those of the requests."""
     rng = rng or random.Random(0)
-    rejected_B = [rng.randint(0, 2) if num_rejected is None else num_rejected for _ in work]
-    offsets, num_rows = [], rng.randint(0, 2) if num_rejected is None else 0
-    for rows, rejected in zip(work.values(), rejected_B, strict=True):
+    offsets, num_rows = [], rng.randint(0, 2)
+    for rows in work.values():
         offsets.append(num_rows)
-        num_rows += rows.num_valid + rejected
+        num_rows += rows.num_valid + rng.randint(0, 2)
     tokens_R = np.full(num_rows, 123_456, np.int32)
     hidden_RH = torch.full((num_rows, CONFIG.hidden_size), float("nan"), dtype=torch.float64)
     for rows, offset in zip(work.values(), offsets, strict=True):
@@ -135,14 +128,11 @@ def target_step(
                 reduced = drafter_of(rows.request.head).reduce(aux_rows(rows.request.tokens, rows.start, end))
             hidden_RH[offset : offset + rows.num_valid] = reduced
 
-    def column(values: list[int]) -> Int32Array:
-        return np.array(values, np.int32)
-
     descriptor = StepDescriptor(
-        slots_B=column(list(work)),
-        heads_B=column([rows.request.head for rows in work.values()]),
-        num_drafts_B=column([rows.depth for rows in work.values()]),
-        row_offset_B=column(offsets),
+        slots_B=ints(*work),
+        heads_B=ints(*(rows.request.head for rows in work.values())),
+        num_drafts_B=ints(*(rows.depth for rows in work.values())),
+        row_offset_B=ints(*offsets),
         num_rows=num_rows,
         prompts=dict(prompts or {}),
         finished_slots=tuple(finished or ()),
@@ -150,8 +140,8 @@ def target_step(
     )
     made = Step(
         descriptor,
-        start_B=column([rows.start for rows in work.values()]),
-        num_valid_B=column([rows.num_valid for rows in work.values()]),
+        start_B=ints(*(rows.start for rows in work.values())),
+        num_valid_B=ints(*(rows.num_valid for rows in work.values())),
         next_tokens_R=tokens_R,
         hidden_RH=hidden_RH,
         session=session,

@@ -35,6 +35,10 @@ SWITCHES: dict[str, DrafterConfig] = {
 }
 
 
+def ints(*values: int) -> Int32Array:
+    return np.array(values, np.int32)
+
+
 @dataclasses.dataclass(frozen=True)
 class Step:
     """What one request gives in a step: rows at `start` and later, and the drafts it wants."""

@@ -1,7 +1,7 @@
 """A real engine whose drafter is another process, for tests that do something to the drafter meanwhile."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +65,7 @@ class RemoteEngine(RunningEngine):
         """Use these `DrafterProcess`es, and wait until steps can go to all of them."""
         self.set_drafters([drafter.entry for drafter in drafters])
         addresses = {drafter.entry["address"] for drafter in drafters}
-        self.wait_for(lambda links: {a for a, link in links.items() if link["state"] == "up"} == addresses)
-
-    def wait_for(self, condition: Callable[[dict[str, dict[str, Any]]], bool]) -> None:
-        """Until the links are so."""
         end_s = time.monotonic() + LINK_TIMEOUT_S
-        while not condition(links := self.links()):
-            assert time.monotonic() < end_s, links
+        while {address for address, link in self.links().items() if link["state"] == "up"} != addresses:
+            assert time.monotonic() < end_s, self.links()
             time.sleep(0.05)

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,10 +26,14 @@ from peagle.vllm.request_args import DEPTH_KEY, SURVIVAL_KEY
 from peagle.vllm.scheduler import PerRequestDepthAsyncScheduler, PerRequestDepthScheduler
 from peagle.vllm.step_notes import STEPS_HEADER, SchedulerPlan, read_plan, update_result
 
-BLOCK_SIZE = 16
+BLOCK_SIZE, NUM_BLOCKS = 16, 1000
 TOKEN = 5
 """The token of all prompts, drafts and answers."""
 SURVIVAL = [0.5, 0.3, 0.2, 0.1, 0.1, 0.1, 0.1]
+ANY_TEXT: Any = SimpleNamespace(
+    accept_tokens=lambda *_: True, validate_tokens=lambda tokens: tokens, is_terminated=lambda: False
+)
+"""A grammar that rules nothing out."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +52,11 @@ class Step:
 class SchedulerRun:
     """A scheduler of an engine with `config`, whose requests get tokens by `finish`."""
 
-    def __init__(self, config: Any, *, is_async: bool, num_blocks: int = 1000) -> None:
+    def __init__(self, config: Any, *, is_async: bool) -> None:
         config.scheduler_config.async_scheduling = is_async
-        config.cache_config.num_gpu_blocks = num_blocks
+        config.cache_config.num_gpu_blocks = NUM_BLOCKS
         spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
-        cache = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+        cache = KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)])
         kind = PerRequestDepthAsyncScheduler if is_async else PerRequestDepthScheduler
         self.scheduler: Any = kind(config, cache, StructuredOutputManager(config), BLOCK_SIZE, log_stats=True)
         self._is_async = is_async
@@ -68,7 +73,7 @@ class SchedulerRun:
         )
         request = Request(name, [TOKEN] * prompt, params, None)
         if has_grammar:
-            request.structured_output_request.grammar = _AnyText()  # type: ignore[union-attr]
+            request.structured_output_request.grammar = ANY_TEXT  # type: ignore[union-attr]
         self.scheduler.add_request(request)
 
     def abort(self, name: str, status: RequestStatus = RequestStatus.FINISHED_ABORTED) -> None:
@@ -125,41 +130,28 @@ def decode(run: SchedulerRun, sure_share: float, *names: str) -> None:
     run.step()
 
 
-class _AnyText:
-    """A grammar that rules nothing out."""
-
-    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        return True
-
-    def validate_tokens(self, tokens: list[int]) -> list[int]:
-        return tokens
-
-    def is_terminated(self) -> bool:
-        return False
-
-
 def steps_of(output: EngineCoreOutput) -> str:
     """The verified steps that an output reports."""
     return (output.trace_headers or {}).get(STEPS_HEADER, "")
 
 
-def scheduler_config(target_dir: Path, head_dir: Path, k_max: int, **extra: Any) -> Any:
+def scheduler_config(target_dir: Path, head_dir: Path, k_max: int) -> Any:
     """The configuration of an engine on a CPU."""
-    settings = {"max_model_len": 1024, "max_num_seqs": 16, "enable_prefix_caching": False, **extra}
+    settings = {"max_model_len": 1024, "max_num_seqs": 16, "enable_prefix_caching": False}
     kwargs = engine_kwargs(target_dir, head_dir, max_draft_tokens=k_max, dtype="float32", on_cpu=True, extra=settings)
     return EngineArgs(**kwargs).create_engine_config()
 
 
 @contextmanager
-def measured_at_start(config: Any, *, chooses: bool, per_row_s: float = 1e-4) -> Iterator[None]:
-    """As if the engine had measured steps of 10 ms and `per_row_s` a row, and its worker could choose drafts."""
+def measured_at_start(config: Any) -> Iterator[None]:
+    """As if the engine had measured steps of 10 ms and 0.1 ms a row, and its worker could choose drafts."""
     points = [
-        {"num_requests": size, "num_tokens": size * (1 + k), "step_s": 0.01 + per_row_s * size * (1 + k)}
+        {"num_requests": size, "num_tokens": size * (1 + k), "step_s": 0.01 + 1e-4 * size * (1 + k)}
         for size in (1, 2, 4, 8, 16, 32)
         for k in (0, 1, 3, 7)
     ]
     path = document_path(config.instance_id)
-    path.write_text(json.dumps({"points": points, "context_tokens": 100, "chooses": chooses}))
+    path.write_text(json.dumps({"points": points, "context_tokens": 100, "chooses": True}))
     try:
         yield
     finally:

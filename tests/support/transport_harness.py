@@ -22,6 +22,7 @@ from peagle.drafter.protocol import Int32Array, ServedHead, Step, StepDescriptor
 from peagle.drafter.server import DrafterServer
 from peagle.drafter.serving import input_projection
 from tests.support.draft_engine_harness import CONFIG, MAX_DEPTH, aux_rows, drafter_of, expected_drafts, head_runtime
+from tests.support.pass_requests import ints
 
 SHAPE = TargetShape(
     hidden_size=CONFIG.hidden_size,
@@ -32,6 +33,9 @@ SHAPE = TargetShape(
     vocab_size=CONFIG.vocab_size,
 )
 ROOT = Path(__file__).resolve().parents[2]
+HEADS = {0: "digest0"}
+POOLS: list[LinkPool] = []
+"""All that were made."""
 
 
 def served_head(head: int, **changes: Any) -> ServedHead:
@@ -77,11 +81,11 @@ def running(server: DrafterServer) -> Iterator[DrafterServer]:
 class DrafterProcess:
     """A drafter that can be killed, stopped and started again. It is forked from a process that has imported torch."""
 
-    def __init__(self, port: int = 0, heads: tuple[int, ...] = (0,), delay_s: float = 0.0) -> None:
+    def __init__(self, port: int = 0, delay_s: float = 0.0) -> None:
         context = get_context("forkserver")
         context.set_forkserver_preload([__name__])
         ours, theirs = context.Pipe(duplex=False)
-        self.process = context.Process(target=serve_until_killed, args=(theirs, port, heads, delay_s), daemon=True)
+        self.process = context.Process(target=serve_until_killed, args=(theirs, port, delay_s), daemon=True)
         self.process.start()
         theirs.close()
         with ours:
@@ -121,7 +125,7 @@ def eventually(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
     return value
 
 
-def entry(address: str, heads: dict[int, str]) -> dict[str, object]:
+def entry(address: str, heads: dict[int, str] = HEADS) -> dict[str, object]:
     return {"address": address, "heads": heads}
 
 
@@ -132,7 +136,16 @@ def only_link(pool: Any) -> dict[str, Any]:
 
 def make_pool(**settings: Any) -> LinkPool:
     settings = {"min_deadline_s": 30.0, "max_deadline_s": 30.0, "aux_layer_ids": CONFIG.aux_layer_ids} | settings
-    return LinkPool(settings.pop("shape", SHAPE), **settings)
+    POOLS.append(LinkPool(settings.pop("shape", SHAPE), **settings))
+    return POOLS[-1]
+
+
+def connected(*addresses: str, heads: dict[int, str] = HEADS, **settings: Any) -> LinkPool:
+    """A target whose links to these drafters are up."""
+    pool = make_pool(**settings)
+    pool.set_drafters([entry(address, heads) for address in addresses])
+    eventually(lambda: pool.num_up == len(addresses))
+    return pool
 
 
 class Target:
@@ -179,25 +192,19 @@ class Target:
 
     def _send(self, link: Any, slots: list[int], num_rows: int, depth: int, head: int, new: set[int]) -> bool:
         starts = [self.ends[slot] for slot in slots]
-        rows, next_tokens = [], []
+        rows, next_tokens, projection = [], [], link.projections[head]
         for slot, start in zip(slots, starts, strict=True):
-            rows.append(
-                link.projections[head].project(
-                    aux_rows(self.tokens[slot], start, start + num_rows).to(self.pool.device)
-                )
-            )
+            aux_RX = aux_rows(self.tokens[slot], start, start + num_rows)
+            rows.append(projection.project(aux_RX.to(self.pool.device)))
             next_tokens += self.tokens[slot][start + 1 : start + 1 + num_rows]
 
-        def ints(values: Any) -> Int32Array:
-            return np.asarray(values, np.int32)
-
         descriptor = StepDescriptor(
-            slots_B=ints(slots),
-            heads_B=ints([head] * len(slots)),
-            num_drafts_B=ints([depth] * len(slots)),
-            row_offset_B=ints(range(0, num_rows * len(slots), num_rows)),
+            slots_B=ints(*slots),
+            heads_B=ints(*[head] * len(slots)),
+            num_drafts_B=ints(*[depth] * len(slots)),
+            row_offset_B=ints(*range(0, num_rows * len(slots), num_rows)),
             num_rows=len(next_tokens),
-            prompts={slot: ints(self.tokens[slot][: self.ends[slot] + 1]) for slot in new & set(slots)},
+            prompts={slot: ints(*self.tokens[slot][: self.ends[slot] + 1]) for slot in new & set(slots)},
         )
         integers = (
             torch.tensor(values, dtype=torch.int32, device=self.pool.device)
@@ -206,9 +213,9 @@ class Target:
         is_sent: bool = link.send(descriptor, *integers, torch.cat(rows))
         return is_sent
 
-    def expected(self, slot: int, depth: int = MAX_DEPTH, head: int = 0) -> list[int]:
+    def expected(self, slot: int, head: int = 0) -> list[int]:
         """Drafts that the last step must have got for the slot."""
-        return expected_drafts(head, self.tokens[slot], self.firsts[slot], self.ends[slot], depth)
+        return expected_drafts(head, self.tokens[slot], self.firsts[slot], self.ends[slot], MAX_DEPTH)
 
     def check_step(self, num_rows: int = 3, head: int = 0) -> None:
         """One step in which every request gets the right drafts."""
@@ -220,9 +227,9 @@ class Target:
         self.firsts = list(self.ends)
 
 
-def serve_until_killed(said: Connection, port: int, heads: tuple[int, ...], delay_s: float) -> None:
+def serve_until_killed(said: Connection, port: int, delay_s: float) -> None:
     torch.set_num_threads(1)
-    server = make_server(heads, port, delay_s)
+    server = make_server(port=port, delay_s=delay_s)
     server.start()
     said.send(server.address)
     signal.pause()

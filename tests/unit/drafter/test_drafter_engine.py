@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from peagle.drafter.engine import DraftEngine
-from peagle.drafter.protocol import Step
+from peagle.drafter.protocol import Int32Array, Step
 from tests.support.draft_engine_harness import (
     BLOCK,
     MAX_DEPTH,
@@ -30,7 +30,7 @@ from tests.support.draft_engine_harness import (
     num_requests,
     target_step,
 )
-from tests.support.pass_requests import token_ids
+from tests.support.pass_requests import ints, token_ids
 
 
 def make_request(seed: int, head: int = 0) -> Request:
@@ -45,8 +45,8 @@ def run(engine: DraftEngine, session: int, step: int, work: dict[int, Rows], **m
     return answer_BK.tolist()
 
 
-def prompt(request: Request, start: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    return np.array(request.tokens[: start + 1], np.int32)
+def prompt(request: Request, start: int) -> Int32Array:
+    return ints(*request.tokens[: start + 1])
 
 
 def test_a_target_that_vanished_leaves_its_prefixes_and_its_room() -> None:
@@ -69,6 +69,26 @@ def test_more_requests_than_the_cache_holds_get_no_drafts_and_no_error() -> None
     more = DraftEngine({0: head_runtime(0)}, max_num_requests=4)
     run(more, 1, 0, {slot: Rows(request, 0, 10, 3) for slot, request in requests.items()})
     assert (num_requests(more), more.counters.refused) == (4, 8)
+
+
+def test_the_requests_that_need_least_get_the_last_blocks() -> None:
+    engine, request = DraftEngine({0: head_runtime(0, num_blocks=3)}), make_request(0)
+    run(engine, 1, 0, {0: Rows(request, 0, 3 * BLOCK, 0), 1: Rows(request, 0, 2 * BLOCK, 0)})
+    assert [cached_range(engine, 1, slot) for slot in range(2)] == [None, (0, 2 * BLOCK)]
+
+
+def test_a_context_longer_than_the_heads_gets_no_drafts() -> None:
+    engine, request = DraftEngine({0: head_runtime(0)}), Request([1] * 210, 0, 10, MAX_DEPTH)
+    run(engine, 1, 0, {0: Rows(request, 0, 200, 1), 1: Rows(request, 0, 200, 2)})
+    assert [cached_range(engine, 1, slot) for slot in range(2)] == [(0, 200), None]
+
+
+def test_a_prefix_is_found_by_its_tokens_up_to_whole_blocks() -> None:
+    engine, request = DraftEngine({0: head_runtime(0)}), make_request(0)
+    run(engine, 1, 0, {0: Rows(request, 0, 4 * BLOCK + 1, 0)}, prompts={0: prompt(request, 0)})
+    for start, is_found in [(4 * BLOCK, True), (BLOCK, True), (5 * BLOCK, False), (BLOCK + 1, False)]:
+        run(engine, 2, start, {0: Rows(request, start, 2, 4)}, prompts={0: prompt(request, start)})
+        assert cached_range(engine, 2, 0) == (0 if is_found else start, start + 2)
 
 
 def test_a_swapped_head_drafts_without_the_old_heads_rows() -> None:
@@ -155,7 +175,7 @@ class RandomTarget:
             if request is None:
                 request = self.requests[slot] = self.new_request()
                 request.num_rows = self.prefix_hit(request)
-                prompts[slot] = np.array(request.tokens[: request.num_rows + 1], np.int32)
+                prompts[slot] = prompt(request, request.num_rows)
             elif rng.random() < 0.05:  # preempted; it may find its own beginning again
                 request.num_rows = rng.choice([0, request.num_rows // 2 // BLOCK * BLOCK])
             work[slot] = self.rows(request)

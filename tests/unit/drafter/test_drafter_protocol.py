@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 import zmq
@@ -20,7 +19,6 @@ from peagle.drafter.protocol import (
     FROM_TARGET,
     MAX_PAYLOAD_BYTES,
     Hello,
-    Int32Array,
     Step,
     StepDescriptor,
     TargetShape,
@@ -33,17 +31,13 @@ from peagle.drafter.protocol import (
 from peagle.drafter.serving import input_projection
 from peagle.drafter.shared_memory import Ring
 from tests.support.head_factory import random_drafter
-from tests.support.pass_requests import SWITCHES
+from tests.support.pass_requests import SWITCHES, ints
 from tests.support.transport_harness import SHAPE as SERVED_SHAPE
 from tests.support.transport_harness import served_head
 
 SHAPE = TargetShape(
     hidden_size=6, dtype="bfloat16", max_draft_tokens=3, max_num_requests=4, max_num_rows=10, vocab_size=100
 )
-
-
-def ints(*values: int) -> Int32Array:
-    return np.array(values, np.int32)
 
 
 def step(**changes: Any) -> StepDescriptor:
@@ -60,7 +54,7 @@ def arrived(frames: list[Any]) -> list[zmq.Frame]:
 
 def write(ring: Ring, descriptor: StepDescriptor, starts: Any, num_valid: Any, tokens: Any = None) -> Tensor:
     """The step in a target's ring; its payload."""
-    hidden_RH = torch.randn(descriptor.num_rows, SHAPE.hidden_size).bfloat16()
+    hidden_RH = torch.randn(descriptor.num_rows, SHAPE.hidden_size).to(ring.shape.torch_dtype)
     tokens = range(descriptor.num_rows) if tokens is None else tokens
     ring.write_descriptor(descriptor)
     ring.write_tensors(

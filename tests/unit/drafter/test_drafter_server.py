@@ -38,6 +38,7 @@ from tests.support.transport_harness import (
     SHAPE,
     DrafterProcess,
     Target,
+    connected,
     entry,
     eventually,
     make_pool,
@@ -47,7 +48,6 @@ from tests.support.transport_harness import (
     running,
     served_head,
 )
-from tests.unit.drafter.test_drafter_links import connected
 
 
 @contextlib.contextmanager
@@ -63,12 +63,11 @@ def test_a_target_that_does_not_fit_learns_why() -> None:
     """`test_drafter_protocol` has the reasons."""
     with running(make_server()) as server:
         pool = make_pool(shape=dataclasses.replace(SHAPE, hidden_size=8))
-        pool.set_drafters([entry(server.address, {0: "digest0"})])
+        pool.set_drafters([entry(server.address)])
         eventually(lambda: "refused: " in only_link(pool)["problem"])
         assert f"hidden_size is {CONFIG.hidden_size} at the drafter and 8 at" in only_link(pool)["problem"]
         assert pool.num_up == 0
         eventually(lambda: server.report()["num_refused"])  # counted after the target was told
-        pool.close()
 
 
 STEP = StepDescriptor(*[np.zeros(1, np.int32)] * 4, num_rows=1, number=1)
@@ -97,7 +96,6 @@ def test_a_message_that_does_not_fit_is_refused_in_words_and_others_are_served(f
         assert reason in answer.reason
         assert server.report()["num_refused"] == 1
         target.check_step()
-        pool.close()
 
 
 def test_a_welcomed_target_that_speaks_out_of_turn_is_let_go() -> None:
@@ -116,13 +114,12 @@ def test_a_drafter_with_a_key_reads_nothing_of_a_stranger() -> None:
         with contextlib.suppress(zmq.Again):  # refused between two frames it can send no further
             socket_.send_multipart([*message_frames(HELLO), bytes(1 << 20)])
         pool = make_pool()
-        pool.set_drafters([entry(server.address, {0: "digest0"}) | {"key": "secret"}])
+        pool.set_drafters([entry(server.address) | {"key": "secret"}])
         eventually(lambda: pool.num_up)
         Target(pool).check_step()
         assert not socket_.poll(500), "it was answered"
         assert server.report()["num_connections"] == 1
         assert server.report()["num_refused"] == 0
-        pool.close()
 
 
 def test_a_frame_that_no_target_sends_ends_its_connection_unread() -> None:
@@ -143,9 +140,8 @@ def test_two_targets_with_the_same_slots_are_kept_apart(shared: bool) -> None:
     with running(make_server((0, 1))) as server:
         targets = []
         for seed in range(2):
-            pool = make_pool(use_shared_memory=shared, name=f"target {seed}")
-            pool.set_drafters([entry(server.address, {0: "digest1"} if seed else {3: "digest0"})])
-            eventually(lambda pool=pool: pool.num_up)
+            heads = {0: "digest1"} if seed else {3: "digest0"}
+            pool = connected(server.address, heads=heads, use_shared_memory=shared, name=f"target {seed}")
             targets.append(Target(pool, seed=seed))
 
         def run(i: int) -> None:
@@ -164,11 +160,9 @@ def test_two_targets_with_the_same_slots_are_kept_apart(shared: bool) -> None:
 
 TARGET = """
 import sys, time
-from tests.support.transport_harness import Target, eventually, make_pool
-pool = make_pool(use_shared_memory=sys.argv[2] == "shared", min_deadline_s=60, max_deadline_s=60)
-pool.set_drafters([{"address": sys.argv[1], "heads": {0: "digest0"}}])
-eventually(lambda: pool.num_up)
-target = Target(pool)
+from tests.support.transport_harness import Target, connected
+deadlines = {"min_deadline_s": 60, "max_deadline_s": 60}
+target = Target(connected(sys.argv[1], use_shared_memory=sys.argv[2] == "shared", **deadlines))
 while True:
     target.check_step(1)
     if target.ends[0] == 5:
@@ -194,7 +188,6 @@ def test_a_killed_target_is_forgotten_and_its_memory_freed(path: str) -> None:
         eventually(lambda: mapped_rings(drafter.process.pid) == 0)
         pool = connected(drafter.address)
         Target(pool).check_step()
-        pool.close()
 
 
 class FailingEngine(DraftEngine):
@@ -206,7 +199,7 @@ def test_an_engine_that_fails_is_reported_and_its_targets_go_on_without_drafts()
     server = DrafterServer(FailingEngine({0: head_runtime(0)}), {0: served_head(0)})
     with running(server):
         pool = make_pool()
-        pool.set_drafters([entry(server.address, {0: "digest0"})])
+        pool.set_drafters([entry(server.address)])
         target = Target(pool)
         assert server.is_healthy()
         while server.is_healthy():
@@ -215,24 +208,18 @@ def test_an_engine_that_fails_is_reported_and_its_targets_go_on_without_drafts()
         eventually(lambda: "illegal memory access" in only_link(pool)["problem"])
         assert server.report()["num_failures"] == 3
         assert "illegal memory access" in server.report()["last_error"]
-        pool.close()
 
 
 def test_a_step_that_no_engine_can_take_ends_its_connection_and_no_other() -> None:
     with running(make_server()) as server:
-        pool, other = make_pool(), make_pool()
-        for each in (pool, other):
-            each.set_drafters([entry(server.address, {0: "digest0"})])
-            eventually(lambda each=each: each.num_up)
-        target, bad = Target(pool), Target(other)
+        other = connected(server.address)
+        target, bad = Target(connected(server.address)), Target(other)
         target.check_step()
         bad.tokens = [[10_000] * 120] * 3
         assert bad.step() == [None] * 3
         eventually(lambda: server.report()["num_dropped"] == 1)
         target.check_step()
         assert "next_tokens_R holds 10000" in eventually(lambda: only_link(other)["problem"])
-        for each in (pool, other):
-            each.close()
 
 
 def test_a_drafter_that_ends_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +229,6 @@ def test_a_drafter_that_ends_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         pool = connected(server.address)
     assert "says good-bye: the drafter ends" in eventually(lambda: only_link(pool)["problem"])
     server.stop()
-    pool.close()
 
 
 def test_a_target_that_cannot_attach_its_ring_is_served_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,16 +243,13 @@ def test_a_target_that_cannot_attach_its_ring_is_served_over_tcp(monkeypatch: py
         Target(pool).check_step()
         assert (only_link(pool)["problem"], only_link(pool)["path"]) == ("not mounted here", "tcp")
         eventually(lambda: server.report()["targets"][0]["path"] == "tcp")
-        pool.close()
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "tcp"])
 def test_a_swapped_head_drafts_after_the_targets_have_its_projection(shared: bool) -> None:
     with running(make_server((0, 1))) as server:
-        pool, other = make_pool(use_shared_memory=shared), make_pool(use_shared_memory=shared)
-        pool.set_drafters([entry(server.address, {0: "digest0"})])
-        other.set_drafters([entry(server.address, {0: "digest1"})])
-        eventually(lambda: pool.num_up and other.num_up)
+        pool = connected(server.address, use_shared_memory=shared)
+        other = connected(server.address, heads={0: "digest1"}, use_shared_memory=shared)
         target, untouched = Target(pool), Target(other)
         target.check_step()
         server.swap(0, head_runtime(2), served_head(2))
@@ -279,8 +262,6 @@ def test_a_swapped_head_drafts_after_the_targets_have_its_projection(shared: boo
         assert target.step() == [target.expected(slot, head=2) for slot in range(3)]
         assert untouched.step() == [untouched.expected(slot, head=1) for slot in range(3)]
         assert only_link(other)["num_connections"] == 1
-        for each in (pool, other):
-            each.close()
 
 
 def test_a_head_in_a_new_place_drafts_beside_the_others() -> None:
@@ -295,7 +276,6 @@ def test_a_head_in_a_new_place_drafts_beside_the_others() -> None:
         eventually(lambda: pool.num_up)
         target.begin_cold()
         assert target.step() == [target.expected(slot, head=2) for slot in range(3)]
-        pool.close()
 
 
 @pytest.mark.parametrize(
@@ -314,7 +294,6 @@ def test_a_head_that_does_not_fit_is_refused_and_the_old_one_goes_on(index: int,
             server.swap(index, head_runtime(2), served)
         target.check_step()
         assert only_link(pool)["num_connections"] == 1
-        pool.close()
 
 
 def test_bad_settings_are_refused_by_name() -> None:

@@ -56,17 +56,6 @@ def test_a_request_without_rows_gets_no_drafts() -> None:
     assert token_ids(found).tolist() == [[-1] * MAX_DEPTH, requests.expected(steps[1])]
 
 
-def test_a_batch_need_not_be_drafted_from_at_all() -> None:
-    """Chunks of prompts leave rows in the cache and compute no logits."""
-    requests = Requests(random_drafter(CONFIG), 2)
-    parallel_pass = requests.new_pass()
-    chunks = [Step(0, 0, 12, 0), Step(1, 0, 7, 0)]
-    assert (run(parallel_pass, requests.batch(chunks)) == -1).all()
-    after = [Step(0, 12, 1, 5), Step(1, 7, 3, 5)]
-    expected = [[requests.expected(step) for step in steps] for steps in (chunks, after)]
-    assert token_ids(run(parallel_pass, requests.batch(after))).tolist() == expected[1]
-
-
 def test_in_float32_drafts_are_the_sessions_and_in_bfloat16_tokens_of_the_target() -> None:
     requests, step = Requests(random_drafter(CONFIG).float(), 1), Step(0, 0, 9, 5)
     found = run(requests.new_pass(), requests.batch([step]))

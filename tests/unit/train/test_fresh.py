@@ -15,19 +15,8 @@ from peagle.train.passes import start_from
 from peagle.train.recipe import Recipe
 from peagle.train.trainer import Trainer
 from tests.support.head_factory import CONFIG, TARGET, head_tensors, random_drafter
-from tests.support.small_run import write_small_run
 
 EAGLE3 = DrafterConfig.for_target(TARGET, num_layers=1, fc_norm=True, num_depths=5)
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_run(tmp_path_factory.mktemp("small"))
-
-
-def eagle3_recipe(small: Path, *overrides: str) -> Recipe:
-    settings = ["drafter.method=eagle3", "drafter.ptd_token_id=null", "drafter.num_layers=1", *overrides]
-    return Recipe.load(small / "recipe.yaml", settings)
 
 
 def test_a_p_eagle_drafter_takes_what_fits_of_an_eagle3_head(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -49,8 +38,9 @@ def test_a_p_eagle_drafter_takes_what_fits_of_an_eagle3_head(tmp_path: Path, cap
 
 
 def test_a_run_starts_from_another_head(small: Path, tmp_path: Path) -> None:
-    recipe = eagle3_recipe(small, f"output={tmp_path / 'short'}", "evaluate.data=null", "schedule.max_steps=1")
-    head = Trainer(recipe).run()
+    eagle3 = ["drafter.method=eagle3", "drafter.ptd_token_id=null", "drafter.num_layers=1"]
+    short = [f"output={tmp_path / 'short'}", "evaluate.data=null", "schedule.max_steps=1"]
+    head = Trainer(Recipe.load(small / "recipe.yaml", eagle3 + short)).run()
     override = [f"drafter.start_from={head}", f"output={tmp_path / 'next'}"]
     trainer = Trainer(Recipe.load(small / "recipe.yaml", override))
     stored = load_head(head)[1]

@@ -9,14 +9,40 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from peagle.config import DrafterConfig
 from peagle.model import Drafter
-from peagle.train.cod import CodRows, draft_rows
+from peagle.train.cod import CodRows, chain_lengths, draft_rows, sample_rows
 from peagle.train.masks import AttentionMask
 from peagle.train.partition import PackedSequence, Partition
 from tests.support.head_factory import CONFIG, random_drafter
-from tests.support.packed import NUM_TOKENS, packed_sequence
 
 LONG = dataclasses.replace(CONFIG, num_hidden_layers=3)
+NUM_TOKENS = 45
+#: documents of a packed sequence; the last 6 tokens are padding
+DOCUMENTS = (17, 2, 20)
+
+
+def packed_sequence(config: DrafterConfig, ratio: float, seed: int = 0) -> PackedSequence:
+    """One sequence with documents, a prompt, padding and dropped rows."""
+    random = torch.Generator().manual_seed(seed)
+    document_1N = torch.full((1, NUM_TOKENS), -1)
+    position_1N = torch.zeros(1, NUM_TOKENS, dtype=torch.int64)
+    start = 0
+    for number, length in enumerate(DOCUMENTS):
+        document_1N[0, start : start + length] = number
+        position_1N[0, start : start + length] = torch.arange(length)
+        start += length
+    wanted_1N = torch.rand(1, NUM_TOKENS, generator=random) < 0.7
+    wanted_1N[:, :12] = False  # a prompt: rows of offset 0 alone
+    chain_1N = chain_lengths(document_1N, wanted_1N, config.num_depths)
+    rows = sample_rows(chain_1N, config.num_depths, ratio, generator=random)
+    return PackedSequence(
+        tokens_1N=torch.randint(0, config.vocab_size, (1, NUM_TOKENS), generator=random),
+        document_1N=document_1N,
+        aux_1NX=torch.randn(1, NUM_TOKENS, config.fc_input_size, generator=random).double(),
+        rows=rows,
+        position_1T=position_1N.gather(1, rows.anchor_BT) + rows.offset_BT,
+    )
 
 
 class SoftLoss:
@@ -43,11 +69,10 @@ def gradients(drafter: Drafter) -> dict[str, Tensor]:
     return found
 
 
-def whole_gradients(drafter: Drafter, sequence: PackedSequence, loss_of: SoftLoss | None = None) -> dict[str, Tensor]:
-    loss_of = loss_of or SoftLoss(drafter, sequence)
+def whole_gradients(drafter: Drafter, sequence: PackedSequence) -> dict[str, Tensor]:
     mask = AttentionMask.from_rows(sequence.rows, sequence.document_1N, drafter.config.sliding_window).dense()
     normed_1TH = draft_rows(drafter, sequence.tokens_1N, sequence.aux_1NX, sequence.position_1T, mask)
-    loss_of(normed_1TH[0], torch.arange(normed_1TH.shape[1], device=normed_1TH.device)).backward()
+    SoftLoss(drafter, sequence)(normed_1TH[0], torch.arange(normed_1TH.shape[1], device=normed_1TH.device)).backward()
     return gradients(drafter)
 
 

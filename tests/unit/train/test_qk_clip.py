@@ -7,38 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from peagle.config import DrafterConfig
-from peagle.train.data import Batch
 from peagle.train.qk_clip import attention_scores, clip_attention
 from peagle.train.recipe import Recipe
 from peagle.train.trainer import Trainer
 from tests.support.head_factory import CONFIG, random_drafter
-from tests.support.small_run import write_small_run
+from tests.unit.train.test_unroll import random_batch
 
-LENGTHS = (9, 14)
 EAGLE3 = dataclasses.replace(CONFIG, ptd_token_id=None)
-
-
-def batch_of(config: DrafterConfig, num_padding: int = 0) -> tuple[Batch, Tensor]:
-    """Two documents and padding, twice, and the target's states of them."""
-    generator = torch.Generator().manual_seed(0)
-    document_N = torch.cat([torch.full((n,), i) for i, n in enumerate(LENGTHS)] + [torch.full((num_padding,), -1)])
-    position_N = torch.cat([torch.arange(n) for n in (*LENGTHS, num_padding)])
-    num_tokens = sum(LENGTHS)
-    tokens_BN = torch.randint(0, 99, (2, num_tokens), generator=generator)
-    aux_BNX = torch.randn(2, num_tokens, config.fc_input_size, generator=generator).double()
-    tokens_BN = torch.cat([tokens_BN, tokens_BN[:, -1:].expand(-1, num_padding)], dim=1)
-    aux_BNX = torch.nn.functional.pad(aux_BNX, (0, 0, 0, num_padding), value=1e3)
-    document_BN = document_N.expand(2, -1)
-    return Batch(tokens_BN, document_BN, position_N.expand(2, -1), document_BN >= 0, tokens_BN), aux_BNX
 
 
 @pytest.mark.parametrize("config", [CONFIG, EAGLE3], ids=["p-eagle", "eagle3"])
 def test_scores_above_the_limit_shrink_to_it_and_others_stay(config: DrafterConfig) -> None:
     drafter = random_drafter(config)
-    batch, aux_BNX = batch_of(config)
+    batch, aux_BNX = random_batch()
     before_LA = attention_scores(drafter, batch, aux_BNX)
     assert before_LA.shape == (config.num_hidden_layers, config.num_attention_heads)
     top_LG = before_LA.view(config.num_hidden_layers, config.num_key_value_heads, -1).amax(-1)
@@ -66,12 +49,10 @@ EAGLE3_RECIPE = ("drafter.method=eagle3", "drafter.ptd_token_id=null")
 
 
 @pytest.mark.parametrize("kind", [(), EAGLE3_RECIPE], ids=["p-eagle", "eagle3"])
-def test_a_trainer_keeps_scores_near_the_limit(tmp_path: Path, kind: tuple[str, ...]) -> None:
-    folder = write_small_run(tmp_path)
-
+def test_a_trainer_keeps_scores_near_the_limit(small: Path, tmp_path: Path, kind: tuple[str, ...]) -> None:
     def greatest(*settings: str) -> float:
         overrides = ["schedule.max_steps=25", "evaluate.data=null", f"output={tmp_path / str(len(settings))}"]
-        trainer = Trainer(Recipe.load(folder / "recipe.yaml", [*overrides, *kind, *settings]))
+        trainer = Trainer(Recipe.load(small / "recipe.yaml", [*overrides, *kind, *settings]))
         trainer.run()
         batch = next(trainer.batches())
         layers = trainer.drafter.config.aux_layer_ids

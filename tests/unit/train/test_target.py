@@ -15,7 +15,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from peagle.config import DrafterConfig, read_target_config
+from peagle.config import read_target_config
 from peagle.train.target import Target
 
 SHAPE = dict(
@@ -68,12 +68,6 @@ def test_packed_documents_are_read_as_if_alone(target: Target) -> None:
         logits = last[:, here] @ target.lm_head_VS.T
         torch.testing.assert_close(logits, alone.logits, rtol=1e-3, atol=1e-3 * float(alone.logits.abs().max()))
         start += length
-
-
-def test_drafter_takes_its_shape_from_the_target(target: Target) -> None:
-    config = DrafterConfig.for_target(target.config, num_layers=2)
-    assert (config.hidden_size, config.head_dim, config.vocab_size) == (32, 8, 96)
-    assert config.aux_layer_ids == (2, 4, 5)
 
 
 def test_layer_that_the_target_lacks(target: Target) -> None:

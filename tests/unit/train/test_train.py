@@ -1,4 +1,4 @@
-"""The trainer end to end on a small random target: it learns, resumes exactly, and its head is what evaluation says."""
+"""The trainer end to end on a small random target: it learns, and resumes exactly."""
 
 import json
 import re
@@ -6,23 +6,16 @@ import re
 import pytest
 import torch
 
-from peagle.checkpoint import build_drafter, load_head
-from peagle.evaluate import evaluate, load_answers
+from peagle.checkpoint import load_head
+from peagle.evaluate import load_answers
 from peagle.train.recipe import Recipe
-from peagle.train.target import Target
 from peagle.train.trainer import Trainer
-from tests.support.small_run import write_small_run
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    return write_small_run(tmp_path_factory.mktemp("small"))
-
-
-def accuracies(folder) -> dict[int, float]:
-    """Share of first draft tokens that equal the target's, by step."""
+def accuracies(folder) -> list[list[float]]:
+    """Share of draft tokens that equal the target's, by draft position, of each tenth step."""
     records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return {record["step"]: record["accuracy"][0] for record in records if "accuracy" in record}
+    return [record["accuracy"] for record in records if "accuracy" in record]
 
 
 class Killed(Exception):
@@ -45,8 +38,12 @@ def test_learns_saves_and_resumes_exactly(small) -> None:
         return trainer
 
     straight = run("straight")
-    logged = accuracies(small / "straight")
-    assert logged[60] > 2 * logged[10], "nothing is learned"
+    first, *_, last = accuracies(small / "straight")
+    assert last[0] > 2 * first[0], "nothing is learned"
+    provenance = json.loads((small / "straight/head/provenance.json").read_text())
+    assert provenance["training"]["num_steps"] == 60
+    found = provenance["acceptance_offline"]["all"]["acceptance_length"]
+    assert found["4"] > 1.2, f"AL {found}: one token in 64 right by chance would be 1.02"
     (shown,) = (small / "straight" / "tensorboard").iterdir()
     assert all(name in shown.read_bytes() for name in (b"train/accuracy/1", b"train/lr", b"train/tokens_per_s"))
     recipe = Recipe.load(small / "recipe.yaml", [f"output={small / 'broken'}", "log_every_steps=10"])
@@ -98,25 +95,10 @@ def test_segments_train_the_same_drafter(small) -> None:
         torch.testing.assert_close(parts[name], value, rtol=1e-3, atol=1e-5, msg=name)
 
 
-def test_head_loads_and_beats_chance(small) -> None:
-    head = Trainer(Recipe.load(small / "recipe.yaml", [f"output={small / 'head-run'}"])).run()
-    provenance = json.loads((head / "provenance.json").read_text())
-    assert provenance["training"]["num_steps"] == 60
-    target = Target(small / "target")
-    drafter = build_drafter(*load_head(head), embed_VH=target.embed_VS, lm_head_VH=target.lm_head_VS)
-    groups = evaluate(drafter, target, load_answers(small / "data"))
-    assert set(groups) >= {"all", "even", "odd"}
-    # By chance one token in 64, an AL of 1.02. The head is stored in bfloat16: hence the tolerance to the run's figure.
-    assert groups["all"]["acceptance_length"]["4"] > 1.2
-    own = provenance["acceptance_offline"]["all"]["acceptance_length"]["4"]
-    assert groups["all"]["acceptance_length"]["4"] == pytest.approx(own, rel=0.1)
-
-
 def test_eagle3_trains_from_a_recipe_and_beats_chance(small) -> None:
     settings = ["drafter.method=eagle3", "drafter.ptd_token_id=null", "drafter.num_layers=1", "log_every_steps=10"]
     head = Trainer(Recipe.load(small / "recipe.yaml", [f"output={small / 'eagle3'}", *settings])).run()
-    records = [json.loads(line) for line in (small / "eagle3" / "log.jsonl").read_text().splitlines()]
-    first, *_, last = [record["accuracy"] for record in records if "accuracy" in record]
+    first, *_, last = accuracies(small / "eagle3")
     assert len(last) == 4
     assert all(late > early + 0.05 for early, late in zip(first, last, strict=True)), (first, last)
     config = load_head(head)[0]

@@ -10,12 +10,6 @@ from peagle.train.data import Batch, Conversations
 from peagle.train.passes import PassReport
 from peagle.train.recipe import Recipe
 from peagle.train.trainer import Trainer
-from tests.support.small_run import write_small_run
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    return write_small_run(tmp_path_factory.mktemp("errors"))
 
 
 def load(small, name: str, *overrides: str) -> Recipe:
@@ -82,13 +76,3 @@ def test_a_checkpoint_of_other_data_is_refused(small, tmp_path) -> None:
     Conversations.from_lists([[2, 3]], [[4, 5, 6]]).save_part(tmp_path / "data", "01")
     with pytest.raises(ValueError, match=r"other data: the conversations in .*data have changed"):
         Trainer(load(small, "data-run", *changed)).run()
-
-
-def test_a_run_that_is_over_takes_no_further_step(small) -> None:
-    """Such as one whose last evaluation was cut short: started again it writes the head that it would have written."""
-    head = Trainer(load(small, "over", "schedule.max_steps=4")).run()
-    written = (head / "model.safetensors").read_bytes()
-    again = Trainer(load(small, "over", "schedule.max_steps=4"))
-    again.run()
-    assert again.step == 4
-    assert (head / "model.safetensors").read_bytes() == written

@@ -93,7 +93,7 @@ def test_an_engine_does_what_its_row_says(feature: str) -> None:
 def test_a_request_gets_what_its_row_says(feature: str, target_dir: Path, head_dir: Path, environment: None) -> None:
     """test_kernels_verification has the graphs."""
     config = scheduler_config(target_dir, head_dir, K_MAX)
-    with measured_at_start(config, chooses=True):
+    with measured_at_start(config):
         run = SchedulerRun(config, is_async=True)
     decode(run, 2.5, "plain", "plain too")
     run.add("other", survival=SURVIVAL, **REQUESTS[feature])

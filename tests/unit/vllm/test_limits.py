@@ -13,7 +13,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from peagle.vllm.engine import engine_kwargs
 from peagle.vllm.limits import guard
-from peagle.vllm.request_args import DEPTH_KEY, drafts_wanted
+from peagle.vllm.request_args import DEPTH_KEY, drafts_wanted, undraftable_field
 
 VOCAB_SIZE = 49152
 
@@ -95,9 +95,8 @@ def test_lists_as_long_as_the_workers_tables_are_served(processor: InputProcesso
     send(processor, [1], min_tokens=2, stop_token_ids=list(range(200, 320)), bad_words=["w"] * 3)
 
 
-@pytest.mark.parametrize("sampling", [{"min_p": 0.1}, {"logit_bias": {5: 2.0}}])
-def test_min_p_and_logit_bias_go_without_drafts(processor: InputProcessor, sampling: dict[str, Any]) -> None:
-    request = send(processor, [1], extra_args={DEPTH_KEY: 3}, **sampling)
-    assert drafts_wanted(request.sampling_params, 5) == 0
-    plain = send(processor, [1], extra_args={DEPTH_KEY: 3})
-    assert drafts_wanted(plain.sampling_params, 5) == 3
+@pytest.mark.parametrize("sampling", [{"min_p": 0.1}, {"logit_bias": {5: 2.0}}, {"thinking_token_budget": 5}, {}])
+def test_some_fields_go_without_drafts(sampling: dict[str, Any]) -> None:
+    params = SamplingParams(extra_args={DEPTH_KEY: 3}, **sampling)
+    assert undraftable_field(params) == "".join(sampling)
+    assert drafts_wanted(params, 5) == (0 if sampling else 3)

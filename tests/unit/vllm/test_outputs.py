@@ -20,7 +20,6 @@ from peagle.vllm.outputs import (
     ChunkSize,
     OutputCoalescer,
 )
-from peagle.vllm.rejections import RejectionForecast
 
 DELTA = RequestOutputKind.DELTA
 
@@ -47,10 +46,6 @@ class Engine:
         due = self.coalescer.coalesce([output], self.requests, self.now_s)
         self.sent += due
         return due[0].new_token_ids if due else None
-
-
-def tokens_of(engine: Engine, name: str) -> list[int]:
-    return [token for output in engine.sent if output.request_id == name for token in output.new_token_ids]
 
 
 def test_tokens_go_out_by_the_chunk_after_the_first_and_before_the_last() -> None:
@@ -153,22 +148,5 @@ def test_requests_do_not_wait_for_each_other() -> None:
     ]  # fmt: skip
     for name in "ab":
         engine.step(name, 0, finish_reason=FinishReason.STOP)
-        assert tokens_of(engine, name) == list(range(engine.made[name]))
-
-
-def test_rejections_are_forecast_from_the_last_steps() -> None:
-    rejections = RejectionForecast(3)
-    assert rejections.forecast([3] * 100) == 0  # nothing is known
-    for _ in range(100):
-        for step in ((3, 0), (3, 1), (3, 3), (1, 1)):
-            rejections.record_step(*step)
-        rejections.forecast([])
-    # Of those that reach depth 1, 2 and 3, 3 of 4, 1 of 3 and 1 of 3 survive it: 3 - 17 / 12 are rejected of three.
-    assert rejections.forecast([3] * 1600) == int(1600 * (3 - 17 / 12) - 40 * 1.5)
-    assert rejections.forecast([1] * 1600 + [0] * 9) == int(1600 / 4 - 40 * 0.5)
-    assert rejections.forecast([3]) == 0  # a few may all be accepted
-    for _ in range(100):
-        rejections.record_step(3, 3)
-        rejections.forecast([])
-    assert rejections.forecast([3] * 1600) == 0
-    assert RejectionForecast(0).forecast([]) == 0, "an engine without drafts"
+        tokens = [token for output in engine.sent if output.request_id == name for token in output.new_token_ids]
+        assert tokens == list(range(engine.made[name]))

@@ -20,7 +20,6 @@ from vllm.config import (
     set_current_vllm_config,
 )
 from vllm.model_executor.layers.rotary_embedding import get_rope
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
 
@@ -31,14 +30,19 @@ from peagle.vllm import compat
 from peagle.vllm.engine import (
     ASYNC_SCHEDULER,
     CPU_WORKER,
+    REMOTE_CPU_WORKER,
+    REMOTE_GPU_WORKER,
+    REMOTE_KEY,
     SYNC_SCHEDULER,
     V2_WORKER,
+    RemoteSettings,
     capture_sizes,
     engine_kwargs,
 )
 from peagle.vllm.recorder import DraftingRecorder, RecorderDelta, RequestDrafting
+from peagle.vllm.remote import check_config
 from peagle.vllm.request_args import LEARN_KEY, WORKLOAD_KEY
-from peagle.vllm.step_notes import STEP_COSTS_HEADER, STEPS_HEADER, VerifiedStep, steps_text
+from peagle.vllm.step_notes import STEPS_HEADER, VerifiedStep, steps_text
 from tests.support.counted import counts_of
 from tests.support.head_factory import CONFIG
 
@@ -99,6 +103,44 @@ def test_engine_kwargs_on_a_gpu(head: Path) -> None:
     assert "cudagraph_capture_sizes" not in engine_kwargs(None, head, on_cpu=False, extra=own)
 
 
+def test_a_remote_drafter_on_a_cpu(head: Path) -> None:
+    remote = RemoteSettings(min_deadline_s=0.1, max_deadline_s=2.0)
+    kwargs = engine_kwargs("/target", head, on_cpu=True, remote=remote)
+    about = kwargs["additional_config"][REMOTE_KEY]
+    assert kwargs == engine_kwargs("/target", head, on_cpu=True) | {
+        "worker_cls": REMOTE_CPU_WORKER,
+        "additional_config": {REMOTE_KEY: about},
+    }
+    assert (about["hidden_size"], about["aux_layer_ids"]) == (CONFIG.hidden_size, list(CONFIG.aux_layer_ids))
+    assert about.items() >= dataclasses.asdict(remote).items()
+
+
+def test_a_remote_drafter_on_a_gpu(head: Path) -> None:
+    extra = {"additional_config": {"other": 1}}
+    kwargs = engine_kwargs("/target", head, on_cpu=False, remote=RemoteSettings(), extra=extra)
+    assert (kwargs["worker_cls"], kwargs["scheduler_cls"]) == (REMOTE_GPU_WORKER, ASYNC_SCHEDULER)
+    assert kwargs["additional_config"].keys() == {"other", REMOTE_KEY}
+
+
+def test_an_eagle3_head_is_refused_for_a_remote_drafter(tmp_path: Path) -> None:
+    head = write_head(tmp_path, ptd_token_id=None)
+    with pytest.raises(ValueError, match="is an EAGLE-3 head: a remote drafter runs P-EAGLE heads"):
+        engine_kwargs("/t", head, on_cpu=True, remote=RemoteSettings())
+
+
+def test_engines_that_a_remote_drafter_cannot_serve() -> None:
+    def config(**changes: Any) -> Any:
+        model = {"enable_prompt_embeds": False, "is_multimodal_model": False, "multimodal_config": None, **changes}
+        speculative = SimpleNamespace(disable_padded_drafter_batch=False)
+        return SimpleNamespace(speculative_config=speculative, model_config=SimpleNamespace(**model))
+
+    check_config(config())
+    media, text = (SimpleNamespace(language_model_only=text_only) for text_only in (False, True))
+    with pytest.raises(ValueError, match=r"does not go with enable_prompt_embeds, images .*language_model_only: true"):
+        check_config(config(enable_prompt_embeds=True, is_multimodal_model=True, multimodal_config=media))
+    check_config(config(is_multimodal_model=True, multimodal_config=text))
+
+
 @pytest.mark.parametrize(
     "given",
     [
@@ -120,26 +162,13 @@ def test_yarn_is_vllm_s(given: dict[str, Any]) -> None:
     torch.testing.assert_close(torch.cat([cos[0, 0, :, :16], sin[0, 0, :, :16]], dim=-1), expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("config", "parallel"),
-    [
-        ({}, True),
-        ({"pard_token": 9, "ptd_token_id": None}, True),
-        ({"ptd_token_id": None}, False),
-        ({"ptd_token_id": None, "architectures": ["Eagle3Qwen3ForCausalLM"]}, False),
-    ],
-)
+@pytest.mark.parametrize(("mask_token", "parallel"), [({"pard_token": 9}, True), ({}, False)])
 def test_a_head_without_a_mask_token_drafts_one_after_another(
-    tmp_path: Path, config: dict[str, Any], parallel: bool
+    tmp_path: Path, mask_token: dict[str, Any], parallel: bool
 ) -> None:
-    head = write_head(tmp_path, **config)
+    head = write_head(tmp_path, ptd_token_id=None, **mask_token)
     kwargs = engine_kwargs("/target", head, on_cpu=True)
-    assert kwargs["speculative_config"] == {
-        "method": "eagle3",
-        "model": str(head),
-        "num_speculative_tokens": 7,
-        "parallel_drafting": parallel,
-    }
+    assert kwargs["speculative_config"]["parallel_drafting"] == parallel
 
 
 @pytest.mark.parametrize(
@@ -209,12 +238,8 @@ def test_prompts_of_one_completion_are_summed(processor: OutputProcessor, record
     assert recorder.workloads() == {"code": WorkloadCounts(2, 2, 0, 6, 2, counts)}
 
 
-@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY])
-@pytest.mark.parametrize("includes_stop", [False, True])
-def test_an_answer_ends_with_the_token_that_completes_a_stop_string(
-    target_dir: Path, kind: RequestOutputKind, includes_stop: bool
-) -> None:
-    """Accepted drafts behind it are neither returned nor counted, learned from or charged."""
+def test_accepted_drafts_behind_a_stop_string_are_neither_counted_nor_learned_from(target_dir: Path) -> None:
+    """`test_engine` has the answers."""
     tokenizer = AutoTokenizer.from_pretrained(target_dir)
     tokens: list[int] = tokenizer(" 4, 5, 6, 7")["input_ids"]
     stop_place = next(n for n in range(len(tokens)) if "4" in tokenizer.decode(tokens[: n + 1])) + 1
@@ -222,46 +247,16 @@ def test_an_answer_ends_with_the_token_that_completes_a_stop_string(
     recorder = DraftingRecorder(on_answer=lambda *answer: answers.append(answer))
     processor = OutputProcessor(tokenizer, log_stats=False)
     recorder.attach(SimpleNamespace(output_processor=processor))
-    request = make_request("a", "a", **{LEARN_KEY: "web"})
-    request.sampling_params = SamplingParams(
-        stop=["4"], include_stop_str_in_output=includes_stop, output_kind=kind, extra_args={LEARN_KEY: "web"}
-    )
+    request = make_request("a", "a")
+    request.sampling_params = SamplingParams(stop=["4"], extra_args={LEARN_KEY: "web"})
     processor.add_request(request, None)
     output = last_output("a", [(7, 7)])
     output.new_token_ids, output.finish_reason = list(tokens), None
-    found = processor.process_outputs([output])
-    (completion,) = found.request_outputs[0].outputs
-    assert (list(completion.token_ids), completion.finish_reason) == (tokens[:stop_place], "stop")
-    assert completion.text.strip() == ("4" if includes_stop else "")
-    assert found.reqs_to_abort == ["a"]
-    late = last_output("a", [(7, 7)])  # the engine hears of the stop a step later
-    processor.process_outputs([late])
-    record = recorder.pop("a")
-    assert record is not None
-    assert record.num_output_tokens == recorder.num_output_tokens == stop_place
+    assert processor.process_outputs([output]).reqs_to_abort == ["a"]
+    processor.process_outputs([last_output("a", [(7, 7)])])  # the engine hears of the stop a step later
+    assert recorder.num_output_tokens == stop_place
     assert recorder.workloads()["default"].num_output_tokens == stop_place
     assert answers == [("default", "web", [1], tokens[:stop_place])]
-
-
-@pytest.mark.parametrize(
-    ("sampling", "field"),
-    [
-        ({}, ""),
-        ({"min_p": 0.1}, "min_p"),
-        ({"logit_bias": {3: 1.0}}, "logit_bias"),
-        ({"thinking_token_budget": 5}, "thinking_token_budget"),
-    ],
-)
-def test_a_record_names_what_goes_without_drafts(
-    processor: OutputProcessor, recorder: DraftingRecorder, sampling: dict[str, Any], field: str
-) -> None:
-    request = make_request("a", "a")
-    request.sampling_params = SamplingParams(detokenize=False, **sampling)
-    processor.add_request(request, None)
-    processor.process_outputs([last_output("a", [])])
-    record = recorder.pop("a")
-    assert record is not None
-    assert record.undraftable == field
 
 
 def test_steps_whose_drafts_were_chosen_are_a_request_s_and_say_nothing_of_survival(
@@ -387,16 +382,3 @@ def test_an_untested_version_is_refused_unless_told(
     compat.check_version(version)
     assert f"vLLM {version} was not tested" in caplog.text
     assert not compat.is_tested(version)
-
-
-def test_the_newest_step_costs_stay(processor: OutputProcessor, recorder: DraftingRecorder) -> None:
-    assert recorder.step_costs == ""
-    processor.add_request(make_request("a", "a"), None)
-    for carrier, text in (("a", "first"), ("gone", "second")):
-        output = last_output(carrier, [(2, 1)])
-        output.trace_headers = {STEP_COSTS_HEADER: text}
-        processor.process_outputs([output])
-        assert recorder.step_costs == text
-    processor.process_outputs([last_output("gone", [(2, 1)])])
-    assert recorder.step_costs == "second"
-    assert recorder.workloads()["default"].counts.num_steps == 0
