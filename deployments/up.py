@@ -87,6 +87,7 @@ def up(path: Path, *, detach: bool = False, timeout_s: float = 900.0, say: Say =
             dashboard = stack.enter_context(ray_cluster(config, services, detach, say))
             _stop_by_signals()  # Ray has put handlers of its own in their place
             serve = _connect(dashboard)
+            _check_address(serve, config)
             if any(state["status"] in {"NOT_STARTED", "DEPLOYING"} for state in _states(serve, config).values()):
                 say(f"the service is starting already: waiting until it is ready (`{_tool('serve')} shutdown` ends it)")
                 wait_until_ready(serve, config, services, time.monotonic() + timeout_s, say)
@@ -154,7 +155,11 @@ def read_config(path: Path, *, is_here: bool = True) -> tuple[Any, ...]:
     except OSError as error:
         raise UpError(f"{path} cannot be read: {error.strerror}") from error
     except ValidationError as error:
-        lines = problem_lines(error, ServeDeploySchema)
+        places = [".".join(map(str, one["loc"])) if one["type"] == "value_error" else "" for one in error.errors()]
+        lines = [
+            f"{place}: {line}" if place else line  # Ray's own texts do not name it
+            for place, line in zip(places, problem_lines(error, ServeDeploySchema), strict=True)
+        ]
         sections = listed(ClusterSettings.model_fields)
         if any(one["loc"] and one["loc"][-1] in {"args", *ClusterSettings.model_fields} for one in error.errors()):
             lines.append(f"the service's own keys, {sections}, stand under args of applications")
@@ -200,8 +205,8 @@ def _read_application(application: dict[str, Any], is_here: bool) -> ClusterSett
     names = _deployment_names(settings)
     for given in application.get("deployments") or ():
         if given["name"] not in names:
-            needs = ": it needs drafter.placement: remote" if given["name"] == DRAFTER_NAME else ""
-            hint = nearest(given["name"], names) or needs
+            needs = {DRAFTER_NAME: "drafter.placement: remote", LEARNER_NAME: "a section learning"}.get(given["name"])
+            hint = f": it needs {needs}" if needs else nearest(given["name"], names)
             raise UpError(f"deployments: {given['name']} is not one of {listed(names)}{hint}")
         if settings.drafter is not None and given["name"] == DRAFTER_NAME and given.get("user_config"):
             drafter = swapped(settings.drafter, given["user_config"], known)
@@ -462,7 +467,6 @@ def _update(
     say: Say,
 ) -> None:
     """Change a running service. Raises UpError, after which it runs as before."""
-    _check_address(serve, config)
     wanted = live_form(config, *services)
     args = {one["name"]: one.get("args") for one in before["applications"]}
     changed = [args.get(one["name"]) != one["args"] for one in model_applications(wanted)]
@@ -483,14 +487,14 @@ def _update(
 
 
 def _check_address(serve: Any, config: Mapping[str, Any]) -> None:
-    """Raises UpError where the config moves the running service: Serve reads `http_options` once, and then passes over
-    them without a word."""
-    there = serve.get_serve_details()["http_options"]
+    """Raises UpError where Serve runs and the config moves it: it reads `http_options` once, and later passes over them
+    silently."""
+    there = serve.get_serve_details().get("http_options") or {}
     for name, value in zip(("host", "port"), _address(config), strict=True):
-        if value != there[name]:
+        if there.get(name, value) != value:
             raise UpError(
                 f"http_options.{name} is {value}, and the running service has {there[name]}: write that, or stop the "
-                "service first"
+                f"service first (`{_tool('serve')} shutdown`)"
             )
 
 

@@ -99,15 +99,16 @@ def problem_lines(error: ValidationError, model: type[BaseModel], path: str = ""
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that stands twice in a mapping. PyYAML keeps the last one without a word."""
+    """Refuses a key that stands twice in a mapping; PyYAML keeps the last one silently. `<<` may stand twice."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def compose_mapping_node(self, anchor: dict[Any, yaml.Node] | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
         seen = set[tuple[str, str]]()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"):
             if (key.tag, key.value) in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value} stands twice", key.start_mark)
+                raise yaml.composer.ComposerError(None, None, f"the key {key.value} stands twice", key.start_mark)
             seen.add((key.tag, key.value))
-        return super().construct_mapping(node, deep)
+        return node
 
 
 def read_yaml(text: str | bytes, source: str | Path) -> Any:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+START_TIMEOUT_S = 120.0
 
 
 class DrafterProcess:
@@ -24,8 +26,13 @@ class DrafterProcess:
             text=True,
         )
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, "the drafter has ended: see its messages on stderr"
+        try:
+            ready, _, _ = select.select([self._process.stdout], [], [], START_TIMEOUT_S)
+            line = self._process.stdout.readline() if ready else ""
+            assert line, f"no drafter after {START_TIMEOUT_S} s, or it ended: see its messages on stderr"
+        except BaseException:
+            self.kill()
+            raise
         self._said = json.loads(line)
 
     @property

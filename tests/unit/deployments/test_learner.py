@@ -2,13 +2,16 @@
 
 import json
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaForCausalLM
 
 from cluster.heads import HeadChange, HeadRef
-from cluster.learning import KeptAnswer
+from cluster.learning import KeptAnswer, TrafficBuffer
 from cluster.settings import Catalog, ClusterSettings, load_settings
 from deployments.learner import HeadTrainer, load_answers
 from peagle.checkpoint import read_head_config
@@ -80,8 +83,6 @@ def test_a_round_is_trained_judged_saved_and_begins_from_the_head_that_drafts(sm
     assert again["recent"] == found["recent"], "from the head that drafts, as the first time"
     with pytest.raises(ValueError, match="candidate-gone, which drafts, is not on this node"):
         trainer.train(HeadRef("candidate-gone", "ghi"), answers, weights)
-    with pytest.raises(ValueError, match=f"has the weights {weights} on this node, and the targets answer with other"):
-        trainer.train(live, answers, "other")
 
 
 def test_it_rests_after_judging_as_after_each_step(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +95,35 @@ def test_it_rests_after_judging_as_after_each_step(small: Path, monkeypatch: pyt
     assert len(rests) == found["num_steps"] - 1
     found = trainer.judge(live.digest, answers, answers)
     assert rests[-1] == pytest.approx(3 * found["judging_s"], abs=0.2)
+
+
+def test_after_an_update_of_the_target_the_head_follows(small: Path, tmp_path: Path) -> None:
+    """The buffer, and the rounds: the same folder holds other weights."""
+    target = shutil.copytree(small / "target", tmp_path / "target")
+    changed = settings(small)
+    changed = changed.model_copy(update={"model": changed.model.model_copy(update={"source": str(target)})})
+    trainer, buffer, old = HeadTrainer(changed), TrafficBuffer(2**20, 3600), target_digest(target)
+    name = str(small / "run" / "head")
+    live = HeadRef(name, head_digest(Path(name)))
+    before = answers_of(small, "chat", old)
+    buffer.add(before, 0)
+    kept = buffer.num_answers()["chat"]
+    trainer.train(live, before, old)
+
+    model = LlamaForCausalLM.from_pretrained(target)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.01)
+    model.save_pretrained(target)
+    new = target_digest(target)
+    assert new != old == target_digest(small / "target")
+    buffer.add(answers_of(small, "chat", new)[:3], 1)
+    assert (buffer.num_answers(), buffer.num_new) == ({"chat": 3}, {"chat": 3})
+    assert buffer.counters["outdated"] == kept > 3
+    assert trainer.train(live, before[:3], new)["num_steps"] > 0
+    assert torch.equal(trainer.target.embed_VS, model.model.embed_tokens.weight)
+    with pytest.raises(ValueError, match=f"has the weights {new} on this node, and the targets answer with {old}"):
+        trainer.train(live, before, old)  # targets that did not restart
 
 
 def test_stored_conversations_are_replayed(small: Path) -> None:

@@ -83,6 +83,7 @@ def test_each_of_several_models_is_changed_live() -> None:
             "learning and kubernetes, stand under args of applications",
         ),
         ({**config(prt=8001)}, "unknown key http_options.prt; did you mean port?"),
+        ({"applications": [{"import_path": "x"}]}, '- applications.0.import_path: Got invalid import path "x"'),
         (
             {"applications": [{**config()["applications"][0], "deployments": [{"name": "target", "num_replica": 2}]}]},
             "unknown key applications.0.deployments.0.num_replica; did you mean num_replicas?",
@@ -212,6 +213,14 @@ def test_a_service_that_cannot_start_is_stopped_and_says_why(
     assert machine.serve.ended[-1] == "all"
 
 
+def test_a_replica_that_serve_cannot_place_waits_for_resources() -> None:
+    slow = "Deployment 'target' has 1 replicas that have taken more than 30s to be scheduled."
+    target = {"replicas": [{"state": "STARTING"}], "message": ""}
+    assert "the engine to load" in up.progress("peagle", {"status": "DEPLOYING", "deployments": {"target": target}})
+    target["message"] = slow
+    assert "free resources" in up.progress("peagle", {"status": "DEPLOYING", "deployments": {"target": target}})
+
+
 # ---- a new config for a service that runs
 
 REMOTE = {
@@ -312,9 +321,11 @@ def test_a_service_of_another_name_is_not_ended(tmp_path: Path, machine: Any) ->
     assert (machine.serve.deployed, machine.serve.ended) == ([], [])
 
 
-def test_a_running_service_is_not_moved_to_another_port(tmp_path: Path, machine: Any) -> None:
+@pytest.mark.parametrize("status", ["RUNNING", "DEPLOYING", "DEPLOY_FAILED"])
+def test_a_service_that_is_there_is_not_moved_to_another_port(tmp_path: Path, machine: Any, status: str) -> None:
     """Serve passes over it: one would wait for an answer at the new port."""
     running(machine, tmp_path)
+    machine.serve.statuses = [status]
     raw = served()
     raw["http_options"]["port"] = 8001
     with pytest.raises(UpError, match=r"http_options.port is 8001, and the running service has 8000"):
@@ -408,6 +419,27 @@ def test_each_event_of_replicas_and_heads_is_said_once(monkeypatch: pytest.Monke
     with pytest.raises(KeyboardInterrupt):
         up.watch({"a": router}, said.append)
     assert [line.split(" ", 1)[1] for line in said] == ["target b is gone (1 running)", "target c runs (2 running)"]
+
+
+def test_megabytes_that_come_from_the_hub_are_said(
+    tmp_path: Path, machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    blobs = tmp_path / "models--org--model" / "blobs"
+    blobs.mkdir(parents=True)
+
+    def answers(_: str) -> bool:
+        (blobs / "part.incomplete").write_bytes(bytes(3_000_000))
+        return machine.serve.statuses.pop() == "ready"
+
+    monkeypatch.setattr(up, "_answers", answers)
+    machine.serve.statuses = ["RUNNING", "RUNNING", "ready", "no"]
+    raw = config()
+    raw["applications"][0]["args"]["model"] = {"source": "org/model", "id": "model"}
+    path = Path(write(tmp_path / "c.yaml", raw))
+    said: list[str] = []
+    up.up(path, detach=True, say=said.append)
+    assert any(line.endswith("; 3 MB downloaded") for line in said)
 
 
 def test_a_head_of_another_target_is_refused_before_ray_starts(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The form of the COD mask that skips tiles against the dense one, which `test_model` compares with drafting."""
+"""The two forms of the COD mask against its definition, and against each other."""
 
 import dataclasses
 
@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from peagle.config import DrafterConfig, HeadError
-from peagle.train.cod import CodRows, chain_lengths, sample_rows
+from peagle.train.cod import CodRows, attend_under, chain_lengths, sample_rows
 from peagle.train.masks import AttentionMask
 from tests.support.head_factory import CONFIG
+
+MAX_TOKENS = 48
 
 
 def rows_and_documents(num_tokens: int, num_depths: int, ratio: float, seed: int) -> tuple[CodRows, torch.Tensor]:
@@ -23,6 +25,18 @@ def rows_and_documents(num_tokens: int, num_depths: int, ratio: float, seed: int
     return sample_rows(chain_BN, num_depths, ratio, generator=generator), document_BN
 
 
+def by_definition(rows: CodRows, document_BN: torch.Tensor, window: int | None = None) -> torch.Tensor:
+    """[B, T, T] of all pairs of rows, as the module's docstring says it."""
+    (anchor_q, offset_q), (anchor_k, offset_k) = (
+        (rows.anchor_BT.unsqueeze(dim), rows.offset_BT.unsqueeze(dim)) for dim in (2, 1)
+    )
+    document_BT = document_BN.gather(1, rows.anchor_BT)
+    in_cache = (offset_k == 0) & (anchor_k <= anchor_q)
+    in_pass = (anchor_k == anchor_q) & (offset_k <= offset_q)
+    near = anchor_q + offset_q - (anchor_k + offset_k) < (window or rows.num_tokens + 99)
+    return (in_cache | in_pass) & near & (document_BT[:, :, None] == document_BT[:, None])
+
+
 def segment(rows: CodRows, start: int, stop: int, num_blanks: int) -> tuple[list[int], int]:
     """Numbers of the keys of one segment, -1 for blanks, and how many of the last are its queries: rows of offset 0
     before `start` seen only as keys, those after it hidden, then own rows and blanks.
@@ -31,6 +45,28 @@ def segment(rows: CodRows, start: int, stop: int, num_blanks: int) -> tuple[list
     own = [number for number, anchor in enumerate(anchors) if start <= anchor < stop]
     keys = [number if number < start else -1 for number in range(rows.num_tokens)]
     return [*keys, *own, *[-1] * num_blanks], len(own) + num_blanks
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 7, 100])
+@pytest.mark.parametrize(("num_depths", "ratio"), [(1, 0.5), (4, 0.7), (8, 0.8), (3, 1.0)])
+def test_dense_masks_equal_the_definition(num_depths: int, ratio: float, window: int | None) -> None:
+    for num_tokens in (5, 16, 31, MAX_TOKENS):
+        rows, document_BN = rows_and_documents(num_tokens, num_depths, ratio, seed=num_tokens)
+        wanted = by_definition(rows, document_BN, window)
+        assert torch.equal(AttentionMask.from_rows(rows, document_BN, window).dense(), wanted)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_segment_sees_what_its_rows_see_in_the_whole_pass(window: int | None) -> None:
+    rows, document_BN = rows_and_documents(24, 4, 1.0, seed=1)
+    whole = by_definition(rows, document_BN, window)
+    keys, num_queries = segment(rows, 7, 15, num_blanks=3)
+    found = AttentionMask.from_rows(rows, document_BN, window).select(torch.tensor(keys), num_queries).dense()
+    first = len(keys) - num_queries
+    for q, row in enumerate(keys[first:]):
+        for k, other in enumerate(keys):
+            wanted = whole[:, row, other] if row >= 0 and other >= 0 else torch.tensor([k == first + q] * 2)
+            assert torch.equal(found[:, q, k], wanted), (row, other)
 
 
 def test_window_of_a_head_is_what_vllm_takes_it_for() -> None:
@@ -88,5 +124,15 @@ def test_tiles_of_a_segment(window: int | None) -> None:
     rows, document_BN = rows_and_documents(128, 4, 1.0, seed=5)
     keys, num_queries = segment(rows, 63, 101, num_blanks=40)
     attention_mask = AttentionMask.from_rows(rows, document_BN, window)
-    visited, _ = check_tiles(attention_mask.select(torch.tensor(keys), num_queries), 16)
-    assert visited < 0.33, "blanks see more than themselves"
+    check_tiles(attention_mask.select(torch.tensor(keys), num_queries), 16)
+
+
+def test_flex_attention_under_block_mask_equals_dense_attention() -> None:
+    rows, document_BN = rows_and_documents(48, 4, 0.8, seed=3)
+    torch.manual_seed(0)
+    num_rows = rows.anchor_BT.shape[1]
+    q = torch.randn(2, 4, num_rows, 16)
+    k, v = torch.randn(2, 2, 2, num_rows, 16)
+    dense = attend_under(AttentionMask.from_rows(rows, document_BN).dense())(0, q, k, v)
+    block = attend_under(AttentionMask.from_rows(rows, document_BN).block(16))(0, q, k, v)
+    torch.testing.assert_close(dense, block)

@@ -1,4 +1,4 @@
-"""The trainer end to end on a small random target: it learns, and resumes exactly."""
+"""The trainer end to end on a small random target: it learns, resumes exactly, and its head is what evaluation says."""
 
 import json
 import re
@@ -6,9 +6,10 @@ import re
 import pytest
 import torch
 
-from peagle.checkpoint import load_head
-from peagle.evaluate import load_answers
+from peagle.checkpoint import build_drafter, load_head
+from peagle.evaluate import evaluate, load_answers
 from peagle.train.recipe import Recipe
+from peagle.train.target import Target
 from peagle.train.trainer import Trainer
 
 
@@ -44,6 +45,12 @@ def test_learns_saves_and_resumes_exactly(small) -> None:
     assert provenance["training"]["num_steps"] == 60
     found = provenance["acceptance_offline"]["all"]["acceptance_length"]
     assert found["4"] > 1.2, f"AL {found}: one token in 64 right by chance would be 1.02"
+    target = Target(small / "target")
+    head = load_head(small / "straight/head")
+    drafter = build_drafter(*head, embed_VH=target.embed_VS, lm_head_VH=target.lm_head_VS)
+    groups = evaluate(drafter, target, load_answers(small / "data"))
+    # The head is stored in bfloat16: hence the tolerance.
+    assert groups["all"]["acceptance_length"]["4"] == pytest.approx(found["4"], rel=0.1)
     (shown,) = (small / "straight" / "tensorboard").iterdir()
     assert all(name in shown.read_bytes() for name in (b"train/accuracy/1", b"train/lr", b"train/tokens_per_s"))
     recipe = Recipe.load(small / "recipe.yaml", [f"output={small / 'broken'}", "log_every_steps=10"])
