@@ -101,7 +101,7 @@ def problem_lines(error: ValidationError, model: type[BaseModel], path: str = ""
 class _Loader(yaml.SafeLoader):
     """Refuses a key that stands twice in a mapping; PyYAML keeps the last one silently. `<<` may stand twice."""
 
-    def compose_mapping_node(self, anchor: dict[Any, yaml.Node] | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         seen = set[tuple[str, str]]()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"):
