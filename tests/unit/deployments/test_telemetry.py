@@ -128,6 +128,11 @@ def new_store(path: Path | None = None, channel: Any = None) -> StateStore:
     return StateStore(path and str(path), KPolicy(DepthPolicy(3, 3, 3)), HeadManager({}, 0, 0.1), channel)
 
 
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the store has logged. Others may log at the same time, such as asyncio of the tasks of tests before."""
+    return [record.getMessage() for record in caplog.records if record.name == "deployments.telemetry"]
+
+
 @pytest.mark.parametrize("in_file", [True, False])
 def test_state_outlives_the_router(in_file: bool, tmp_path: Path) -> None:
     """What was learned, which heads were put in others' place, and what callers have used."""
@@ -154,7 +159,7 @@ def test_a_state_of_another_version_is_refused_in_one_line_and_its_file_put_asid
         fresh = store.document()
         store.restore()
         assert store.document() == fresh
-    of_file, of_cluster = [record.getMessage() for record in caplog.records]
+    of_file, of_cluster = said(caplog)
     assert "depth.state" in of_file
     assert (tmp_path / "state.unusable").exists()
     assert "cannot be used" in of_cluster
@@ -169,7 +174,7 @@ def test_a_cluster_that_does_not_answer_holds_up_no_router(caplog: pytest.LogCap
         store.write({})
     channel.fails = False
     store.write({})
-    unread, failed, mended = [record.getMessage() for record in caplog.records]
+    unread, failed, mended = said(caplog)
     assert "cannot be used (no answer)" in unread
     assert "cannot be written (no answer)" in failed
     assert "is written again" in mended
@@ -200,7 +205,7 @@ def test_on_a_full_disk_the_last_state_stays_whole_and_saving_goes_on_later(
     assert [found.name for found in tmp_path.iterdir()] == ["state.json"]
     store.write({})
     assert path.read_text() != before
-    failed, mended = [record.getMessage() for record in caplog.records]
+    failed, mended = said(caplog)
     assert f"{path} cannot be written" in failed
     assert "the service goes on" in failed
     assert "is written again" in mended
