@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from peagle.embedded import convert_gguf
 out = Path(sys.argv[2]); out.mkdir(parents=True, exist_ok=True)
-print("weights_digest", convert_gguf(Path(sys.argv[1]), out, splits_digits=False))
+print("weights_digest", convert_gguf(Path(sys.argv[1]), out))
 P
 set_target=(target="$work/target" data="$work/data")
 
