@@ -33,7 +33,7 @@ DEAD_BAND = 0.9
 """A replica goes only when the demand fits in the others at this share of the utilisation."""
 
 UP_TOLERANCE = 0.05
-"""Share of the wanted replicas by which the need must exceed them. At constant traffic it varies by about 3 %."""
+"""Share of the wanted replicas by which the need must exceed them."""
 
 MAX_CHANGE = 0.2
 """The largest change of capacity in one decision, as a share."""
@@ -162,7 +162,7 @@ class ScalingPolicy:
         num_silent = max(0, target.num_running - len(self._reported_s))
         if settings.target.min == 0 and not self._is_busy and idle_s >= settings.idle_s and not num_silent:
             return Decision(0, self._num_drafters(0), "idle", f"no request for {idle_s:.0f} s: scaled to zero")
-        traffic = self._traffic.by_workload(now_s)
+        traffic = self._traffic.by_workload()
         missing = self._find_missing(traffic, target.num_running, num_silent, k_policy, now_s)
         if missing or settings.policy == "queue_length":
             num_drafters = self._num_drafters(target.num_wanted)
