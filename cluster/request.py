@@ -140,8 +140,8 @@ class Drafting:
         source: what chose K: the `request`, the operator's table by `workload`, the `default`, or acceptance and load
             (`learned`); a `probe` measures acceptance where a learned K is 0.
         reason: in words; "" where the source says all.
-        survival: S_1, S_2, ... on which a learned K rests, by which the scheduler may lower it under load, as deep as
-            its steps usually go; () otherwise.
+        survival: S_1, S_2, ... on which a learned K rests, by which the scheduler may lower it under load; ()
+            otherwise.
         expected_tpot_s: seconds per output token expected of a learned K.
         max_k: the most drafts of a step: k, unless the scheduler decides by `survival`.
     """

@@ -69,7 +69,7 @@ def test_falling_acceptance_asks_for_more_before_any_queue() -> None:
     before = service.run(30, rate=2.0)
     soon = service.run(2, rate=2.0, survival=BAD)
     after = service.run(4, rate=2.0, survival=BAD)
-    for later in (soon, after):  # a fifth less with each decision
+    for later in (soon, after):
         assert later.capacity_tokens_per_s < 0.7 * before.capacity_tokens_per_s
     assert after.target > before.target
     assert after.ongoing_requests == 0
@@ -87,7 +87,6 @@ def test_starting_replicas_forbid_scaling_down() -> None:
     decision = service.run(71, rate=0.1, wanted=4)
     assert decision.target == 4
     assert "2 replicas are starting" in decision.reason
-    assert service.run(1, rate=0.1, wanted=2).target == 2, "the newest one is not warm yet"
 
 
 def test_missing_data_leaves_the_target_to_the_queue_and_takes_no_drafter_away() -> None:
