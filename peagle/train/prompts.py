@@ -341,12 +341,43 @@ class ChatTemplate:
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
+    def _check_is_written(self, prompt: Prompt) -> None:
+        """Raises ValueError naming the line of whose tools or messages' keys the template writes nothing, but for
+        reasoning of earlier turns and ids of calls, which templates may leave out.
+        """
+        named = {f"messages.{index}": message for index, message in enumerate(prompt.messages)}
+        may_be_idle = {"role", "content", "tool_call_id", "reasoning_content"}
+        must_change = [(name, key) for name, message in named.items() for key in sorted(message.keys() - may_be_idle)]
+        if prompt.answer:
+            named["answer"] = prompt.answer
+            must_change += [("answer", key) for key in sorted(prompt.answer.keys() - {"role", "content"})]
+        if not must_change and not prompt.tools:
+            return
+        whole = self._text(prompt, named.values())
+
+        def is_idle(prompt: Prompt, messages: dict[str, dict[str, Any]]) -> bool:
+            try:
+                return self._text(prompt, messages.values()) == whole
+            except ValueError:  # the template needs it
+                return False
+
+        lost = ["tools"] if prompt.tools and is_idle(dataclasses.replace(prompt, tools=()), named) else []
+        for name, key in must_change:
+            without = {other: value for other, value in named[name].items() if other != key}
+            lost += [f"{name}.{key}"] if is_idle(prompt, {**named, name: without}) else []
+        if lost:
+            raise ValueError(
+                f"{prompt.where}: the target's chat template writes nothing of {', '.join(lost)}: leave out the line, "
+                "or take a chat template that does"
+            )
+
     def render(self, prompt: Prompt) -> Rendered:
         """Token ids of the whole prompt, up to where the target's answer begins, and of its answer.
 
-        Raises ValueError naming the line whose messages the template refuses (an order of roles, a system message), or
-        whose answer it does not write behind the prompt.
+        Raises ValueError naming the line whose messages the template refuses (an order of roles, a system message), of
+        whose keys it would write nothing, or whose answer it does not write behind the prompt.
         """
+        self._check_is_written(prompt)
         begin = self._text(prompt, prompt.messages, add_generation_prompt=True)
         return Rendered(self.encode(begin), self._render_answer(prompt, begin))
 

@@ -246,6 +246,30 @@ def test_an_answer_of_weight_0_is_not_trained_on(target_dir: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
+    ("changes", "lost"),
+    [
+        ({"tools": TOOLS}, "tools"),
+        ({"messages": [user("a"), {**assistant("b"), "reasoning_content": "c"}]}, "answer.reasoning_content"),
+        (
+            {"messages": [user("a"), {**assistant("b"), "tool_calls": [CALL]}, user("c"), assistant("d")]},
+            "messages.1.tool_calls",
+        ),
+        ({"messages": [{**user("a"), "name": "Ann"}, assistant("b")]}, "messages.0.name"),
+    ],
+)
+def test_what_the_template_writes_nothing_of_is_refused(
+    target_dir: Path, tmp_path: Path, changes: dict[str, Any], lost: str
+) -> None:
+    """SmolLM2's template knows no tools and no reasoning."""
+    line = {"messages": [user("a"), assistant("b")]} | changes
+    with pytest.raises(
+        ValueError, match=rf"lines.jsonl:2: .*chat template writes nothing of {lost}: leave out the line"
+    ):
+        tokenized(target_dir, tmp_path / "run", {"prompt": "a", "answer": "b"}, line)
+    assert not (tmp_path / "run/data").exists()
+
+
+@pytest.mark.parametrize(
     ("template", "message"),
     [
         (
