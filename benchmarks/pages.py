@@ -131,6 +131,20 @@ def settings_tables(model: type[BaseModel], path: str = "", level: int = 3) -> s
     return "\n".join([*parts, *(settings_tables(inner, where, level) for inner, where in sections)])
 
 
+def removed_table() -> str:
+    """Settings that earlier versions had, by their paths, and what stands in their place."""
+
+    def rows(model: type[BaseModel], path: str) -> Iterator[list[str]]:
+        for key, hint in getattr(model, "removed", {}).items():
+            yield [f"`{path}{key}`", hint]
+        for name, field in model.model_fields.items():
+            where = SECTION_NAMES.get(f"{path}{name}", f"{path}{name}")
+            for inner in models_in(field.annotation):
+                yield from rows(inner, f"{where}.")
+
+    return table("setting, in its place", rows(ClusterSettings, ""))
+
+
 def anchor(path: str) -> str:
     """GitHub's anchor of a heading that is this path."""
     return path.lower().replace(".", "")
@@ -217,6 +231,7 @@ def _plain(rule: dict[str, Any]) -> str:
 
 MADE: dict[str, dict[str, Callable[[], str]]] = {
     "configuration.md": {"settings": lambda: settings_tables(ClusterSettings)},
+    "changelog.md": {"removed": removed_table},
     "recipe.md": {"recipe": lambda: settings_tables(Recipe)},
     "metrics.md": {"metrics": metrics_tables, "engine metrics": engine_table, "alerts": alerts_table},
 }

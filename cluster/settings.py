@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
@@ -205,6 +205,8 @@ class ModelSettings(Section):
 class TargetSettings(Section):
     """Replicas of the target. A bundle may name a kind of GPU, `"accelerator_type:H100": 0.001`."""
 
+    removed: ClassVar[Mapping[str, str]] = {"max_ongoing_requests": "limits says how many requests a replica takes"}
+
     num_replicas: Count = Field(default=1, description="Target replicas; with `autoscaling` leave it out.")
     num_cpus: float = Field(default=1.0, ge=0, description="Logical CPUs of the replica's own process.")
     bundle: dict[str, float] = Field(
@@ -223,6 +225,8 @@ class TargetSettings(Section):
 
 class DrafterReplicas(Section):
     """Replicas of a remote drafter."""
+
+    removed: ClassVar[Mapping[str, str]] = {"max_num_requests": "a replica has room for what all targets run together"}
 
     num_replicas: Count = Field(default=1, description="Drafter replicas; with `autoscaling` leave it out.")
     num_cpus: float = Field(default=1.0, ge=0, description="Logical CPUs of one replica.")
@@ -257,6 +261,8 @@ class LinkSettings(Section):
 class DrafterSettings(Section):
     """The drafter. `replicas`, `links` and `spare_heads` are for `placement: remote`. A candidate on trial gets an
     equal share of the cache."""
+
+    removed: ClassVar[Mapping[str, str]] = {"parallel_drafting": "the head's file says it"}
 
     method: Literal["eagle3", "eagle", "mtp", "dflash", "dspark", "draft_model", "ngram"] = Field(
         default="eagle3",
@@ -395,6 +401,11 @@ class IngressSettings(Section):
     A service without `callers` that listens on a loopback address takes the names of this machine and
     `allowed_hosts`."""
 
+    removed: ClassVar[Mapping[str, str]] = {
+        "num_replicas": "target replicas answer HTTP themselves, set target.num_replicas",
+        "max_ongoing_requests": "the router takes what the targets and the metrics ask it",
+    }
+
     num_cpus: float = Field(default=1.0, ge=0, description="Logical CPUs of the router.")
     allow_origins: list[str] = Field(default_factory=list, description="Web pages that a browser may call from (CORS).")
     allowed_hosts: list[str] = Field(
@@ -413,6 +424,11 @@ class LimitSettings(Section):
     0.1 s. `max_body_values` counts commas and opening brackets outside texts; `max_list_entries` counts all
     parts and calls in messages too. `max_body_bytes_in_flight` counts a body from its first byte to the end of the
     answer. A grammar is compiled in a process of its own."""
+
+    removed: ClassVar[Mapping[str, str]] = {
+        "max_num_stop": "a request has up to 16 stop strings",
+        "max_grammar_choices": "a list of choices has at most max_list_entries",
+    }
 
     max_body_bytes: Count = Field(default=4 * 2**20, description="Size of a body; beyond it 413.")
     max_body_bytes_in_flight: Count = Field(
@@ -568,6 +584,14 @@ class AutoscalingSettings(Section):
     `acceptance` divides the demand in output tokens/s by the capacity of a replica at its predicted best K, and falls
     back to `queue_length` while replicas do not report. Drafters scale with targets. The two delays are Serve's."""
 
+    removed: ClassVar[Mapping[str, str]] = {
+        "decision_interval_s": "a decision is made every 5 s",
+        "warmup_s": "a replica counts as warm 30 s after its start",
+        "spare_replicas": "lower utilisation, or raise target.min",
+        "scale_to_zero": "write target: {min: 0}",
+        "max_tpot_ms": "lower engine.max_num_seqs, the batch at which a replica's capacity counts",
+    }
+
     policy: Literal["acceptance", "queue_length"] = Field(
         default="acceptance",
         description="`acceptance`: demand and capacity in tokens/s; `queue_length`: Serve's rule.",
@@ -613,6 +637,11 @@ class LearningSettings(Section):
     With `callers`, only answers of callers with `learn: true` are kept, by default all of theirs. Without `replay` a
     sample of what came stands for the mix of before. `recipe` goes over `peagle.train.continual.SETTINGS`. Both gains
     must be likely, not only measured."""
+
+    removed: ClassVar[Mapping[str, str]] = {
+        "queue_mib": "a target keeps 16 MiB of answers until they are fetched",
+        "replay_share": "0.3 of a round's tokens are of the mix of before",
+    }
 
     heads_dir: str | None = Field(
         default=None, min_length=1, description="Folder of proposed heads; by default in the node's cache directory."

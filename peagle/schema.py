@@ -23,6 +23,9 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 class Section(BaseModel):
     """A record that is read from outside: strict, frozen, no unknown keys."""
 
+    removed: typing.ClassVar[Mapping[str, str]] = {}
+    """Keys that earlier versions had, each with what stands in its place: they are refused with that."""
+
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
 
 
@@ -152,6 +155,8 @@ def _unknown_key(path: str, model: type[BaseModel]) -> str:
     """An unknown key with the nearest valid one. A key of a section below is pointed to there: `num_cpus` at the top
     level is `target.num_cpus` or `ingress.num_cpus`."""
     key = path.rpartition(".")[2]
+    if issubclass(model, Section) and key in model.removed:
+        return f"{path} is no setting any more: {model.removed[key]}"
     deeper = [
         f"{name}.{key}"
         for name, info in model.model_fields.items()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -12,6 +13,8 @@ from peagle.schema import Section, SettingsError, problem_lines, read_yaml
 
 class GenerateRecipe(Section):
     """How the target writes its own training data."""
+
+    removed: ClassVar[Mapping[str, str]] = {"prompts": "`peagle generate RECIPE --prompts FILE --out DIR` answers them"}
 
     engine: dict[str, Any] = Field(
         default_factory=lambda: {"max_model_len": 2048}, description="Arguments of vLLM's `LLM(...)`."

@@ -1,5 +1,6 @@
 """A release: one version, a wheel that holds what the product needs, and configs of the version before."""
 
+import copy
 import email
 import re
 import shutil
@@ -94,6 +95,12 @@ def test_what_a_wheel_installs_makes_the_same_manifest(wheel: Path, tmp_path: Pa
 # ---- configs of the version before
 
 
+def gone() -> dict[str, str]:
+    """What the changelog says of settings that are gone, by their paths."""
+    text = (ROOT / "docs/changelog.md").read_text(encoding="utf-8")
+    return dict(re.findall(r"^\| `([\w.]+)` \| (.+) \|$", text, re.MULTILINE))
+
+
 @pytest.mark.skipif(not has_history(), reason="needs the repository's history")
 def test_configs_of_the_version_before_need_what_the_changelog_says(tmp_path: Path, capsys: Any) -> None:
     refused = {}
@@ -103,11 +110,25 @@ def test_configs_of_the_version_before_need_what_the_changelog_says(tmp_path: Pa
             path.write_text(git("show", f"{BEFORE}:{name}"), encoding="utf-8")
             if main(["check", str(path)]):
                 refused[path.name] = capsys.readouterr().err
-    assert refused.keys() == {"local-autoscale.yaml"}
-    assert "unknown key autoscaling.warmup_s" in refused["local-autoscale.yaml"]
-    assert "`autoscaling.warmup_s`" in (ROOT / "docs/changelog.md").read_text(encoding="utf-8")
+    problem = f"  - autoscaling.warmup_s is no setting any more: {gone()['autoscaling.warmup_s']}\n"
+    assert refused == {"local-autoscale.yaml": f"error: 1 problem in the settings:\n{problem}"}
     path = tmp_path / "local-autoscale.yaml"
     config = yaml.safe_load(path.read_text())
     del config["applications"][0]["args"]["autoscaling"]["warmup_s"]
     path.write_text(yaml.safe_dump(config))
     assert main(["check", str(path)]) == 0
+
+
+@pytest.mark.parametrize("setting", gone())
+def test_a_setting_that_is_gone_says_what_stands_in_its_place(setting: str, tmp_path: Path, capsys: Any) -> None:
+    name = "local-autoscale" if setting.startswith("autoscaling") else "local"
+    config = copy.deepcopy(yaml.safe_load((ROOT / f"configs/{name}.yaml").read_text()))
+    section = config["applications"][0]["args"]
+    *sections, key = setting.split(".")
+    for one in sections:
+        section = section.setdefault(one, {})
+    section[key] = 1
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(config))
+    assert main(["check", str(path)]) == 1
+    assert f"{setting} is no setting any more: {gone()[setting]}" in capsys.readouterr().err

@@ -158,6 +158,7 @@ BAD_INPUTS: list[tuple[Any, ...]] = [
     (changed(limits={"grammar_timeout_s": float("inf")}), "limits.grammar_timeout_s"),
     (changed(limits={"max_body_bytes": 10, "max_body_bytes_in_flight": 19}), "limits.max_body_bytes_in_flight is 19"),
     (changed(drafter=None), "depth has no meaning without a drafter"),
+    (remote(drafter__replicas={"max_num_requests": 8}), "drafter.replicas.max_num_requests is no setting"),
     (changed(drafter__replicas={"num_replicas": 1}), "placement: colocated", "write placement: remote"),
     (changed(drafter__links={}), "drafter.links", "placement: colocated"),
     (remote(drafter__links={"min_deadline_ms": 2000}), "links.min_deadline_ms is 2000, above max_deadline_ms, 1000"),
@@ -171,7 +172,7 @@ BAD_INPUTS: list[tuple[Any, ...]] = [
     (remote(engine={"dtype": "fp8"}), "engine.dtype is 'fp8'", "bfloat16"),
     (changed(learning={"workloads": "all"}), "learning needs heads that can be swapped", "drafter.placement: remote"),
     (remote(learning={"workloads": "all"}), "learning needs room", "drafter.spare_heads: 1"),
-    (changed(ingress={"num_replicas": 2}), "unknown key ingress.num_replicas"),
+    (changed(ingress={"num_replicas": 2}), "ingress.num_replicas is no setting any more", "target.num_replicas"),
     (remote(drafter__spare_heads=1, learning={}), "learning.workloads is missing", "learn: true"),
     (remote(drafter__spare_heads=1, learning={"workloads": ["a b"]}), "learning.workloads has the tag 'a b'"),
 ]
@@ -189,6 +190,7 @@ def test_bad_input_is_named_with_its_path_and_remedy(case: Any, catalog: Catalog
     [
         ({**QUEUE, "target": {"min": 4, "max": 3}}, "autoscaling.target.min is 4, above max, 3"),
         ({**QUEUE, "drafter": {"min": 0, "max": 3}}, "autoscaling.drafter.min is 0"),
+        ({**QUEUE, "scale_to_zero": True}, "autoscaling.scale_to_zero is no setting any more: write target: {min: 0}"),
         ({**QUEUE, "drafter": {"min": 1, "max": 2}}, "autoscaling.drafter bounds a remote drafter"),
         ({**QUEUE, "downscale_delay_s": 20}, "autoscaling.downscale_delay_s is 20: it must be more than 30"),
         (ACCEPTANCE, "needs engine.max_num_seqs"),
