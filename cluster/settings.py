@@ -21,7 +21,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from cluster.request import Caller, Callers, DepthPolicy, TagRight, hash_key, is_workload_tag
-from peagle.schema import Problems, Section, SettingsError, listed, nearest, problem_lines
+from peagle.schema import Problems, Section, SettingsError, listed, nearest, problem_lines, type_problems
 
 SPECULATIVE_CONFIG_ENV = "SM_VLLM_SPECULATIVE_CONFIG"
 """The environment variable by which SageMaker hands over vLLM's speculative_config, as JSON."""
@@ -48,7 +48,10 @@ COUNTED = (
     "max_model_len", "max_num_seqs", "tensor_parallel_size", "pipeline_parallel_size", "max_num_batched_tokens",
     "block_size", "num_gpu_blocks_override", "kv_cache_memory_bytes",
 )  # fmt: skip
-"""Engine arguments that are read here too, or whose bounds vLLM does not check."""
+"""Engine arguments that are read here too, or whose bounds do not stand beside them in vLLM's source."""
+
+PARSER_PLUGINS = {"tool_call_parser": "tool_parser_plugin", "reasoning_parser": "reasoning_parser_plugin"}
+"""Engine arguments that name one of vLLM's own parsers, where no file of other parsers is given."""
 
 OWNED_DRAFT_KEYS = {
     "model": "set drafter.head",
@@ -119,14 +122,14 @@ Head = Any
 @dataclass(frozen=True)
 class Catalog:
     """Embedded models; the folder of shipped heads (one folder a head); what reads the config of a head's folder, and
-    raises ValueError; keys of the engine's arguments, and of vLLM's speculative_config (none: they are not
+    raises ValueError; types of the engine's arguments, and of vLLM's speculative_config, by name (None: not
     checked); environment variables; directories whose content is not looked at, as it is on other machines."""
 
     embedded_models: Collection[str]
     heads_dir: Path
     read_head: Callable[[Path], Head]
-    engine_keys: Collection[str] = ()
-    draft_keys: Collection[str] = ()
+    engine_types: Mapping[str, Any] | None = None
+    draft_types: Mapping[str, Any] | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     elsewhere: Collection[str] = ()
 
@@ -315,18 +318,20 @@ class DrafterSettings(Section):
     @field_validator("engine_options")
     @classmethod
     def _check_options(cls, options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        known = () if info.context is None else info.context.draft_keys
+        known = None if info.context is None else info.context.draft_types
         problems = []
         for key, value in options.items():
             if key in OWNED_DRAFT_KEYS:
                 problems.append(f".{key} is not yours to set: {OWNED_DRAFT_KEYS[key]}")
-            elif known and key not in known:
+            elif known is not None and key not in known:
                 hint = nearest(key, known)
                 problems.append(f"unknown key drafter.engine_options.{key}: vLLM's speculative_config has none{hint}")
             elif key == "quantization" and info.data.get("method") != "eagle3":
                 continue
             elif key in ONLY_DRAFT_VALUES and value not in ONLY_DRAFT_VALUES[key]:
                 problems.append(f".{key} is {value!r:.80}, but must be {' or '.join(ONLY_DRAFT_VALUES[key])} here")
+            elif known is not None:
+                problems += type_problems(f"drafter.engine_options.{key}", value, known[key])
         Problems.check(problems)
         return options
 
@@ -768,15 +773,17 @@ class ClusterSettings(Section):
     @field_validator("engine")
     @classmethod
     def _check_engine(cls, engine: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        known = () if info.context is None else info.context.engine_keys
+        known = None if info.context is None else info.context.engine_types
         problems = []
         for key, value in engine.items():
             if key in OWNED_ENGINE_KEYS:
                 problems.append(f".{key} is not yours to set: {OWNED_ENGINE_KEYS[key]}")
-            elif known and key not in known:
+            elif known is not None and key not in known:
                 problems.append(f"unknown key engine.{key}: vLLM has no such argument{nearest(key, known)}")
             elif key in COUNTED and (type(value) is not int or value < 1):
                 problems.append(f".{key} must be an integer from 1, not {value!r:.80}")
+            elif known is not None and not engine.get(PARSER_PLUGINS.get(key, "")):
+                problems += type_problems(f"engine.{key}", value, known[key])
         source, load_format = getattr(info.data.get("model"), "source", ""), engine.get("load_format")
         if source.startswith(OBJECT_STORES) and load_format not in STREAMED_FORMATS:
             problems.append(

@@ -23,7 +23,7 @@ from peagle.config import read_json
 from peagle.embedded import embedded_targets
 from peagle.schema import SettingsError
 from peagle.vllm.engine import openmp_preload
-from peagle.vllm.setting_names import ENGINE_ARGUMENTS, SPECULATIVE_CONFIG, setting_names
+from peagle.vllm.setting_types import SettingTypes
 
 HTTP_TARGET = "deployments.target.HttpTarget"
 ROUTER = "deployments.router.Router"
@@ -169,8 +169,8 @@ def catalog() -> Catalog:
         frozenset(embedded_targets()),
         Path(peagle.heads.__file__).parent,
         read_head_config,
-        setting_names(*ENGINE_ARGUMENTS),
-        setting_names(*SPECULATIVE_CONFIG),
+        SettingTypes.read("engine/arg_utils:AsyncEngineArgs", "entrypoints/launchers/cli_args:FrontendArgs"),
+        SettingTypes.read("config/speculative:SpeculativeConfig"),
     )
 
 

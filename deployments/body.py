@@ -23,7 +23,7 @@ from cluster.settings import LimitSettings
 from deployments.errors import internal_error
 from peagle.schema import nearest
 from peagle.vllm.compat import chat_part_kinds
-from peagle.vllm.setting_names import ENGINE_ARGUMENTS, setting_names
+from peagle.vllm.setting_types import SettingTypes
 
 Call = Literal["chat", "completions"]
 
@@ -374,6 +374,12 @@ def name_keys(message: str) -> str:
 
     def key(found: re.Match[str]) -> str:
         name = found[1].replace("-", "_")
-        return f"engine.{name}" if name in setting_names(*ENGINE_ARGUMENTS) else found[0]
+        return f"engine.{name}" if name in engine_keys() else found[0]
 
     return re.sub(r"(?<![\w-])--([a-z][a-z0-9-]*[a-z0-9])", key, message)
+
+
+@functools.cache
+def engine_keys() -> frozenset[str]:
+    found = SettingTypes.read("engine/arg_utils:AsyncEngineArgs", "entrypoints/launchers/cli_args:FrontendArgs")
+    return frozenset(found or ())

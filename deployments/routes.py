@@ -29,7 +29,7 @@ from cluster.errors import ApiError
 from cluster.request import ANYONE
 from cluster.settings import IngressSettings
 from deployments import openapi
-from deployments.body import UNUSED_FIELDS, Call, detect_call, read_json
+from deployments.body import UNUSED_FIELDS, Call, detect_call, engine_keys, read_json
 from deployments.compat import GATEWAY_HEADER, address_header, gateway_token, listening_host
 from deployments.errors import internal_error, json_response
 from deployments.front_end import FrontEnd, logger
@@ -37,7 +37,6 @@ from deployments.http_streams import EventStream, read_body, until_disconnected
 from deployments.protocols import CONVERSIONS, TOKENIZER_PATHS, Ask, answer_by_tokenizer
 from deployments.telemetry import METRICS_CONTENT_TYPE
 from peagle import __version__ as peagle_version
-from peagle.vllm.setting_names import ENGINE_ARGUMENTS, setting_names
 
 CALLS: dict[str, Call] = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
 CALLS |= dict.fromkeys(CONVERSIONS, "chat")
@@ -149,7 +148,7 @@ class PlainRoute(APIRoute):
 
 def make_app(backend: Backend, entrance: Entrance) -> FastAPI:
     """The HTTP API: OpenAI's, SageMaker's, and GET /health, /metrics, /drafting and the page at /."""
-    setting_names(*ENGINE_ARGUMENTS)  # once: it reads files
+    engine_keys()  # takes a part of a second
     app = FastAPI(
         title="peagle-serve", version=peagle_version, docs_url=None, redoc_url=None, redirect_slashes=False,
         responses=openapi.REFUSALS,

@@ -3,10 +3,11 @@
 import copy
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
 import yaml
+from pydantic import Field
 from ray import serve
 
 from cluster.request import ANYONE
@@ -55,18 +56,25 @@ SPECULATIVE_CONFIG = {
 }
 QUEUE = {"policy": "queue_length", "target": {"min": 1, "max": 3}}
 ACCEPTANCE = {"target": {"min": 1, "max": 3}}
-DRAFT_KEYS = ("draft_tensor_parallel_size", "quantization", "rejection_sample_method")
-ENGINE_KEYS = (
-    "dtype", "enforce_eager", "load_format", "max_model_len", "max_num_seqs", "pipeline_parallel_size",
-    "speculative_config", "tensor_parallel_size",
-)  # fmt: skip
+DRAFT_TYPES = dict.fromkeys(("draft_tensor_parallel_size", "quantization", "rejection_sample_method"), Any)
+ENGINE_TYPES = {
+    **dict.fromkeys(
+        ("dtype", "load_format", "max_model_len", "max_num_seqs", "speculative_config", "pipeline_parallel_size"), Any
+    ),
+    "enforce_eager": bool,
+    "gpu_memory_utilization": Annotated[float, Field(gt=0, le=1)],
+    "hf_token": bool | str | None,
+    "tensor_parallel_size": int,
+    "tool_call_parser": Literal["hermes", "llama3_json"] | None,
+    "tool_parser_plugin": str,
+}
 
 
 @pytest.fixture
 def catalog(tmp_path: Path) -> Catalog:
     for name, config in HEADS.items():
         write_head(tmp_path / "heads" / name, config)
-    return Catalog({"embedded-model"}, tmp_path / "heads", read_head_config, ENGINE_KEYS, DRAFT_KEYS)
+    return Catalog({"embedded-model"}, tmp_path / "heads", read_head_config, ENGINE_TYPES, DRAFT_TYPES)
 
 
 def write_head(folder: Path, config: Any) -> str:
@@ -138,6 +146,9 @@ BAD_INPUTS: list[tuple[Any, ...]] = [
     (changed(engine__speculative_config={}), "engine.speculative_config", "set drafter"),
     (changed(engine__max_model_len=0), "engine.max_model_len", "from 1"),
     (changed(engine__max_num_seqs="8"), "engine.max_num_seqs must be an integer from 1, not '8'"),
+    (changed(engine__gpu_memory_utilization=90), "gpu_memory_utilization must be less than or equal to 1, not 90"),
+    (changed(engine__hf_token=[1]), "engine.hf_token must be true or false or a string, not [1]"),
+    (changed(engine__tool_call_parser="hermess"), "'llama3_json', not 'hermess'; did you mean hermes?"),
     (changed(depth__default="5"), "depth.default", "expected an integer", "the string '5'"),
     (changed(depth=None), "depth", "expected a mapping"),
     (changed(model=...), "missing key model"),
