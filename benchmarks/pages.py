@@ -50,7 +50,7 @@ UNITS = {
 OWN_UNITS = {"default": "tokens", "max": "tokens", "min": "replicas", "by_workload": "tokens"}
 KINDS = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "text"}
 BOUNDS = {annotated_types.Ge: "≥", annotated_types.Gt: ">", annotated_types.Le: "≤", annotated_types.Lt: "<"}
-SECTION_NAMES = {"callers": "callers.NAME"}
+SECTION_NAMES = {"callers": "callers.NAME", "depth.objectives": "depth.objectives.WORKLOAD"}
 
 
 def table(header: str, rows: Iterable[Iterable[str]]) -> str:

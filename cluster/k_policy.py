@@ -14,12 +14,15 @@ b requests and sum b_c k_c drafts. `best_ks` gives the most tokens per second:
    ranked by S, and only the first 0, 1, 2, ... of this ranking are compared. That is the optimum where each further
    draft takes the same time.
 2. With no draft at all the drafter's pass is left out too. K = 0 wins where drafting does not pay.
+3. A workload may have a limit of TPOT, its seconds per token t / L_c. Plans that keep all limits come first, and are
+   also taken from a ranking in which the drafts of workloads with a limit stand first.
 
-The router decides so for all targets (`KPolicy.observe`), and hands a `PolicyUpdate` to the front ends. A front end
-then answers for each request (`PolicyUpdate.choose`): a K that the client or the operator fixed stays, and a caller's
-limit caps a learned K. The scheduler verifies all drafts of a fixed K in every step. A learned K is a plan: each step
-verifies what pays at its own load (`cluster.step_allocation`), up to `max_k`. At K = 0 nothing would be measured any
-more, so few requests explore: they get the largest K.
+The router decides so for all targets (`KPolicy.observe`), changes K only for a gain of `MIN_GAIN`, and hands a
+`PolicyUpdate` to the front ends. A front end then answers for each request (`PolicyUpdate.choose`): a K that the client
+or the operator fixed stays, and a caller's limit caps a learned K. The scheduler verifies all drafts of a fixed K in
+every step. A learned K is a plan: each step verifies what pays at its own load (`cluster.step_allocation`), up to
+`max_k`, or up to K where a workload has a limit of TPOT. At K = 0 nothing would be measured any more, so few requests
+explore: they get the largest K.
 """
 
 import dataclasses
@@ -38,6 +41,9 @@ from cluster.request import DEFAULT_WORKLOAD, DepthPolicy, Drafting, base_worklo
 from cluster.spending import DaySpending
 from cluster.step_latency import StepLatency, average_latency, guessed_latency
 
+MIN_GAIN = 0.03
+"""Expected gain in tokens per second for which K changes, as a share of the tokens of the workloads that change."""
+
 MIN_STEPS = 50.0
 """Independent steps of any traffic below which K rests on a published curve, and is at least 1."""
 
@@ -46,9 +52,6 @@ EXPLORED_STEPS = 0.01
 
 MIN_SHARED = 1.5
 """Mean requests of a step from which workloads share steps. A mean of readings of 1 may lie a little above 1."""
-
-LEAST_LOAD = 0.01
-"""Mean requests below which a workload counts as idle. Its K is that of so little load beside the others."""
 
 MAX_REPORT_AGE_S = 30.0
 """The step latency of a replica that has not reported for longer does not count."""
@@ -68,6 +71,7 @@ class Demand:
         num_requests: mean number of its requests in a step, above 0; a fraction where traffic is thin.
         rates: cumulative acceptance rates S_1, S_2, ..., at least `max_k`.
         min_k, max_k: the fewest and the most drafts that its requests may get; equal where K is pinned.
+        max_tpot_s: limit of seconds per output token.
     """
 
     workload: str
@@ -75,6 +79,11 @@ class Demand:
     rates: Sequence[float]
     max_k: int
     min_k: int = 0
+    max_tpot_s: float = math.inf
+
+    def pinned(self, k: int) -> "Demand":
+        k = min(max(k, self.min_k), self.max_k)
+        return dataclasses.replace(self, min_k=k, max_k=k)
 
     def acceptance_length(self, k: int) -> float:
         return 1.0 + sum(self.rates[:k])
@@ -82,43 +91,77 @@ class Demand:
 
 @dataclass(frozen=True)
 class Plan:
-    """K by workload, and what is expected of it: output tokens per second of the replica, and seconds of a step."""
+    """K by workload, and what is expected of it: output tokens per second of the replica, and seconds per output token
+    of each workload. `excess`: the greatest TPOT / limit of any workload, 1.0 where every limit is kept."""
 
     ks: Mapping[str, int]
     tokens_per_s: float
-    step_s: float
-    reason: str
+    tpot_s: Mapping[str, float]
+    excess: float = 1.0
+    reason: str = field(default="", compare=False)
 
 
 def best_ks(demands: Sequence[Demand], latency: StepLatency) -> Plan:
-    """K of each workload that gives the most tokens per second; at a tie, fewer drafts.
+    """K of each workload that gives the most tokens per second within the limits of TPOT; at a tie, fewer drafts. Where
+    no plan compared keeps all limits, the one that exceeds them least.
 
     `demands`: at least one, and each workload once."""
     scale = 1.0 / min(1.0, sum(demand.num_requests for demand in demands))  # a step that runs has a request
     loads_C = np.array([scale * demand.num_requests for demand in demands])
+    limits_C = np.array([demand.max_tpot_s for demand in demands])
     num_requests, least = float(loads_C.sum()), [demand.min_k for demand in demands]
     drafts = [(rate, index) for index, each in enumerate(demands) for rate in each.rates[each.min_k : each.max_k]]
     curve = latency.curve(num_requests, math.ceil(sum(loads_C * [each.max_k for each in demands])), is_drafted=True)
     undrafted_s = float(latency.curve(num_requests, 0)[0])
-    # Stable: a workload's own drafts keep their order at equal rates.
-    ranking = sorted(drafts, key=lambda draft: -draft[0])
-    owners = [index for _, index in ranking]
-    # Of plans with the first 0, 1, 2, ... of the ranking.
-    num_tokens_P = np.cumsum(
-        [sum(loads_C * [each.acceptance_length(each.min_k) for each in demands])]
-        + [rate * loads_C[index] for rate, index in ranking]
-    )
-    num_drafts_P = np.cumsum([loads_C @ least, *loads_C[owners]])
-    seconds_P = np.interp(num_drafts_P, range(len(curve)), curve)
-    if not any(least):
-        seconds_P[0] = undrafted_s
-    gain_P = np.round(num_tokens_P / seconds_P * undrafted_s / num_requests, 9)  # the last digits do not decide
-    at = int(np.lexsort((num_drafts_P, -gain_P))[0])
-    ks = {each.workload: each.min_k + owners[:at].count(index) for index, each in enumerate(demands)}
-    tokens_per_s = float(num_tokens_P[at] / seconds_P[at])
-    reason = f"{tokens_per_s:.0f} tokens/s expected at {num_requests:.3g} request{'s' * (num_requests != 1)}, "
-    reason += f"{num_requests / undrafted_s:.0f} without drafts" if any(ks.values()) else "no draft pays"
-    return Plan(ks, tokens_per_s, float(seconds_P[at]), reason)
+    best: tuple[tuple[float, float, float], Plan] | None = None
+    for limited_first in {False, bool(np.isfinite(limits_C).any())}:
+        # Stable: a workload's own drafts keep their order at equal rates.
+        ranking = sorted(drafts, key=lambda draft: (limited_first and math.isinf(limits_C[draft[1]]), -draft[0]))
+        owners = [index for _, index in ranking]
+        lengths_PC = np.zeros((len(ranking) + 1, len(demands)))  # of plans with the first 0, 1, 2, ... of the ranking
+        lengths_PC[0] = [each.acceptance_length(each.min_k) for each in demands]
+        lengths_PC[range(1, len(lengths_PC)), owners] = [rate for rate, _ in ranking]
+        lengths_PC = lengths_PC.cumsum(0)
+        num_drafts_P = np.cumsum([loads_C @ least, *loads_C[owners]])
+        seconds_P = np.interp(num_drafts_P, range(len(curve)), curve)
+        if not any(least):
+            seconds_P[0] = undrafted_s
+        tpot_s_PC = seconds_P[:, None] / lengths_PC
+        # Rounded, so that differences in the last digits do not decide.
+        excess_P = np.round(np.maximum(1.0, (tpot_s_PC / limits_C).max(1)), 9)
+        gain_P = np.round(lengths_PC @ loads_C / seconds_P * undrafted_s / num_requests, 9)
+        at = int(np.lexsort((num_drafts_P, -gain_P, excess_P))[0])
+        rank = (float(excess_P[at]), -float(gain_P[at]), float(num_drafts_P[at]))
+        if best is None or rank < best[0]:
+            ks = {each.workload: each.min_k + owners[:at].count(index) for index, each in enumerate(demands)}
+            tpot_s = {each.workload: float(tpot_s_PC[at, index]) for index, each in enumerate(demands)}
+            best = rank, Plan(ks, float(lengths_PC[at] @ loads_C / seconds_P[at]), tpot_s, rank[0])
+    assert best is not None
+    plan = best[1]
+    reason = f"{plan.tokens_per_s:.0f} tokens/s expected at {num_requests:.3g} request{'s' * (num_requests != 1)}, "
+    reason += f"{num_requests / undrafted_s:.0f} without drafts" if any(plan.ks.values()) else "no draft pays"
+    if plan.excess > 1.0:
+        worst = max(demands, key=lambda demand: plan.tpot_s[demand.workload] / demand.max_tpot_s)
+        reason += f"; no K meets {1e3 * worst.max_tpot_s:.3g} ms per token of {worst.workload}"
+        reason += f", the fastest gives {1e3 * plan.tpot_s[worst.workload]:.3g} ms"
+    elif np.isfinite(limits_C).any():
+        reason += "; within the TPOT limits"
+    return dataclasses.replace(plan, reason=reason)
+
+
+def steady_ks(demands: Sequence[Demand], latency: StepLatency, ks: Mapping[str, int]) -> Plan:
+    """The best plan, or the one with the `ks` in force while the best one gains less than `MIN_GAIN`, or brings TPOT
+    nearer to a missed limit by less. Workloads without a K in force get the best."""
+    best = best_ks(demands, latency)
+    kept = best_ks([demand.pinned(ks.get(demand.workload, best.ks[demand.workload])) for demand in demands], latency)
+    tokens = {demand.workload: demand.num_requests / kept.tpot_s[demand.workload] for demand in demands}
+    changed = sum(rate for name, rate in tokens.items() if kept.ks[name] != best.ks[name]) / sum(tokens.values())
+    gain = best.tokens_per_s / kept.tokens_per_s - 1.0
+    if kept.ks == best.ks or kept.excess > best.excess * (1.0 + MIN_GAIN):
+        return best
+    if kept.excess >= best.excess and gain > MIN_GAIN * changed:
+        return best
+    return dataclasses.replace(kept, reason=f"kept, for a change gains only {max(gain, 0.0):.1%}: {kept.reason}")
 
 
 # ---- K over time
@@ -208,41 +251,42 @@ class KPolicy:
         for workload in {*self._load, *mean}:
             before = self._load.get(workload, 0.0)
             self._load[workload] = before + LOAD_WEIGHT * (share_running * mean.get(workload, 0.0) - before)
-        self._load = {workload: num for workload, num in self._load.items() if num > LEAST_LOAD}
+        self._load = {workload: num for workload, num in self._load.items() if num > 0.01}
         self._observed_s = now_s
         self._choices = self._choose() if self.policy.is_adaptive else {}
         return deltas
 
     def _choose(self) -> dict[str, Drafting]:
         """What requests get, by workload."""
-        latency, max_k, choices = self.latency, self.policy.max_k, dict[str, Drafting]()
-        is_cold = self.posteriors.num_steps < MIN_STEPS
-        demands = [
-            Demand(
+        ks, latency = {name: choice.k for name, choice in self._choices.items()}, self.latency
+        is_cold, num_requests = self.posteriors.num_steps < MIN_STEPS, self.num_requests
+        loaded = [self._demand(name, load, is_cold) for name, load in self._load.items()]
+        plan, beside, choices = None, list[Demand](), dict[str, Drafting]()
+        if num_requests >= MIN_SHARED:
+            plan = steady_ks(loaded, latency, ks)
+            beside = [demand.pinned(plan.ks[demand.workload]) for demand in loaded]
+        for name in dict.fromkeys((DEFAULT_WORKLOAD, *self.posteriors.workloads(), *self._load)):
+            found, demand = plan, self._demand(name, 1.0, is_cold)
+            if found is None or name not in found.ks:  # as one request beside those that share steps
+                found = steady_ks([*beside, demand], latency, ks)
+            k, rates = found.ks[name], tuple(round(rate, 4) for rate in demand.rates)
+            # On a GPU the drafter's pass is left out only where no request may be drafted, on a CPU step by step.
+            steps_decide = not self.policy.max_tpot_ms and (k > 0 or not self._on_gpu)
+            choices[name] = Drafting(
                 name,
-                self._load.get(name, LEAST_LOAD),
-                self.posteriors.rates(name).mean[:max_k],
-                max_k,
-                min_k=int(is_cold and max_k > 0),
+                k,
+                "default" if is_cold else "learned",
+                f"few steps measured yet: {found.reason}" if is_cold else found.reason,
+                rates if steps_decide else rates[:k],
+                found.tpot_s[name],
+                self.policy.max_k if steps_decide or k > 0 else 0,
             )
-            for name in dict.fromkeys((DEFAULT_WORKLOAD, *self.posteriors.workloads(), *self._load))
-        ]
-        for sharing in [demands] if self.num_requests >= MIN_SHARED else [[demand] for demand in demands]:
-            plan = best_ks(sharing, latency)
-            for demand in sharing:
-                k = plan.ks[demand.workload]
-                # On a GPU the drafter's pass is left out only where no request may be drafted, on a CPU step by step.
-                steps_decide = k > 0 or not self._on_gpu
-                choices[demand.workload] = Drafting(
-                    demand.workload,
-                    k,
-                    "default" if is_cold else "learned",
-                    f"few steps measured yet: {plan.reason}" if is_cold else plan.reason,
-                    tuple(round(rate, 4) for rate in demand.rates) if steps_decide else (),
-                    plan.step_s / demand.acceptance_length(k),
-                    max_k if steps_decide else 0,
-                )
         return choices
+
+    def _demand(self, name: str, num_requests: float, is_cold: bool) -> Demand:
+        max_k, limit_s = self.policy.max_k, self.policy.max_tpot_ms.get(name, math.inf) / 1e3
+        rates = self.posteriors.rates(name).mean[:max_k]
+        return Demand(name, num_requests, rates, max_k, int(is_cold and max_k > 0), limit_s)
 
     def make_update(self, num_targets: int) -> PolicyUpdate:
         """What `num_targets` target replicas are to choose K by."""

@@ -115,13 +115,15 @@ _REQUEST_KEYS = ("k", "workload")
 @dataclass(frozen=True)
 class DepthPolicy:
     """The operator's choice of K (checked by `cluster.settings`). `max_draft_tokens`: K_max, 0 without a drafter;
-    `max_k`: the largest K of a request; `is_adaptive`: K of workloads that are not pinned is learned."""
+    `max_k`: the largest K of a request; `is_adaptive`: K of workloads that are not pinned is learned; `max_tpot_ms`:
+    limits of TPOT by workload."""
 
     max_draft_tokens: int
     max_k: int
     default_k: int
     by_workload: Mapping[str, int] = field(default_factory=dict)
     is_adaptive: bool = True
+    max_tpot_ms: Mapping[str, float] = field(default_factory=dict)
 
     def k_of(self, workload: str) -> tuple[int, Source]:
         """K of a workload and where it comes from."""

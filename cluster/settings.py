@@ -387,6 +387,19 @@ class DrafterSettings(Section):
         return self.model_copy(update={"head": name})
 
 
+class Objective(Section):
+    """What a workload needs. While a workload has a limit, K is the most that any request verifies."""
+
+    removed: ClassVar[Mapping[str, str]] = {
+        "kind": "K follows from the tokens per second of all requests together",
+        "weight": "every workload's tokens count the same",
+    }
+
+    max_tpot_ms: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="Limit of the mean time per output token."
+    )
+
+
 class DepthSettings(Section):
     """K of requests: how many draft tokens a step verifies. `state` also keeps which heads were put into others' place;
     without it both end with the Ray cluster."""
@@ -398,6 +411,17 @@ class DepthSettings(Section):
     max: int | None = Field(default=None, ge=0, description="Largest K of any request; by default K_max.")
     by_workload: dict[Tag, int] = Field(default_factory=dict, description="Pinned K by workload.")
     state: str | None = Field(default=None, description="File for what was learned; by default Ray's key-value store.")
+    objectives: dict[Tag, Objective] = Field(
+        default_factory=dict, description="Limits of a workload; with `policy: adaptive` only."
+    )
+
+    @model_validator(mode="after")
+    def _check_meaning(self) -> typing.Self:
+        if self.policy == "fixed" and self.objectives:
+            raise ValueError(".objectives is read by the adaptive policy only: write depth.policy: adaptive")
+        if both := sorted(self.by_workload.keys() & self.objectives.keys()):
+            raise ValueError(f".by_workload pins K of {both[0]}, so depth.objectives.{both[0]} decides nothing")
+        return self
 
 
 class IngressSettings(Section):
@@ -964,7 +988,8 @@ class ClusterSettings(Section):
         max_k, _ = _max_k(self.drafter, self.depth)
         default_k = max_k if self.depth.default is None else self.depth.default
         is_adaptive = self.depth.policy == "adaptive" and self.max_draft_tokens > 0
-        return DepthPolicy(self.max_draft_tokens, max_k, default_k, dict(self.depth.by_workload), is_adaptive)
+        limits = {name: one.max_tpot_ms for name, one in self.depth.objectives.items() if one.max_tpot_ms is not None}
+        return DepthPolicy(self.max_draft_tokens, max_k, default_k, dict(self.depth.by_workload), is_adaptive, limits)
 
     def caller_table(self, keys: Mapping[str, Sequence[str]] = MappingProxyType({})) -> Callers | None:
         """None: everyone is served. `keys`: those of files (`read_key_files`)."""
@@ -1003,7 +1028,7 @@ class ClusterSettings(Section):
         """Workloads named in the settings, which are always distinguished."""
         of_callers = {caller.workload for caller in (self.callers or {}).values() if caller.workload is not None}
         learned = None if self.learning is None else self.learning.workloads
-        named = {*self.depth.by_workload, *self.model.aliases.values(), *of_callers}
+        named = {*self.depth.by_workload, *self.depth.objectives, *self.model.aliases.values(), *of_callers}
         return frozenset({*named, *(learned if isinstance(learned, list) else ())})
 
 
