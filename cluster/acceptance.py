@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.counts import CounterDeltas, Counts
+from cluster.request import TRIAL_SUFFIX
 
 Array = NDArray[np.float64]
 
@@ -72,7 +73,7 @@ class AcceptanceSnapshot(msgspec.Struct):
 
     max_draft_tokens: int
     head: str
-    heads: dict[str, str]
+    trial_head: str
     evidence: dict[str, dict[str, tuple[list[float], list[float]]]]
 
 
@@ -88,8 +89,7 @@ class AcceptancePosteriors:
         self.max_draft_tokens, self._half_life_steps = max_draft_tokens, half_life_steps
         conditionals = np.array(PUBLISHED_RATES) / np.array([1.0, *PUBLISHED_RATES[:-1]])
         self._prior_K: Array = conditionals[np.minimum(np.arange(max_draft_tokens), len(PUBLISHED_RATES) - 1)]
-        self.head = ""
-        self.heads: dict[str, str] = {}
+        self.head = self.trial_head = ""
         # By head and workload, those with the latest steps last: trials and successes of each a_i, weighted by age.
         self._evidence: dict[str, dict[str, Array]] = {}
         self._none_2K: Array = np.zeros((2, max_draft_tokens))
@@ -98,14 +98,14 @@ class AcceptancePosteriors:
     def update(self, deltas: CounterDeltas) -> None:
         """Take in a whole round of reports, so that no replica's steps count as later than another's."""
         if deltas.head:
-            self.head, self.heads = deltas.head, dict(deltas.heads)
+            self.head, self.trial_head = deltas.head, deltas.trial_head
         for head, counts_by_workload in deltas.by_head.items():
             self._add(head, counts_by_workload)
         self._rates.clear()
 
     def head_of(self, workload: str) -> str:
         """The head that drafts for a workload now."""
-        return self.heads.get(workload, self.head)
+        return self.trial_head if workload.endswith(TRIAL_SUFFIX) else self.head
 
     def workloads(self) -> tuple[str, ...]:
         """Workloads told apart under their current heads, the one whose steps are the latest first."""
@@ -139,7 +139,7 @@ class AcceptancePosteriors:
             head: {name: tuple(found_2K.tolist()) for name, found_2K in by_name.items()}
             for head, by_name in self._evidence.items()
         }
-        return AcceptanceSnapshot(self.max_draft_tokens, self.head, self.heads, evidence)
+        return AcceptanceSnapshot(self.max_draft_tokens, self.head, self.trial_head, evidence)
 
     def restore(self, snapshot: AcceptanceSnapshot) -> None:
         """Replace everything learned by a snapshot's. Raises ValueError for one of another K_max."""
@@ -148,7 +148,7 @@ class AcceptancePosteriors:
                 f"the snapshot is of a head with K_max {snapshot.max_draft_tokens}, but the one served drafts "
                 f"{self.max_draft_tokens}: start without it"
             )
-        self.head, self.heads = snapshot.head, snapshot.heads
+        self.head, self.trial_head = snapshot.head, snapshot.trial_head
         self._evidence = {
             head: {name: np.array(rows) for name, rows in by_name.items()}
             for head, by_name in snapshot.evidence.items()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
+from cluster.request import TRIAL_SUFFIX
 from cluster.step_latency import StepLatency
 
 MAX_GAP_S = 60.0
@@ -142,7 +143,7 @@ class TargetReport:
     Attributes:
         replica: its name, unique among replicas.
         head: digest of the head that drafts; "" without one, or while the replica does not know it yet.
-        heads: digests by workload where these have heads of their own.
+        trial_head: digest of the head that drafts for requests on trial; that of all others where there are none.
         workloads: cumulative counts by workload. One that is missing has ended its counts.
         step_latency: what the scheduler has learned of step times; None before the first step.
         links: to remote drafters (`deployments.replicas.link_reports`).
@@ -157,7 +158,7 @@ class TargetReport:
 
     replica: str
     head: str = ""
-    heads: Mapping[str, str] = field(default_factory=dict)
+    trial_head: str = ""
     workloads: Mapping[str, WorkloadCounts] = field(default_factory=dict)
     step_latency: StepLatency | None = None
     links: tuple[Mapping[str, Any], ...] = ()
@@ -171,7 +172,7 @@ class TargetReport:
 
     def head_of(self, workload: str) -> str:
         """Digest of the head that drafts for a workload."""
-        return self.heads.get(workload, self.head)
+        return self.trial_head if workload.endswith(TRIAL_SUFFIX) else self.head
 
     @property
     def num_running(self) -> int:
@@ -193,8 +194,7 @@ class CounterDeltas:
             left out, because whose they were is not known.
         replicas: that reported.
         tokens, seconds: by replica, new output tokens and the time they took, where it is at most `MAX_GAP_S`.
-        head, heads: digests of the heads that most of the replicas drafted with, by default and by workload; "" where
-            none named one.
+        head, trial_head: digests of the heads that most of the replicas drafted with; "" where none named one.
     """
 
     workloads: dict[str, WorkloadCounts] = field(default_factory=dict)
@@ -203,7 +203,7 @@ class CounterDeltas:
     tokens: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     head: str = ""
-    heads: dict[str, str] = field(default_factory=dict)
+    trial_head: str = ""
 
 
 class DeltaTracker:
@@ -255,7 +255,7 @@ class DeltaTracker:
         if votes:
             # The last that was named wins a tie: the head that a fleet changes to.
             deltas.head = max(reversed(votes), key=votes.__getitem__)
-            deltas.heads = dict(next(report.heads for report in reports if report.head == deltas.head))
+            deltas.trial_head = next(report.trial_head for report in reports if report.head == deltas.head)
         return deltas
 
     def remember(self, report: TargetReport) -> None:
@@ -265,7 +265,7 @@ class DeltaTracker:
         self._last[report.replica] = TargetReport(
             report.replica,
             head=report.head,
-            heads=dict(report.heads),
+            trial_head=report.trial_head,
             workloads=workloads,
             num_output_tokens=report.num_output_tokens,
             uptime_s=report.uptime_s,

@@ -1,12 +1,12 @@
-"""The head manager: which head drafts for which workload, and what becomes of a candidate.
+"""The head manager: which head drafts, and what becomes of a candidate.
 
     propose -> loading -> running (trial) -> promoted (watched, then kept)
                   |            |                    |
                refused      dropped            rolled back
 
-A trial is an A/B comparison: the candidate drafts for a share of the requests of one configured head. A promoted head
-takes that head's place. It is watched, as one that a `user_config` brings: it is compared with the head before it, and
-rolled back when it is worse.
+A trial is an A/B comparison: the candidate drafts for a share of the requests. A promoted head takes the place of the
+configured one. It is watched, as one that a `user_config` brings: it is compared with the head before it, and rolled
+back when it is worse.
 
 Enters: counts of all targets, once a second, and reports of the drafter replicas. Leaves: `DesiredHeads` for the
 drafters, `HeadRouting` for the targets, and events for the log. Never knows: Ray, files' contents, the engine.
@@ -23,18 +23,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from cluster.counts import CounterDeltas, Counts
+from cluster.request import base_workload
 
 CANDIDATE = "candidate-"
 """Begins the names of proposed heads."""
-
-TRIAL_SUFFIX = "/trial"
-"""Behind the name of a workload: its requests that draft with the candidate. No tag can have it."""
-
-
-def base_workload(workload: str) -> str:
-    """The workload that a request belongs to, whatever head drafts."""
-    return workload.removesuffix(TRIAL_SUFFIX)
-
 
 # ---- heads: where they are to draft, and where they do
 
@@ -50,20 +42,22 @@ class HeadRef:
 
 @dataclass(frozen=True)
 class DesiredHeads:
-    """The desired state of every drafter replica. replacements: by the digest of a configured head (of settings or
-    `user_config`), the head that drafts in its place; so a `user_config` with another head always wins. extra: the last
-    candidate, in a spare slot."""
+    """The desired state of every drafter replica. replacement: drafts in the place of the configured head (of settings
+    or `user_config`) with the digest `replaced`; so a `user_config` with another head always wins. candidate: the last
+    one, in a spare slot."""
 
-    replacements: Mapping[str, HeadRef] = field(default_factory=dict)
-    extra: tuple[HeadRef, ...] = ()
+    replaced: str = ""
+    replacement: HeadRef | None = None
+    candidate: HeadRef | None = None
 
 
 @dataclass(frozen=True)
 class DrafterReport:
-    """One drafter replica. address, key: where targets connect to it, and with what. heads: that draft; targets name
-    one by its index. refused: why those of the last `user_config` do not, "" when they do. counters: since its start.
-    configured: heads of settings and `user_config`. desired: the state that it was given; problems: why some heads of
-    it do not draft, by name; missing: those whose files are not on its node."""
+    """One drafter replica. address, key: where targets connect to it, and with what. heads: the live one, and the
+    candidate if it is loaded; targets name one by its index. refused: why that of the last `user_config` does not
+    draft, "" when it does. counters: since its start. configured: the head of settings or `user_config`. desired: the
+    state that it was given; problems: why some heads of it do not draft, by name; missing: those whose files are not on
+    its node."""
 
     replica: str
     address: str
@@ -71,7 +65,7 @@ class DrafterReport:
     refused: str = ""
     counters: Mapping[str, float] = field(default_factory=dict)
     key: str = field(default="", repr=False)
-    configured: tuple[HeadRef, ...] = ()
+    configured: HeadRef | None = None
     desired: DesiredHeads = field(default_factory=DesiredHeads)
     problems: Mapping[str, str] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
@@ -80,43 +74,40 @@ class DrafterReport:
 @dataclass(frozen=True)
 class HeadRouting:
     """Which requests draft with a candidate, for the targets. trial: its digest, "" without one. It drafts for `share`
-    of the requests of `workloads` (() for all that have the default head), whose workload then has `TRIAL_SUFFIX`."""
+    of the requests, whose workload then has `TRIAL_SUFFIX`."""
 
     trial: str = ""
     share: float = 0.0
-    workloads: tuple[str, ...] = ()
 
 
 # ---- proposals, and what becomes of them
 
 ChangeState = Literal["loading", "running", "promoted", "dropped", "rolled back", "refused"]
-"""`loading`: drafters read the candidate. `running`: it drafts for a share of the requests. `promoted`: for all of its
-workloads. `dropped`: it was not better, or an operator ended the trial. `rolled back`: it was promoted, then worse than
+"""`loading`: drafters read the candidate. `running`: it drafts for a share of the requests. `promoted`: for all of
+them. `dropped`: it was not better, or an operator ended the trial. `rolled back`: it was promoted, then worse than
 the head before, or an operator said so. `refused`: it cannot be loaded."""
 
 
 @dataclass(frozen=True)
 class HeadProposal:
     """A candidate, for `Router.propose`. source: its directory, which the router reads unless there are `files` (name
-    -> content of config.json and the safetensors). workloads: some that share the configured head whose place it is to
-    take; () for the default head's. parent: digest of the head that it was trained from. provenance: shown in
-    `GET /drafting`."""
+    -> content of config.json and the safetensors). parent: digest of the head that it was trained from. provenance:
+    shown in `GET /drafting`."""
 
     source: str
     files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
-    workloads: tuple[str, ...] = ()
     parent: str = ""
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
 
-INTERNAL = ("is_compared", "evidence", "control", "key", "previous")
+INTERNAL = ("is_compared", "evidence", "control", "previous")
 """Fields of a `HeadChange` that nobody is shown."""
 
 
 @dataclass
 class HeadChange:
-    """One head in the place of another: a candidate (name, parent and provenance as proposed, workloads: those of the
-    configured head, () of the default head), or the head of a new `user_config`.
+    """One head in the place of another: a candidate (name, parent and provenance as proposed), or the head of a new
+    `user_config`.
 
     Attributes:
         head, against: digests of the new head and of the one before, "" until the new one is loaded.
@@ -125,11 +116,10 @@ class HeadChange:
         begun_s, changed_s: Unix times of the proposal and of the state.
         is_compared: a trial that runs, or a promoted head that is watched.
         evidence, control: since the comparison began, by workload: of the new head and of the one before.
-        key, previous: of a promoted head, the digest of the configured head, and what replaced that one before.
+        previous: of a promoted head, what replaced the configured one before; None: nothing did.
     """
 
     name: str
-    workloads: tuple[str, ...] = ()
     parent: str = ""
     provenance: dict[str, Any] = field(default_factory=dict)
     state: ChangeState = "loading"
@@ -145,7 +135,6 @@ class HeadChange:
     is_compared: bool = False
     evidence: dict[str, "HeadEvidence"] = field(default_factory=dict)
     control: dict[str, "HeadEvidence"] = field(default_factory=dict)
-    key: str = ""
     previous: HeadRef | None = None
 
     @property
@@ -264,16 +253,16 @@ class HeadState:
 
     Attributes:
         weights: digest of the target's weights that the evidence was counted with.
-        configured: as drafters report.
-        replacements: what drafts instead, by digest of a configured head.
+        configured: as drafters report; None before they did.
+        replacement: what drafts instead.
         candidate: the last one. Of a trial that is over, requests may still run.
         changes: the newest last.
         evidence: by head and workload, the head that drafted last at the end.
     """
 
     weights: str
-    configured: tuple[HeadRef, ...]
-    replacements: dict[str, HeadRef]
+    configured: HeadRef | None
+    replacement: HeadRef | None
     candidate: HeadRef | None
     changes: list[HeadChange]
     evidence: dict[str, dict[str, HeadEvidence]]
@@ -283,18 +272,14 @@ class HeadManager:
     """Decides which heads draft. Not thread-safe.
 
     Args:
-        index_of: by workload, the index of its head in `drafter.heads`; 0 for the others.
         num_spare: `drafter.spare_heads`.
         trial_share: of the requests, that a candidate drafts for.
         clock: Unix time, for what is shown.
     """
 
-    def __init__(
-        self, index_of: Mapping[str, int], num_spare: int, trial_share: float, clock: Callable[[], float] = time.time
-    ) -> None:
-        self._index_of, self._num_spare, self._trial_share, self._clock = dict(index_of), num_spare, trial_share, clock
-        self._index_of[""] = 0
-        self.state = HeadState("", (), {}, None, [], {})
+    def __init__(self, num_spare: int, trial_share: float, clock: Callable[[], float] = time.time) -> None:
+        self._num_spare, self._trial_share, self._clock = num_spare, trial_share, clock
+        self.state = HeadState("", None, None, None, [], {})
         self._num_running: Mapping[str, int] = {}
         self._num_uncounted: Counter[str] = Counter()
         """Requests by workload that started and have verified nothing yet. Their steps come with a later report."""
@@ -307,12 +292,14 @@ class HeadManager:
     @property
     def is_ready(self) -> bool:
         """Whether drafters have said what they are configured with: before that nothing is desired."""
-        return bool(self.state.configured)
+        return self.state.configured is not None
 
     @property
     def desired(self) -> DesiredHeads:
-        extra = () if self.state.candidate is None else (self.state.candidate,)
-        return DesiredHeads(dict(self.state.replacements), extra[: self._num_spare])
+        state, candidate = self.state, self.state.candidate if self._num_spare else None
+        if state.replacement is None or state.configured is None:
+            return DesiredHeads(candidate=candidate)
+        return DesiredHeads(state.configured.digest, state.replacement, candidate)
 
     @property
     def routing(self) -> HeadRouting:
@@ -320,22 +307,21 @@ class HeadManager:
         digest = "" if candidate is None else candidate.digest
         if trial is None or trial.state == "loading":
             return HeadRouting(digest)
-        return HeadRouting(digest, self._trial_share, trial.workloads)
+        return HeadRouting(digest, self._trial_share)
 
     @property
-    def assignment(self) -> dict[str, HeadRef]:
-        """Which head drafts for a workload, trials left out; "": for those that are not named. Raises ValueError before
-        drafters have said what they are configured with."""
-        if not self.is_ready:
-            raise ValueError("no drafter has said yet which heads draft: try again")
-        drafting = [self.state.replacements.get(head.digest, head) for head in self.state.configured]
-        return {workload: drafting[index] for workload, index in self._index_of.items()}
+    def live_head(self) -> HeadRef:
+        """The head that drafts, trials left out. Raises ValueError before drafters have said what they are configured
+        with."""
+        if self.state.configured is None:
+            raise ValueError("no drafter has said yet which head drafts: try again")
+        return self.state.replacement or self.state.configured
 
     @property
     def names_in_use(self) -> set[str]:
         """Names of heads that draft, or that a roll-back would bring back."""
-        previous = [change.previous for change in self.state.changes if change.previous is not None]
-        return {head.name for head in (*self.state.replacements.values(), *previous)}
+        heads = [self.state.replacement, *(change.previous for change in self.state.changes)]
+        return {head.name for head in heads if head is not None}
 
     def get_change(self, name: str) -> HeadChange:
         """The newest of a head, as it is now. Raises ValueError for a name that is not known (any more)."""
@@ -360,16 +346,10 @@ class HeadManager:
         if not self._num_spare:
             raise ValueError("drafter.spare_heads is 0: drafters have no slot for a candidate beside their heads")
         if not self.is_ready:
-            raise ValueError("no drafter has said yet which heads draft: try again")
+            raise ValueError("no drafter has said yet which head drafts: try again")
         if (trial := self._trial()) is not None:
             raise ValueError(f"a trial is under way, of {trial.name}: one at a time")
-        indices = {self._index_of.get(workload, 0) for workload in proposal.workloads or ("",)}
-        if len(indices) > 1 or (proposal.workloads and indices == {0}):
-            named = ", ".join(proposal.workloads)
-            raise ValueError(f"the workloads {named} share no head of their own: see drafter.heads_by_workload")
-        index = indices.pop()
-        workloads = tuple(name for name, other in self._index_of.items() if other == index) if index else ()
-        change = HeadChange(name, workloads, proposal.parent, dict(proposal.provenance))
+        change = HeadChange(name, proposal.parent, dict(proposal.provenance))
         self.state.candidate = change.ref
         self._set_state(change, "loading", "drafters load it")
         return change
@@ -390,20 +370,18 @@ class HeadManager:
     def observe_drafters(self, reports: Sequence[DrafterReport]) -> None:
         """Take in the reports of all drafter replicas, once they agree and have been given the desired state."""
         state = self.state
-        if not reports:
+        if not reports or (configured := reports[0].configured) is None:
             return
-        configured, given = reports[0].configured, reports[0].desired
+        given = reports[0].desired
         if any((report.configured, report.desired) != (configured, given) for report in reports):
             return
-        if not self.is_ready:  # a router before this one may have decided, and its state is lost
-            state.configured, state.replacements = configured, dict(given.replacements)
+        if state.configured is None:  # a router before this one may have decided, and its state is lost
+            state.replacement = given.replacement if given.replaced == configured.digest else None
         elif given != self.desired:
             return
-        before, state.configured = state.configured, configured
-        if len(before) == len(configured):  # else the settings are others
-            for old_head, head in zip(before, configured, strict=True):
-                if old_head.digest != head.digest:
-                    self._record_new_config(old_head, head)
+        elif state.configured.digest != configured.digest:
+            self._record_new_config(state.configured, configured)
+        state.configured = configured
         if (trial := self._trial()) is not None and trial.state == "loading":
             self._record_loading(trial, reports)
 
@@ -462,7 +440,7 @@ class HeadManager:
 
     def _record_loading(self, trial: HeadChange, reports: Sequence[DrafterReport]) -> None:
         """Begin to route requests to a candidate that all drafters have loaded."""
-        old = self.assignment[trial.workloads[0] if trial.workloads else ""]
+        old = self.live_head
         problems = [report.problems[trial.name] for report in reports if trial.name in report.problems]
         digests = {{head.name: head.digest for head in report.heads}.get(trial.name, "") for report in reports}
         if digests == {old.digest}:
@@ -478,29 +456,24 @@ class HeadManager:
 
     def _promote(self, change: HeadChange, reason: str) -> None:
         """Let a candidate draft in the place of the configured head."""
-        index = self._index_of[change.workloads[0] if change.workloads else ""]
-        change.key = self.state.configured[index].digest
-        change.previous = self.state.replacements.get(change.key)
-        self.state.replacements[change.key] = change.ref
+        change.previous, self.state.replacement = self.state.replacement, change.ref
         self._set_state(change, "promoted", reason)
         self._begin_comparison(change)
 
     def _record_new_config(self, before: HeadRef, head: HeadRef) -> None:
         """A `user_config` names `head` where `before` was configured."""
-        old = self.state.replacements.pop(before.digest, before)
+        old, self.state.replacement = self.state.replacement or before, None
         if old.digest == head.digest:
             return  # the operator wants what drafts already
         self._drop_trial_against(old.digest, "a user_config changed the head that it was compared with")
         change = HeadChange(head.name, parent=old.digest, head=head.digest, against=old.digest)
-        change.key, change.previous = head.digest, old
+        change.previous = old
         self._set_state(change, "promoted", "by a user_config")
         self._begin_comparison(change)
 
     def _undo(self, change: HeadChange, reason: str) -> None:
         """Roll back a promoted head."""
-        self.state.replacements.pop(change.key, None)
-        if change.previous is not None:
-            self.state.replacements[change.key] = change.previous
+        self.state.replacement = change.previous
         self._num_cold = dict(self._num_running)
         self._set_state(change, "rolled back", reason)
         self._drop_trial_against(change.head, "the head that it was compared with was rolled back")
@@ -540,6 +513,4 @@ class HeadManager:
 
     def _stands(self, change: HeadChange) -> bool:
         """Whether a promoted head drafts where it was put."""
-        configured = {head.digest: head for head in self.state.configured}
-        drafting = self.state.replacements.get(change.key, configured.get(change.key))
-        return change.state == "promoted" and drafting == change.ref
+        return change.state == "promoted" and change.ref == (self.state.replacement or self.state.configured)

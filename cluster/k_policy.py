@@ -36,8 +36,8 @@ import numpy as np
 
 from cluster.acceptance import AcceptancePosteriors, AcceptanceSnapshot
 from cluster.counts import CounterDeltas, DeltaTracker, TargetReport
-from cluster.heads import HeadRouting, base_workload
-from cluster.request import DEFAULT_WORKLOAD, DepthPolicy, Drafting
+from cluster.heads import HeadRouting
+from cluster.request import DEFAULT_WORKLOAD, DepthPolicy, Drafting, base_workload
 from cluster.spending import DaySpending
 from cluster.step_latency import StepLatency, average_latency, guessed_latency
 

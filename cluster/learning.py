@@ -14,7 +14,7 @@ import hashlib
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -172,17 +172,11 @@ class TrafficBuffer:
         return found
 
     def draw(
-        self,
-        workloads: Collection[str],
-        *,
-        held_out: bool,
-        newest: bool = True,
-        max_tokens: float = math.inf,
-        max_answers: float = math.inf,
+        self, *, held_out: bool, newest: bool = True, max_tokens: float = math.inf, max_answers: float = math.inf
     ) -> list[KeptAnswer]:
         """Answers in equal shares (of tokens) of the workloads and of callers in them: the newest, or a sample of the
         mix of before, which is the older half. held_out: those to judge by, else those to train on."""
-        kept = {group: answers for group, answers in self._by_group().items() if group[0] in workloads}
+        kept = self._by_group()
         if not newest:
             kept = {group: answers[: (len(answers) + 1) // 2] for group, answers in kept.items()}
             if self._replay:

@@ -100,6 +100,8 @@ def hash_key(key: str) -> str:
 # 0..K_max is an error, a k above the operator's limit is lowered to the limit.
 
 DEFAULT_WORKLOAD = "default"
+TRIAL_SUFFIX = "/trial"
+"""Behind the name of a workload: its requests that draft with a candidate head. No tag can have it."""
 K_HEADER = "X-Drafting-K"
 WORKLOAD_HEADER = "X-Drafting-Workload"
 
@@ -140,8 +142,8 @@ class Drafting:
         source: what chose K: the `request`, the operator's table by `workload`, the `default`, or acceptance and load
             (`learned`); a `probe` measures acceptance where a learned K is 0.
         reason: in words; "" where the source says all.
-        survival: S_1, S_2, ... on which a learned K rests, by which the scheduler may lower it under load, as deep as
-            its steps usually go; () otherwise.
+        survival: S_1, S_2, ... on which a learned K rests, by which the scheduler may lower it under load; ()
+            otherwise.
         expected_tpot_s: seconds per output token expected of a learned K.
         max_k: the most drafts of a step: k, unless the scheduler decides by `survival`.
     """
@@ -157,6 +159,11 @@ class Drafting:
     def __post_init__(self) -> None:
         if self.max_k is None:
             object.__setattr__(self, "max_k", self.k)
+
+
+def base_workload(workload: str) -> str:
+    """The workload that a request belongs to, whatever head drafts."""
+    return workload.removesuffix(TRIAL_SUFFIX)
 
 
 def is_workload_tag(tag: str) -> bool:

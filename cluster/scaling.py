@@ -11,9 +11,9 @@ is what will wait when a replica that is ordered now begins to serve. It has two
 its full batch, and what comes until then beyond what is planned for.
 
 The number goes up when the need exceeds the wanted number by more than `UP_TOLERANCE`. It goes down only when D fits in
-fewer replicas at `DEAD_BAND` of the utilisation, every replica reports, none is starting, and the newest one is warm.
-Capacity changes by at most `MAX_CHANGE` a decision. On missing or stale data Serve's policy (`deployments.autoscaling`)
-goes by queue length and takes no replica away. Drafters follow the targets in proportion to their bounds: a target's
+fewer replicas at `DEAD_BAND` of the utilisation, every replica reports, and none is starting. Serve follows a number
+that lasts. On missing or stale data its policy (`deployments.autoscaling`) goes by queue length and takes no replica
+away. Drafters follow the targets in proportion to their bounds: a target's
 step needs one pass, whatever it accepts.
 """
 
@@ -33,16 +33,10 @@ DEAD_BAND = 0.9
 """A replica goes only when the demand fits in the others at this share of the utilisation."""
 
 UP_TOLERANCE = 0.05
-"""Share of the wanted replicas by which the need must exceed them. At constant traffic it varies by about 3 %."""
-
-MAX_CHANGE = 0.2
-"""The largest change of capacity in one decision, as a share."""
+"""Share of the wanted replicas by which the need must exceed them."""
 
 DRAIN_S = 60.0
 """The time in which full replicas are to work off a backlog."""
-
-WARMUP_S = 30.0
-"""From a replica's start to its full speed."""
 
 LOAD_TIME_S = 10.0
 """Time constant of the mean number of ongoing requests."""
@@ -73,7 +67,7 @@ class Decision:
         source: what decided.
         ongoing_requests: mean number of requests in the targets, waiting ones included.
         demand_tokens_per_s: D, None where it is not known; likewise the following.
-        capacity_tokens_per_s: mu, after the limit of its change.
+        capacity_tokens_per_s: mu.
         acceptance_length: mean AL of a replica's steps at its capacity.
         needed: replicas of the target that the demand needs, before dead band and bounds; a fraction.
     """
@@ -131,9 +125,8 @@ class ScalingPolicy:
         self.settings = settings
         self._traffic = TrafficHistory()
         self._reported_s: dict[str, float] = {}
-        self._observed_s = self._starting_s = -math.inf
+        self._observed_s = -math.inf
         self._ongoing, self._is_busy = 0.0, False
-        self._capacity: float | None = None
 
     def observe(self, deltas: CounterDeltas | None, reports: Sequence[TargetReport], now_s: float) -> None:
         """Add a round of reports; `deltas`: what `KPolicy.observe` found new in them."""
@@ -154,15 +147,13 @@ class ScalingPolicy:
 
     def decide(self, now_s: float, target: Pool, drafter: Pool | None, k_policy: KPolicy) -> Decision:
         """The wanted numbers of replicas at `now_s`. `drafter`: None where it is not known."""
-        if target.num_running < target.num_wanted or self._starting_s == -math.inf:
-            self._starting_s = now_s
         if target.num_running == 0 and target.num_wanted > 0:
             self._traffic.note_busy(now_s)  # the client that it starts for was told to come again
         settings, idle_s = self.settings, self._traffic.idle_s(now_s)
         num_silent = max(0, target.num_running - len(self._reported_s))
         if settings.target.min == 0 and not self._is_busy and idle_s >= settings.idle_s and not num_silent:
             return Decision(0, self._num_drafters(0), "idle", f"no request for {idle_s:.0f} s: scaled to zero")
-        traffic = self._traffic.by_workload(now_s)
+        traffic = self._traffic.by_workload()
         missing = self._find_missing(traffic, target.num_running, num_silent, k_policy, now_s)
         if missing or settings.policy == "queue_length":
             num_drafters = self._num_drafters(target.num_wanted)
@@ -177,13 +168,11 @@ class ScalingPolicy:
             kept = f"{num_silent} replicas do not report"
         elif target.num_running < target.num_wanted:
             kept = f"{target.num_wanted - target.num_running} replicas are starting"
-        elif now_s - self._starting_s < WARMUP_S:
-            kept = "the newest replica is not warm yet"
         if not traffic:
             number, why = _apply_dead_band(0.0, 0.0, target.num_wanted, settings.target, kept)
             reason = f"no arrivals for {idle_s:.0f} s{why}"
             drafters = self._num_drafters(number)
-            return Decision(number, drafters, "acceptance", reason, self._ongoing, 0.0, self._capacity, needed=0.0)
+            return Decision(number, drafters, "acceptance", reason, self._ongoing, 0.0, needed=0.0)
         return self._decide_by_acceptance(traffic, k_policy, target, num_silent, kept)
 
     def _find_missing(
@@ -217,27 +206,21 @@ class ScalingPolicy:
     ) -> Decision:
         settings, (capacity, length) = self.settings, replica_capacity(k_policy, traffic)
         excess = max(0.0, self._ongoing - target.num_wanted * k_policy.max_num_seqs)
-        before = capacity if self._capacity is None else self._capacity
-        used = min(max(capacity, before * (1 - MAX_CHANGE)), before * (1 + MAX_CHANGE))
-        if excess:  # where requests pile up, a fall of capacity is not in doubt
-            used = min(used, capacity)
-        self._capacity = used
         counted = sum(each.tokens_per_s for each in traffic.values())
         tokens_each = counted / sum(each.requests_per_s for each in traffic.values())
         arriving = counted * target.num_running / (target.num_running - num_silent)
         # Half of the starting replicas count as serving, because it is not known when they were ordered.
         serving = (target.num_running + target.num_wanted) / 2
-        piling_up = (arriving - serving * settings.utilisation * used) * settings.start_time_s
+        piling_up = (arriving - serving * settings.utilisation * capacity) * settings.start_time_s
         backlog = max(0.0, excess * tokens_each + piling_up) / DRAIN_S
         # A backlog is worked off by full replicas: `utilisation` is for traffic that lasts.
-        drained = (arriving + backlog) / used if backlog else 0.0
-        planned = arriving / (settings.utilisation * used)
+        drained = (arriving + backlog) / capacity if backlog else 0.0
+        planned = arriving / (settings.utilisation * capacity)
         needed, sparse = max(planned, drained), max(planned / DEAD_BAND, drained)
         number, why = _apply_dead_band(needed, sparse, target.num_wanted, settings.target, kept)
         full = f"{100 * settings.utilisation:.0f} %" if planned >= drained else "the full, until the backlog is gone"
         parts = f" ({backlog:.0f} of it backlog)" if backlog else ""
-        parts += f", a replica gives {used:.0f}"
-        parts += "" if used == capacity else f" (on the way to {capacity:.0f})"
+        parts += f", a replica gives {capacity:.0f}"
         return Decision(
             target=number,
             drafter=self._num_drafters(number),
@@ -246,7 +229,7 @@ class ScalingPolicy:
             f"{k_policy.max_num_seqs:.0f}, planned to {full}: {needed:.2f} replicas{why}",
             ongoing_requests=self._ongoing,
             demand_tokens_per_s=arriving + backlog,
-            capacity_tokens_per_s=used,
+            capacity_tokens_per_s=capacity,
             acceptance_length=length,
             needed=needed,
         )

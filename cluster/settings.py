@@ -81,16 +81,8 @@ VERIFICATION_KEYS = ("rejection_sample_method", "synthetic_acceptance_length", "
 ROW_DTYPES = {"float32": "float32", "float": "float32", "float16": "float16", "half": "float16", "bfloat16": "bfloat16"}
 """vLLM's names of data types, and the names in the remote drafter's protocol."""
 
-SHARED_SHAPE = ("hidden_size", "target_hidden_size", "vocab_size", "aux_layer_ids")
-"""Must be equal in all heads of a remote drafter: the target sends every request's rows in one form."""
-
-MAX_NUM_HEADS = 32
-"""The most heads of one remote drafter; each has weights and a share of the cache."""
-
 DEFAULT_MAX_NUM_SEQS = 256
 """Sequences that an engine runs at a time where `engine.max_num_seqs` does not say."""
-
-SWAPPED_KEYS = ("head", "heads_by_workload")
 
 OBJECT_STORES = ("s3://", "gs://", "az://")
 STREAMED_FORMATS = ("runai_streamer", "runai_streamer_sharded")
@@ -270,8 +262,8 @@ class LinkSettings(Section):
 
 
 class DrafterSettings(Section):
-    """The drafter. `replicas`, `links`, `heads_by_workload` and `spare_heads` are for `placement: remote`. A candidate
-    on trial gets an equal share of the cache."""
+    """The drafter. `replicas`, `links` and `spare_heads` are for `placement: remote`. A candidate on trial gets an
+    equal share of the cache."""
 
     removed: ClassVar[Mapping[str, str]] = {"parallel_drafting": "the head's file says it"}
 
@@ -291,8 +283,7 @@ class DrafterSettings(Section):
     )
     replicas: DrafterReplicas | None = Field(default=None, description="The drafter's replicas.")
     links: LinkSettings | None = Field(default=None, description="How long targets wait for drafts.")
-    heads_by_workload: dict[Tag, str] = Field(default_factory=dict, description="Workloads with a head of their own.")
-    spare_heads: int = Field(default=0, ge=0, description="Room for candidate heads in each replica.")
+    spare_heads: int = Field(default=0, ge=0, le=31, description="Room for candidate heads in each replica.")
     trial_share: float = Field(
         default=0.1, gt=0, le=0.5, description="Share of the requests that a candidate head drafts for."
     )
@@ -306,14 +297,6 @@ class DrafterSettings(Section):
         """Whether vLLM alone knows the drafter: its files are neither read nor converted here."""
         return self.method != "eagle3"
 
-    @property
-    def heads(self) -> tuple[str, ...]:
-        """The heads, each once, the default head first. A request names its head by the index here."""
-        return tuple(dict.fromkeys((self.head, *self.heads_by_workload.values())))
-
-    def head_index(self, workload: str) -> int:
-        return self.heads.index(self.heads_by_workload.get(workload, self.head))
-
     @model_validator(mode="after")
     def _check_placement(self) -> typing.Self:
         if not self.is_remote:
@@ -321,7 +304,7 @@ class DrafterSettings(Section):
                 [
                     f".{key} has no meaning with placement: colocated, where the drafter runs in the target's engine: "
                     "write placement: remote, or leave it out"
-                    for key in ("replicas", "links", "heads_by_workload", "spare_heads")
+                    for key in ("replicas", "links", "spare_heads")
                     if getattr(self, key)
                 ]
             )
@@ -330,8 +313,6 @@ class DrafterSettings(Section):
                 f".engine_options ({', '.join(others)}) are for a drafter in the target's engine, which "
                 "placement: remote does not have: leave them out"
             )
-        if (num_heads := len(self.heads) + self.spare_heads) > MAX_NUM_HEADS:
-            raise ValueError(f".heads_by_workload and spare_heads: {num_heads} heads, at most {MAX_NUM_HEADS}")
         return self
 
     @field_validator("engine_options")
@@ -355,8 +336,8 @@ class DrafterSettings(Section):
         return options
 
     @model_validator(mode="after")
-    def _read_heads(self, info: ValidationInfo) -> "DrafterSettings":
-        """Resolve the heads' names, and take missing values from their configs."""
+    def _read_head(self, info: ValidationInfo) -> "DrafterSettings":
+        """Resolve the head's name, and take missing values from its config."""
         catalog: Catalog | None = info.context
         if catalog is None:
             return self
@@ -364,14 +345,10 @@ class DrafterSettings(Section):
             return self._read_others(catalog)
         if not self.head:
             raise Problems(["missing key drafter.head: a shipped head's name, a directory, or a Hugging Face id"])
-        found, problems = dict[str, tuple[str, Head | None]](), list[str]()
-        for workload, name in {"": self.head, **self.heads_by_workload}.items():
-            try:
-                found[workload] = catalog.head(name)
-            except ValueError as error:
-                problems.append(f".heads_by_workload.{workload}{error}" if workload else f".head{error}")
-        Problems.check(problems)
-        name, head = found.pop("")
+        try:
+            name, head = catalog.head(self.head)
+        except ValueError as error:
+            raise ValueError(f".head{error}") from error
         problems = []
         if self.is_remote and head is not None and head.ptd_token_id is None:
             problems.append(
@@ -386,13 +363,8 @@ class DrafterSettings(Section):
                 f".max_draft_tokens is {max_draft_tokens}, but the head {self.head} was trained for {head.num_depths} "
                 f"depths (its num_depths): write {head.num_depths} or less"
             )
-        for workload, (own_name, own) in found.items():
-            key = f".heads_by_workload.{workload}: the head {own_name}"
-            problems += [] if own is None else _misfits(key, own, head, max_draft_tokens or 0)
         Problems.check(problems)
-        by_workload = {workload: own_name for workload, (own_name, _) in found.items()}
-        filled = {"head": name, "max_draft_tokens": max_draft_tokens, "heads_by_workload": by_workload}
-        return self.model_copy(update=filled)
+        return self.model_copy(update={"head": name, "max_draft_tokens": max_draft_tokens})
 
     def _read_others(self, catalog: Catalog) -> "DrafterSettings":
         """Resolve the name of a drafter that only vLLM reads, and refuse what is for P-EAGLE heads."""
@@ -413,25 +385,6 @@ class DrafterSettings(Section):
             problems.append(f".head is {name!r:.80}, but method: {self.method} has no files of its own: leave it out")
         Problems.check(problems)
         return self.model_copy(update={"head": name})
-
-
-def _misfits(key: str, own: Head, default: Head | None, max_draft_tokens: int) -> list[str]:
-    """Why a workload's head cannot draft beside the default head. `key` begins each line."""
-    problems = []
-    if own.ptd_token_id is None:
-        problems.append(f"{key} is an EAGLE-3 head; placement: remote is for P-EAGLE heads")
-    problems += [
-        f"{key} has {what} {getattr(own, what)}, the default head {getattr(default, what)}: the heads of one drafter "
-        "read the same hidden states"
-        for what in SHARED_SHAPE
-        if default is not None and getattr(own, what) != getattr(default, what)
-    ]
-    if own.max_depths < max_draft_tokens:
-        problems.append(
-            f"{key} was trained for {own.num_depths} depths (its num_depths), fewer than drafter.max_draft_tokens, "
-            f"{max_draft_tokens}: lower that, or take another head"
-        )
-    return problems
 
 
 class Objective(Section):
@@ -1074,9 +1027,8 @@ class ClusterSettings(Section):
     def named_workloads(self) -> frozenset[str]:
         """Workloads named in the settings, which are always distinguished."""
         of_callers = {caller.workload for caller in (self.callers or {}).values() if caller.workload is not None}
-        drafted = () if self.drafter is None else self.drafter.heads_by_workload
         learned = None if self.learning is None else self.learning.workloads
-        named = {*self.depth.by_workload, *self.depth.objectives, *self.model.aliases.values(), *of_callers, *drafted}
+        named = {*self.depth.by_workload, *self.depth.objectives, *self.model.aliases.values(), *of_callers}
         return frozenset({*named, *(learned if isinstance(learned, list) else ())})
 
 
@@ -1111,32 +1063,19 @@ def load_settings(raw: Any, catalog: Catalog, env: Mapping[str, str] | None = No
 
 
 def swapped(drafter: DrafterSettings, user_config: Any, catalog: Catalog) -> DrafterSettings:
-    """`drafter` with the heads in a deployment's `user_config`, `{head: ..., heads_by_workload: {...}}`, both optional.
+    """`drafter` with the head in a deployment's `user_config`, `{head: ...}` or `{}`.
 
     Raises:
-        ValueError: every problem: an unknown key, no such head, a head that does not fit the others, or another
-            grouping of workloads by head than in `drafter`, which the running targets use.
+        ValueError: every problem: an unknown key, no such head, or one of too few depths.
     """
     if not isinstance(user_config, Mapping):
-        raise ValueError(f"user_config must be a mapping with {' and '.join(SWAPPED_KEYS)}, not {user_config!r:.80}")
-    if unknown := [str(key) for key in user_config if key not in SWAPPED_KEYS]:
-        raise ValueError(f"unknown key {unknown[0]} in user_config{nearest(unknown[0], SWAPPED_KEYS)}; it swaps heads")
+        raise ValueError(f"user_config must be a mapping with head, not {user_config!r:.80}")
+    if unknown := [str(key) for key in user_config if key != "head"]:
+        raise ValueError(f"unknown key {unknown[0]} in user_config{nearest(unknown[0], ['head'])}; it swaps the head")
     try:
-        found = DrafterSettings.model_validate({**drafter.model_dump(), **user_config}, context=catalog)
+        return DrafterSettings.model_validate({**drafter.model_dump(), **user_config}, context=catalog)
     except ValidationError as error:
         raise ValueError("; ".join(problem_lines(error, DrafterSettings, "user_config"))) from error
-    if found.heads_by_workload.keys() != drafter.heads_by_workload.keys():
-        raise ValueError(
-            f"user_config names heads of the workloads {sorted(found.heads_by_workload)}, the running service tells "
-            f"{sorted(drafter.heads_by_workload)} apart: change drafter.heads_by_workload in args and deploy anew"
-        )
-    indices = [[section.head_index(workload) for workload in drafter.heads_by_workload] for section in (found, drafter)]
-    if indices[0] != indices[1] or len(found.heads) != len(drafter.heads):
-        raise ValueError(
-            "user_config gives workloads one head that have two in the running service, or the other way round: "
-            "change drafter.heads_by_workload in args and deploy anew"
-        )
-    return found
 
 
 def _with_drafter(raw: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:

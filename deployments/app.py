@@ -175,13 +175,13 @@ def catalog() -> Catalog:
 
 
 def check_files(settings: ClusterSettings) -> None:
-    """Check the heads (`check_heads`), the reader of object stores, and the learner's recipe, which needs torch.
+    """Check the head (`check_heads`), the reader of object stores, and the learner's recipe, which needs torch.
 
     Raises:
         SettingsError: listing every problem.
     """
     check_heads(settings)
-    sources = [settings.model.source, *(settings.drafter.heads if settings.drafter is not None else ())]
+    sources = [settings.model.source, *([settings.drafter.head] if settings.drafter is not None else [])]
     if any(name.startswith(OBJECT_STORES) for name in sources) and find_spec("runai_model_streamer") is None:
         raise SettingsError(["checkpoints in object stores need a package here: pip install 'vllm[runai]'"])
     if settings.learning is not None:
@@ -194,7 +194,7 @@ def check_files(settings: ClusterSettings) -> None:
 
 
 def check_heads(settings: ClusterSettings) -> None:
-    """Check the heads' files without loading them, and that they fit the target where that one's sizes are at hand.
+    """Check the head's files without loading them, and that they fit the target where that one's sizes are at hand.
 
     Raises:
         SettingsError: a damaged or missing file, wrong tensors, or a head for another target.
@@ -203,20 +203,13 @@ def check_heads(settings: ClusterSettings) -> None:
         return
     embedded = embedded_targets().get(settings.model.source)
     target_config = Path(settings.model.source) / "config.json"
-    named = {"drafter.head": settings.drafter.head} | {
-        f"drafter.heads_by_workload.{workload}": head for workload, head in settings.drafter.heads_by_workload.items()
-    }
-    problems = []
-    for key, head in named.items():
-        folder = peagle.heads.shipped_heads().get(head, Path(head))
-        if not folder.is_dir():
-            continue
-        try:
-            target = None if embedded is None else dict(embedded.shape)
-            if target_config.is_file():
-                target = read_json(target_config, "target")
-            check_head(folder, target)
-        except (ValueError, OSError) as error:
-            problems.append(f"{key}: {error}")
-    if problems:
-        raise SettingsError(problems)
+    folder = peagle.heads.shipped_heads().get(settings.drafter.head, Path(settings.drafter.head))
+    if not folder.is_dir():
+        return
+    try:
+        target = None if embedded is None else dict(embedded.shape)
+        if target_config.is_file():
+            target = read_json(target_config, "target")
+        check_head(folder, target)
+    except (ValueError, OSError) as error:
+        raise SettingsError([f"drafter.head: {error}"]) from error

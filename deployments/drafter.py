@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,7 +118,7 @@ class HeadLoader:
         assert drafter.replicas is not None
         assert drafter.max_draft_tokens is not None
         self._max_draft_tokens: int = drafter.max_draft_tokens
-        self.num_slots = len(drafter.heads) + drafter.spare_heads
+        self.num_slots = 1 + drafter.spare_heads
         self._cache_gib = drafter.replicas.cache_gib / self.num_slots
         self._target = target_source(settings.model.source)
         self._dtype: torch.dtype = getattr(torch, ROW_DTYPES[engine["dtype"]])
@@ -161,15 +161,17 @@ class HeadLoader:
 class HeadSlots:
     """The heads of one replica, a slot each in its engine and server: which are configured, desired, and draft.
 
-    A head stays in its slot. Targets name heads by their index in `drafting`: the configured heads, or what the router
-    desires in their place, then those in spare slots.
+    A head stays in its slot. Targets name heads by their index in `drafting`: the configured head, or what the router
+    desires in its place, then the candidate.
     """
 
     def __init__(self, settings: DrafterSettings, loader: HeadLoader) -> None:
-        """Loads the heads of the settings. Raises ValueError for one that cannot be used."""
+        """Loads the head of the settings. Raises ValueError if it cannot be used."""
         self._settings, self._loader, self._lock = settings, loader, asyncio.Lock()
-        self.loaded = {slot: loader.load(name) for slot, name in enumerate(settings.heads)}
-        self.drafting = self.configured = tuple(HeadRef(head.name, head.digest) for head in self.loaded.values())
+        head = loader.load(settings.head)
+        self.loaded = {0: head}
+        self.configured = HeadRef(head.name, head.digest)
+        self.drafting: tuple[HeadRef, ...] = (self.configured,)
         self.desired = DesiredHeads()
         self.refused = ""
         self.problems: dict[str, str] = {}
@@ -177,13 +179,13 @@ class HeadSlots:
         self.server: DrafterServer | None = None
 
     async def configure(self, user_config: Any) -> None:
-        """Let the heads that `user_config` names draft. Where one does not fit, the heads of now stay, and `refused`
-        says why."""
+        """Let the head that `user_config` names draft. Where it does not fit, the head of now stays, and `refused` says
+        why."""
 
         def work() -> None:
-            # Over the settings, not over the heads of now: a replica that starts now never had those.
+            # Over the settings, not over the head of now: a replica that starts now never had that one.
             catalog = Catalog((), Path(peagle.heads.__file__).parent, read_head_config)
-            self._apply(tuple(self._find(name) for name in swapped(self._settings, user_config, catalog).heads))
+            self._apply(self._find(swapped(self._settings, user_config, catalog).head))
 
         self.refused = await self._run(work)
 
@@ -196,7 +198,7 @@ class HeadSlots:
     async def keep_files(self, name: str, files: Mapping[str, bytes]) -> None:
         """The files of a head that is `missing`. Raises ValueError, OSError."""
         if name in self.missing:
-            in_use = {head.name for head in (*self.desired.replacements.values(), *self.desired.extra)}
+            in_use = {head.name for head in (self.desired.replacement, self.desired.candidate) if head is not None}
             await asyncio.to_thread(keep_candidate, name, files, in_use)
             await self._apply_again()
 
@@ -216,20 +218,21 @@ class HeadSlots:
                 return reason
             return ""
 
-    def _apply(self, configured: tuple[HeadRef, ...]) -> None:
-        """Load what is to draft. Raises for a head of `configured`, or in its place, and changes nothing then."""
+    def _apply(self, configured: HeadRef) -> None:
+        """Load what is to draft. Raises for `configured`, or the head in its place, and changes nothing then."""
         self.problems, self.missing = {}, ()
-        first = [self._find_desired(self.desired.replacements.get(head.digest)) or head for head in configured]
-        extra = [head for head in map(self._find_desired, self.desired.extra) if head is not None]
-        needed, before = {head.digest for head in (*first, *extra)}, self.drafting
-        self._load(first, needed)
-        self.configured, self.drafting = configured, (*first, *filter(self._is_loaded, extra))
-        for head in extra:
+        replacement = self.desired.replacement if self.desired.replaced == configured.digest else None
+        live, candidate = self._find_desired(replacement) or configured, self._find_desired(self.desired.candidate)
+        needed, before = {head.digest for head in (live, candidate) if head is not None}, self.drafting
+        self._load(live, needed)
+        self.configured = configured
+        self.drafting = (live,) if candidate is None or not self._is_loaded(candidate) else (live, candidate)
+        if candidate is not None:
             try:
-                self._load([head], needed)
+                self._load(candidate, needed)
+                self.drafting = live, candidate
             except Exception as error:  # noqa: BLE001  # whatever its files make of it
-                self.problems[head.name] = str(error) if isinstance(error, ValueError) else repr(error)
-        self.drafting = (*first, *filter(self._is_loaded, extra))
+                self.problems[candidate.name] = str(error) if isinstance(error, ValueError) else repr(error)
         for index, head in enumerate(self.drafting):
             if head not in before:
                 logger.info("head %d is %s (%s)", index, head.name, head.digest)
@@ -252,19 +255,20 @@ class HeadSlots:
             self.problems[wanted.name] = str(error)
         return None
 
-    def _load(self, heads: Sequence[HeadRef], needed: Collection[str]) -> None:
-        """Load all, then put each into a free slot, or into that of a head which is not `needed`."""
-        loaded = {head.digest: self._loader.load(head.name) for head in heads if not self._is_loaded(head)}
+    def _load(self, head: HeadRef, needed: Collection[str]) -> None:
+        """Load a head into a free slot, or into that of a head which is not `needed`."""
+        if self._is_loaded(head):
+            return
+        new = self._loader.load(head.name)
+        if new.digest != head.digest:
+            raise ValueError(f"the files of {new.name} are no longer those of head {head.digest}")
         drafting = {head.digest for head in self.drafting}
-        for digest, new in loaded.items():
-            if new.digest != digest:
-                raise ValueError(f"the files of {new.name} are no longer those of head {digest}")
-            free = [slot for slot in range(self._loader.num_slots) if slot not in self.loaded]
-            idle = [slot for slot, old in self.loaded.items() if old.digest not in needed]
-            slot = [*free, *sorted(idle, key=lambda slot: self.loaded[slot].digest in drafting)][0]
-            assert self.server is not None
-            self.server.swap(slot, new.runtime, new.served)
-            self.loaded[slot] = new
+        free = [slot for slot in range(self._loader.num_slots) if slot not in self.loaded]
+        idle = [slot for slot, old in self.loaded.items() if old.digest not in needed]
+        slot = [*free, *sorted(idle, key=lambda slot: self.loaded[slot].digest in drafting)][0]
+        assert self.server is not None
+        self.server.swap(slot, new.runtime, new.served)
+        self.loaded[slot] = new
 
     def _is_loaded(self, head: HeadRef) -> bool:
         return any(loaded.digest == head.digest for loaded in self.loaded.values())
@@ -327,7 +331,7 @@ class DrafterReplica:
             raise RuntimeError(f"the drafter does not draft; its last error: {self._server.last_error or 'none'}")
 
     async def reconfigure(self, user_config: Any) -> None:
-        """Put the heads that `user_config` names in the place of those that differ. A replica that serves returns at
+        """Put the head that `user_config` names in the place of the configured one. A replica that serves returns at
         once, since Serve counts it out until then. Never raises for a head that does not fit, since Serve would end the
         replica: the heads that draft stay, and the reason stands in the log, in /drafting and in /metrics.
         """

@@ -25,14 +25,16 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 
 from cluster.admission import Admission, BodyBudget
 from cluster.errors import ApiError
-from cluster.heads import TRIAL_SUFFIX, HeadRouting, base_workload
+from cluster.heads import HeadRouting
 from cluster.k_policy import PolicyUpdate
 from cluster.request import (
     ANYONE,
     DEFAULT_WORKLOAD,
+    TRIAL_SUFFIX,
     Caller,
     Drafting,
     Workloads,
+    base_workload,
     client_network,
     identify_caller,
     resolve,
@@ -182,7 +184,7 @@ class FrontEnd:
         self._settings = settings
         self._workloads = Workloads(known=settings.named_workloads(), aliases=settings.model.aliases)
         self.heads: tuple[str, ...] = ()
-        """Digests of the heads that draft: those of `drafter.heads`, then those that only the router names."""
+        """Digests of the heads that draft: the live one, then the candidate of the router."""
         self.routing = HeadRouting()
         self.update = PolicyUpdate()
         """The router's last one with choices: K where neither the request nor the operator fixed it."""
@@ -299,29 +301,21 @@ class FrontEnd:
         return self.update.choose(drafting, most if caller.max_k is None else min(most, caller.max_k))
 
     def _assign_trial(self, drafting: Drafting) -> Drafting:
-        """The request, now and then with the head that its workload tries. K stays: both heads get the same."""
-        workload, routing = drafting.workload, self.routing
-        is_asked = workload in routing.workloads if routing.workloads else self._head_index(workload) == 0
-        if routing.trial not in self.heads or not is_asked or random.random() >= routing.share:
+        """The request, now and then with the head on trial. K stays: both heads get the same."""
+        if self.routing.trial not in self.heads or random.random() >= self.routing.share:
             return drafting
-        return replace(drafting, workload=workload + TRIAL_SUFFIX)
+        return replace(drafting, workload=drafting.workload + TRIAL_SUFFIX)
 
     def _head_index(self, workload: str) -> int:
         """The place in `heads` of the head that drafts for a workload."""
         if workload.endswith(TRIAL_SUFFIX) and self.routing.trial in self.heads:
             return self.heads.index(self.routing.trial)
-        drafter = self._settings.drafter
-        return 0 if drafter is None else drafter.head_index(base_workload(workload))
+        return 0
 
     def head_of(self, workload: str = DEFAULT_WORKLOAD) -> str:
         """Digest of the head that drafts for a workload, "" where none does, or it is not known yet."""
         index = self._head_index(workload)
         return self.heads[index] if index < len(self.heads) else ""
-
-    def own_heads(self, workloads: Iterable[str]) -> dict[str, str]:
-        """Digests of those of these workloads, and of the settings', that have a head of their own."""
-        named = () if self._settings.drafter is None else self._settings.drafter.heads_by_workload
-        return {name: self.head_of(name) for name in (*workloads, *named) if self._head_index(name)}
 
     def remember_workload(self, workload: str) -> None:
         """Tell `workload`, which another front end has found, apart from now on."""

@@ -16,7 +16,6 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,40 +94,31 @@ class Learner:
             if num_new.total() < self._learning.min_new_answers:
                 continue
             try:
-                heads: dict[str, HeadRef] = await self._router.head_assignment.remote()
-                by_head: Counter[HeadRef] = Counter()
-                for workload, number in num_new.items():
-                    by_head[heads.get(workload, heads[""])] += number
-                head, number = by_head.most_common(1)[0]
-                if number >= self._learning.min_new_answers:
-                    await self._run_round(head, heads)
-                    self._problem = ""
+                await self._run_round(await self._router.live_head.remote())
+                self._problem = ""
             except Exception as error:  # requests are served on, and the next answers may do better
                 self._problem = repr(error)
                 logger.exception("a round of learning failed")
             self._phase = "collecting"
 
-    async def _run_round(self, head: HeadRef, heads: Mapping[str, HeadRef]) -> None:
-        """Train a head on, judge it, and propose it if it is better. heads: by workload, "" for those not named."""
-        workloads = [name for name in self._buffer.num_answers() if heads.get(name, heads[""]) == head]
-        for workload in workloads:
-            self._buffer.num_new.pop(workload, None)
+    async def _run_round(self, head: HeadRef) -> None:
+        """Train a head on, judge it, and propose it if it is better."""
+        self._buffer.num_new.clear()
         num_recent = (1 - REPLAY_SHARE) * self._trainer.max_tokens
-        recent = self._buffer.draw(workloads, held_out=False, max_tokens=num_recent)
+        recent = self._buffer.draw(held_out=False, max_tokens=num_recent)
         num_before = REPLAY_SHARE / (1 - REPLAY_SHARE) * sum(answer.num_tokens for answer in recent)
-        before = self._buffer.draw(workloads, held_out=False, newest=False, max_tokens=num_before)
+        before = self._buffer.draw(held_out=False, newest=False, max_tokens=num_before)
         if not recent:
             return
         num_judged = HELD_OUT_FACTOR * self._learning.min_held_out
-        draw_judged = functools.partial(self._buffer.draw, workloads, held_out=True, max_answers=num_judged)
+        draw_judged = functools.partial(self._buffer.draw, held_out=True, max_answers=num_judged)
         judged = draw_judged(), draw_judged(newest=False)
         self._phase = "training"
         self._counters["rounds"] += 1
-        in_use = {live.digest for live in heads.values()}
-        found = await asyncio.to_thread(self._trainer.train, head, [*recent, *before], self._buffer.target, in_use)
+        found = await asyncio.to_thread(self._trainer.train, head, [*recent, *before], self._buffer.target)
         self._counters["busy_seconds"] += found["busy_s"]
         self._phase = "judging"
-        found |= await asyncio.to_thread(self._trainer.judge, head.digest, *judged)
+        found |= await asyncio.to_thread(self._trainer.judge, *judged)
         self._counters["busy_seconds"] += found["judging_s"]
         found["parent"], found["parent_digest"] = head.name, head.digest
         found["num_recent"] = dict(Counter(answer.workload for answer in recent))
@@ -136,13 +126,12 @@ class Learner:
         self._last_round = found
         logger.warning("round %d: %s", self._counters["rounds"], found)
         if found["verdict"] == BETTER:
-            folder = await asyncio.to_thread(self._trainer.save, head.digest, found)
+            folder = await asyncio.to_thread(self._trainer.save, found)
             self._counters["proposals"] += 1
             self._phase = "trial"
-            own = [name for name, other in heads.items() if name and other == head != heads[""]]
             files = await asyncio.to_thread(candidate_files, folder)  # the router may be on another node
-            proposal = HeadProposal(folder.name, files, tuple(own), head.digest, found)
-            self._trainer.end_trial(head.digest, folder, await self._try_head(proposal))
+            proposal = HeadProposal(folder.name, files, head.digest, found)
+            self._trainer.end_trial(folder, await self._try_head(proposal))
 
     async def _try_head(self, proposal: HeadProposal) -> HeadChange:
         """Propose a head, and wait for the end of its trial."""
@@ -171,51 +160,51 @@ class HeadTrainer:
         self.max_tokens = recipe.schedule.max_steps * batch.num_sequences * batch.max_tokens
         self.target: Any = None
         self._weights = ""
-        self._heads: dict[str, HeadInTraining] = {}  # by digest of the head that drafts, with which one is compared
+        self._parent = ""  # digest of the head that drafts, with which the one in training is compared
+        self._head: HeadInTraining | None = None
         self._folders: dict[str, Path] = {}  # of promoted heads, by digest
 
-    def train(
-        self, head: HeadRef, answers: list[KeptAnswer], weights: str, in_use: Collection[str] = ()
-    ) -> dict[str, Any]:
-        """Run one round. weights: digest of the target that wrote the answers. in_use: digests of the heads that draft;
-        others are trained on no longer. Raises ValueError where this node has another target."""
+    def train(self, head: HeadRef, answers: list[KeptAnswer], weights: str) -> dict[str, Any]:
+        """Run one round. weights: digest of the target that wrote the answers. Raises ValueError where this node has
+        another target."""
         self._load_target(weights)
-        self._heads = {digest: known for digest, known in self._heads.items() if digest in (head.digest, *in_use)}
-        if head.digest not in self._heads:
-            self._heads[head.digest] = self._load(head)
-        return dict(self._heads[head.digest].train(conversations(answers), self._rest))
+        if self._head is None or self._parent != head.digest:
+            self._head = None  # its memory is free before another is loaded
+            self._head, self._parent = self._load(head), head.digest
+        return dict(self._head.train(conversations(answers), self._rest))
 
-    def judge(self, digest: str, recent: list[KeptAnswer], before: list[KeptAnswer]) -> dict[str, Any]:
+    def judge(self, recent: list[KeptAnswer], before: list[KeptAnswer]) -> dict[str, Any]:
         """Figures on held-out answers, and the verdict. A head that got worse is dropped."""
-        began_s, limits = time.monotonic(), self._learning
+        began_s, limits, head = time.monotonic(), self._learning, self._head
+        assert head is not None
 
         def compare(answers: list[KeptAnswer]) -> dict[str, Any]:
             names = [answer.workload for answer in answers]
-            return self._heads[digest].compare(conversations(answers), self._settings.max_draft_tokens, names)
+            return head.compare(conversations(answers), self._settings.max_draft_tokens, names)
 
         found = {"recent": compare(recent), "before": compare(before)}
         verdict = judge_gain(found["recent"], found["before"], limits.min_held_out, limits.min_gain, limits.max_loss)
         if verdict.startswith("worse"):
-            del self._heads[digest]
+            self._head = None
         took_s = time.monotonic() - began_s
         self._rest(took_s)
         return {**found, "verdict": verdict, "judging_s": round(took_s, 1)}
 
-    def save(self, digest: str, provenance: dict[str, Any]) -> Path:
+    def save(self, provenance: dict[str, Any]) -> Path:
+        assert self._head is not None
         heads_dir = Path(self._learning.heads_dir) if self._learning.heads_dir else cache_root() / "learned"
         folder = heads_dir.resolve() / time.strftime("head-%Y%m%dT%H%M%S", time.gmtime())
-        self._heads[digest].save(folder, {"learned": provenance})
+        self._head.save(folder, {"learned": provenance})
         return folder
 
-    def end_trial(self, digest: str, folder: Path, change: HeadChange) -> None:
-        """The head saved in `folder`, trained from that of `digest`, was tried. The next round begins from the head
-        that drafts now."""
-        del self._heads[digest]
+    def end_trial(self, folder: Path, change: HeadChange) -> None:
+        """The head saved in `folder` was tried. The next round begins from the head that drafts now."""
+        self._head = None
         if change.state == "promoted":
             self._folders[change.head] = folder
 
     def _load_target(self, weights: str) -> None:
-        """Has the target of this digest loaded; heads in training end with another."""
+        """Has the target of this digest loaded; a head in training ends with another."""
         import torch
 
         from deployments.drafter import target_source
@@ -223,7 +212,7 @@ class HeadTrainer:
 
         if self._weights == weights:
             return
-        self._heads.clear()
+        self._head = None
         self.target, self._weights = None, ""
         on_gpu = bool(self._learning.num_gpus)
         if not on_gpu:

@@ -30,11 +30,11 @@ from cluster.heads import (
     HeadManager,
     HeadProposal,
     HeadRef,
-    base_workload,
 )
 from cluster.history import POINT_S, ServiceHistory
 from cluster.k_policy import KPolicy, PolicyUpdate
 from cluster.learning import LearnerReport
+from cluster.request import base_workload
 from cluster.settings import ClusterSettings, live_config
 from deployments import DRAFTER_NAME, TARGET_NAME, compat
 from deployments.autoscaling import Autoscaler, read_pools
@@ -62,7 +62,7 @@ FIRST_POLL_S = 2.0
 SHOWN_SETTINGS: Any = {
     **dict.fromkeys(("model", "depth", "limits", "autoscaling"), True),
     "target": {"num_replicas", "bundle", "front_ends"},
-    "drafter": {"head", "heads_by_workload", "method", "placement", "max_draft_tokens"},
+    "drafter": {"head", "method", "placement", "max_draft_tokens"},
 }
 """Those that `GET /drafting` names: no environment, callers, or arguments of others."""
 
@@ -75,8 +75,7 @@ def make_head_manager(settings: ClusterSettings) -> HeadManager | None:
     drafter = settings.drafter
     if drafter is None or not drafter.is_remote:
         return None
-    index_of = {workload: drafter.head_index(workload) for workload in drafter.heads_by_workload}
-    return HeadManager(index_of, drafter.spare_heads, drafter.trial_share)
+    return HeadManager(drafter.spare_heads, drafter.trial_share)
 
 
 class Router:
@@ -178,9 +177,9 @@ class Router:
         self._save_head_events()
         return change
 
-    async def head_assignment(self) -> dict[str, HeadRef]:
-        """Which head drafts for which workload (`HeadManager.assignment`)."""
-        return self._manager().assignment
+    async def live_head(self) -> HeadRef:
+        """`HeadManager.live_head`."""
+        return self._manager().live_head
 
     def _save_head_events(self) -> None:
         """Log what happened to heads, and save the state at once."""

@@ -36,10 +36,9 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from cluster.counts import TargetReport
 from cluster.errors import ApiError
-from cluster.heads import base_workload
 from cluster.k_policy import PolicyUpdate
 from cluster.learning import AnswerQueue, KeptAnswer
-from cluster.request import MAX_NUM_WORKLOADS
+from cluster.request import MAX_NUM_WORKLOADS, TRIAL_SUFFIX, base_workload
 from cluster.settings import ClusterSettings, LimitSettings
 from cluster.step_latency import StepLatency
 from deployments import compat
@@ -192,12 +191,11 @@ class TargetServer(LLMServer):
         if self._front_ends is not None:
             await self._front_ends.refresh_counts()
         latency = StepLatency.from_wire(self._recorder.step_costs) if self._recorder.step_costs else None
-        counted = self._recorder.workloads()
         return TargetReport(
             replica=self._replica,
             head=self.front_end.head_of(),
-            heads=self.front_end.own_heads(counted),
-            workloads=counted,
+            trial_head=self.front_end.head_of(TRIAL_SUFFIX),
+            workloads=self._recorder.workloads(),
             step_latency=latency,
             links=() if self._links is None else self._links.links,
             num_output_tokens=self._recorder.num_output_tokens,

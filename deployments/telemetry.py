@@ -61,7 +61,7 @@ def drafting_document(
     reports: Sequence[TargetReport], by_head: Mapping[str, Counts], drafters: Sequence[DrafterReport]
 ) -> dict[str, Any]:
     """The part of `GET /drafting` that no policy decides."""
-    live = {head for report in reports for head in (report.head, *report.heads.values()) if head}
+    live = {head for report in reports for head in (report.head, report.trial_head) if head}
     by_head = {**{head: Counts() for head in live}, **by_head}
     return {
         "heads": [

@@ -98,13 +98,12 @@ def _head_line(head: Mapping[str, Any]) -> str:
 
 def change_line(change: Mapping[str, Any]) -> str:
     """A trial or change of heads, and how it stands."""
-    where = f" for {', '.join(change['workloads'])}" if change["workloads"] else ""
     against = f" against {change['against']}" if change["against"] else ""
     state = change["state"] + (", watched" if change["is_watched"] else "")
     gain = ""
     if change["gain"] is not None:
         gain = f"; AL {change['gain']:+.1%} ({change['low']:+.1%} to {change['high']:+.1%})"
-    return f"{change['name']} ({change['head'] or 'not loaded'}){where}{against}: {state}, {change['reason']}{gain}"
+    return f"{change['name']} ({change['head'] or 'not loaded'}){against}: {state}, {change['reason']}{gain}"
 
 
 def _drafter_line(drafter: Mapping[str, Any], links: Sequence[Mapping[str, Any]]) -> str:

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.counts import CounterDeltas, Counts, WorkloadCounts
-from cluster.heads import TRIAL_SUFFIX, DrafterReport, HeadManager, HeadRef
+from cluster.heads import DrafterReport, HeadManager, HeadRef
+from cluster.request import TRIAL_SUFFIX
 
 TRACES = Path(__file__).parents[2] / "benchmarks/results/2026-11-21-traces-smollm2-135m.npz"
 TASKS = ("humaneval", "math_reasoning", "qa", "rag", "summarization", "translation")
@@ -61,14 +62,18 @@ class HeadTraffic:
     @property
     def head(self) -> str:
         """That of the requests without a trial."""
-        return self.manager.desired.replacements.get(self.configured.digest, self.configured).digest
+        desired = self.manager.desired
+        replacement = desired.replacement if desired.replaced == self.configured.digest else None
+        return (replacement or self.configured).digest
 
     def report(self) -> None:
         """The drafter's report; every head loads at once."""
         desired = self.manager.desired
-        extra = tuple(HeadRef(head.name, head.name.removeprefix("candidate-")) for head in desired.extra)
-        heads = (HeadRef(self.head, self.head), *extra)
-        self.manager.observe_drafters([DrafterReport("r", "", heads, configured=(self.configured,), desired=desired)])
+        heads = [HeadRef(self.head, self.head)]
+        if (candidate := desired.candidate) is not None:
+            heads.append(HeadRef(candidate.name, candidate.name.removeprefix("candidate-")))
+        report = DrafterReport("r", "", tuple(heads), configured=self.configured, desired=desired)
+        self.manager.observe_drafters([report])
 
     def run(self, num_requests: int, at_a_time: int = 60, workload: str | None = None) -> None:
         """So many requests, some in each report. `workload`: all under this name, else each under that of its task."""

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -219,10 +218,9 @@ def wait_until_ready(running: Service) -> None:
 
 class SharedApplication:
     """The application of configs/local.yaml, started by the first test that asks for it and stopped when another needs
-    the machine or Ray: K is fixed, drafts come from another process with the shipped head and, for the workload
-    `wrong`, with one that is never right. The target waits for drafts however busy the machine is, so every step has
-    some. What a module changes live it takes back. A grammar is refused after 2 s of CPU time and not
-    after the default of 10 s, because hostile ones take all of it."""
+    the machine or Ray: K is fixed, drafts come from another process with the shipped head. The target waits for drafts
+    however busy the machine is, so every step has some. What a module changes live it takes back. A grammar is refused
+    after 2 s of CPU time and not after the default of 10 s, because hostile ones take all of it."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
@@ -230,13 +228,9 @@ class SharedApplication:
 
     def start(self) -> Service:
         if self._running is None:
-            folder = Path(self._stack.enter_context(TemporaryDirectory()))
-            # Its final norm is zero, so that all logits are: it always drafts token 0.
-            wrong = changed_head(folder / "always-wrong", lambda tensors: tensors["norm.weight"].zero_())
             self._stack.enter_context(pytest.MonkeyPatch.context()).setenv("TEST_WEB_KEY", WEB_KEY)
-            drafter = {"heads_by_workload": {"wrong": wrong}, "links": PATIENT}
             limits = {"grammar_timeout_s": 2.0}
-            running = running_service(drafter=drafter, depth=FIXED, engine=PARSERS, limits=limits)
+            running = running_service(drafter={"links": PATIENT}, depth=FIXED, engine=PARSERS, limits=limits)
             self._running = self._stack.enter_context(running)
         return self._running
 

@@ -122,8 +122,10 @@ def test_each_head_has_evidence_of_its_own_and_a_change_back_voids_nothing() -> 
     posteriors.update(CounterDeltas(head="new"))
     posteriors.update(CounterDeltas())
     assert posteriors.rates("code") == new, "also where no replica names its head"
-    posteriors.update(CounterDeltas(head="new", heads={"code": "old"}))
-    assert posteriors.rates("code") == old
+    trial = CounterDeltas(by_head={"old": {"code/trial": steps(CODE, 50, 3)}}, head="new", trial_head="old")
+    posteriors.update(trial)
+    assert posteriors.rates("code") == new
+    assert posteriors.workloads() == ("code/trial", "code")
     for index in range(10):
         steps_of_one = {f"h{index}": {"w": steps(CODE, 10, index)}}
         posteriors.update(CounterDeltas(by_head=steps_of_one, head=f"h{index}"))

@@ -17,8 +17,8 @@ def workload(steps, num_started=0, num_finished=0, num_aborted=0):
     return WorkloadCounts(num_started, num_finished, num_aborted, 10 * num_finished, 5 * num_finished, counts)
 
 
-def report(replica="a", head="h", *, heads=None, **workloads):
-    return TargetReport(replica, head, heads or {}, workloads)
+def report(replica="a", head="h", *, trial_head="", **workloads):
+    return TargetReport(replica, head, trial_head or head, workloads)
 
 
 @given(STEPS)
@@ -52,7 +52,7 @@ def test_every_step_counts_once_whatever_was_polled_when(events):
     for replica, name, steps in events:
         mine = counted.setdefault(replica, {})
         mine[name] = mine.get(name, WorkloadCounts()) + workload(steps, num_started=1)
-        deltas = tracker.update([TargetReport(replica, "h", {}, mine)])
+        deltas = tracker.update([TargetReport(replica, "h", "h", mine)])
         for each, counts in deltas.workloads.items():
             found[each] = found.get(each, WorkloadCounts()) + counts
     assert found == {

@@ -25,12 +25,16 @@ NUM_BEFORE = 1800
 C = "candidate-c"
 
 
-def make_manager(num_spare: int = 1, **index_of: int) -> HeadManager:
-    return HeadManager(index_of, num_spare, 0.1, itertools.count(1000.0).__next__)
+def make_manager(num_spare: int = 1) -> HeadManager:
+    return HeadManager(num_spare, 0.1, itertools.count(1000.0).__next__)
 
 
-def report(*heads: HeadRef, configured: tuple[HeadRef, ...], **fields: Any) -> DrafterReport:
-    return DrafterReport("r1", "", heads, configured=configured, **fields)
+A, B = HeadRef("a", "a"), HeadRef("b", "b")
+
+
+def report(*heads: HeadRef, **fields: Any) -> DrafterReport:
+    """Of a drafter whose first head is configured, unless `fields` say another."""
+    return DrafterReport("r1", "", heads, **{"configured": heads[0], **fields})
 
 
 def swapped(seed: int, loss: float, num_after: int = 3000) -> HeadTraffic:
@@ -86,7 +90,7 @@ def test_a_worse_head_is_rolled_back_the_sooner_the_worse_it_is(loss: float, mos
 def test_the_same_user_config_does_not_bring_it_again_and_another_one_does() -> None:
     traffic = swapped(0, 0.5, 120)
     traffic.run(120)
-    assert traffic.manager.desired == DesiredHeads({"b": HeadRef("a", "a")})
+    assert traffic.manager.desired == DesiredHeads("b", A)
     traffic.configured = HeadRef("a", "a")
     traffic.run(60)
     assert (traffic.head, traffic.manager.desired) == ("a", DesiredHeads())
@@ -101,11 +105,10 @@ def test_the_same_user_config_does_not_bring_it_again_and_another_one_does() -> 
 def test_what_was_rolled_back_outlives_a_restart() -> None:
     traffic = swapped(0, 0.5, 120)
     again = restarted(traffic.manager, 0)
-    assert again.desired == DesiredHeads({"b": HeadRef("a", "a")})
+    assert again.desired == DesiredHeads("b", A)
     assert again.document() == traffic.manager.document()
     without_its_state = make_manager(0)
-    configured = (HeadRef("b", "b"),)
-    without_its_state.observe_drafters([report(HeadRef("a", "a"), configured=configured, desired=again.desired)])
+    without_its_state.observe_drafters([report(A, configured=B, desired=again.desired)])
     assert without_its_state.desired == again.desired, "as drafters were told by the router before"
 
 
@@ -179,10 +182,10 @@ def test_a_worse_candidate_is_dropped_and_its_requests_end_with_it() -> None:
     traffic, trial = tried(0, 0.0, 0.2, 6000)
     assert trial.state == "dropped"
     assert traffic.head == "a"
-    assert traffic.manager.desired.extra == (HeadRef(C, "c"),)
+    assert traffic.manager.desired.candidate == HeadRef(C, "c")
     assert traffic.manager.routing == HeadRouting(trial="c")
     traffic.manager.propose("candidate-d", HeadProposal("/heads/d"))
-    assert traffic.manager.desired.extra == (HeadRef("candidate-d"),)
+    assert traffic.manager.desired.candidate == HeadRef("candidate-d")
 
 
 def test_a_promoted_head_that_turns_out_worse_is_rolled_back() -> None:
@@ -191,30 +194,25 @@ def test_a_promoted_head_that_turns_out_worse_is_rolled_back() -> None:
     traffic.run(600)
     assert traffic.head == "a"
     assert traffic.manager.get_change(C).state == "rolled back"
-    assert traffic.manager.desired.replacements == {}
+    assert traffic.manager.desired.replacement is None
 
 
-def test_a_candidate_for_all_workloads_of_a_head_takes_its_place() -> None:
-    manager = make_manager(1, code=1)
-    configured = (HeadRef("a", "a"), HeadRef("b", "b"))
-    manager.observe_drafters([report(*configured, configured=configured)])
-    for workloads in (("code", "chat"), ("chat",)):
-        with pytest.raises(ValueError, match="share no head of their own"):
-            manager.propose(C, HeadProposal("/heads/c", workloads=workloads))
-    manager.propose(C, HeadProposal("/heads/c", workloads=("code",)))
-    ready = report(*configured, HeadRef(C, "c"), configured=configured, desired=manager.desired)
-    slow = report(*configured, configured=configured, desired=manager.desired)
-    for reports in ([], [report(*configured, configured=configured)], [ready, slow]):
+def test_a_trial_begins_when_all_drafters_have_the_candidate() -> None:
+    manager = make_manager()
+    manager.observe_drafters([report(A)])
+    manager.propose(C, HeadProposal("/heads/c"))
+    ready, slow = report(A, HeadRef(C, "c"), desired=manager.desired), report(A, desired=manager.desired)
+    for reports in ([], [report(A)], [ready, slow]):
         manager.observe_drafters(reports)
-        assert manager.get_change(C).state == "loading", "until all drafters have it"
+        assert manager.get_change(C).state == "loading"
     manager.observe_drafters([ready, ready])
-    assert manager.get_change(C).against == "b"
-    assert manager.routing == HeadRouting("c", 0.1, ("code",))
+    assert manager.get_change(C).against == "a"
+    assert manager.routing == HeadRouting("c", 0.1)
     for _ in range(200):
-        manager.record_counts(news_of({("c", "code/trial"): 0.0, ("b", "code"): 0.5}), {})
+        manager.record_counts(news_of({("c", "code/trial"): 0.0, ("a", "code"): 0.5}), {})
     assert manager.get_change(C).state == "promoted"
-    assert manager.desired.replacements == {"b": HeadRef(C, "c")}
-    assert manager.assignment == {"": HeadRef("a", "a"), "code": HeadRef(C, "c")}
+    assert manager.desired == DesiredHeads("a", HeadRef(C, "c"), HeadRef(C, "c"))
+    assert manager.live_head == HeadRef(C, "c")
 
 
 def news_of(losses: dict[tuple[str, str], float]) -> CounterDeltas:
@@ -237,19 +235,18 @@ def test_why_there_can_be_no_trial() -> None:
         manager.roll_back()
     with pytest.raises(ValueError, match="no head 'x' was proposed"):
         manager.get_change("x")
-    configured = (HeadRef("a", "a"),)
-    manager.observe_drafters([report(*configured, configured=configured)])
+    manager.observe_drafters([report(A)])
     manager.propose(C, HeadProposal("/heads/c", parent="a", provenance={"num_requests": 5}))
     with pytest.raises(ValueError, match="a trial is under way, of candidate-c"):
         manager.propose(C, HeadProposal("/heads/c"))
     assert manager.routing == HeadRouting(), "no request before drafters have it"
-    given = {"configured": configured, "desired": manager.desired}
-    manager.observe_drafters([report(*configured, **given), report(*configured, **given, problems={C: "3 depths"})])
+    given = {"desired": manager.desired}
+    manager.observe_drafters([report(A, **given), report(A, **given, problems={C: "3 depths"})])
     trial = manager.get_change(C)
     assert (trial.state, trial.reason, trial.provenance) == ("refused", "3 depths", {"num_requests": 5})
     assert manager.desired == DesiredHeads()
     manager.propose(C, HeadProposal("/heads/c"))
-    manager.observe_drafters([report(*configured, HeadRef(C, "a"), **given)])
+    manager.observe_drafters([report(A, HeadRef(C, "a"), **given)])
     assert manager.get_change(C).reason == "it is the head that drafts already"
 
 
@@ -270,11 +267,11 @@ def test_a_user_config_ends_the_trial_against_the_head_before() -> None:
 
 
 def test_what_was_under_way_when_heads_changed_does_not_count() -> None:
-    manager, a, b = make_manager(0), (HeadRef("a", "a"),), (HeadRef("b", "b"),)
-    manager.observe_drafters([report(*a, configured=a)])
+    manager = make_manager(0)
+    manager.observe_drafters([report(A)])
     for _ in range(20):
         manager.record_counts(news_of({("a", "code"): 0.0}), {"code": 12})
-    manager.observe_drafters([report(*b, configured=b)])
+    manager.observe_drafters([report(B)])
     for num_rounds in range(1, 6):  # of 5 requests
         manager.record_counts(news_of({("b", "code"): 0.0}), {"code": 12})
         assert (manager.document()[0]["gain"] is not None) == (num_rounds >= 5), "3 rounds end what ran, 2 are compared"
@@ -304,10 +301,10 @@ def test_heads_are_compared_at_the_k_that_both_were_verified_at() -> None:
 @pytest.mark.parametrize("is_late", [False, True], ids=["steps with the start", "steps in the next report"])
 def test_a_trial_of_long_answers_ends(is_late: bool) -> None:
     """One workload whose requests take 250 steps: evidence is not halved while it decides."""
-    manager, a = make_manager(), (HeadRef("a", "a"),)
-    manager.observe_drafters([report(*a, configured=a)])
+    manager = make_manager()
+    manager.observe_drafters([report(A)])
     manager.propose(C, HeadProposal("/heads/c"))
-    manager.observe_drafters([report(*a, HeadRef(C, "c"), configured=a, desired=manager.desired)])
+    manager.observe_drafters([report(A, HeadRef(C, "c"), desired=manager.desired)])
     counts, starts, steps = Counts([2500], [2500], [1500]), CounterDeltas(), CounterDeltas()
     for name, head in (("x", "a"), ("x/trial", "c")):
         starts.workloads[name] = WorkloadCounts(10, 10) if is_late else WorkloadCounts()

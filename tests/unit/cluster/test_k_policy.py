@@ -174,7 +174,7 @@ def report(
     replica: str = "a", head: str = "h", num_steps: int = 5000, per_token_s: float = 0.001, **more
 ) -> TargetReport:
     workloads = {"code": counts(0.95, num_steps), "chat": counts(0.2, num_steps)}
-    return replace(TargetReport(replica, head, {}, workloads, linear_latency(per_token_s)), **more)
+    return replace(TargetReport(replica, head, head, workloads, linear_latency(per_token_s)), **more)
 
 
 def k_policy(**options) -> KPolicy:

@@ -21,11 +21,10 @@ def answer(
 
 
 BYTES = answer(0).num_bytes
-WORKLOADS = ("chat", "code")
 
 
 def all_of(buffer: TrafficBuffer) -> list[KeptAnswer]:
-    return buffer.draw(WORKLOADS, held_out=False) + buffer.draw(WORKLOADS, held_out=True)
+    return buffer.draw(held_out=False) + buffer.draw(held_out=True)
 
 
 def shares(found: list[KeptAnswer]) -> dict[tuple[str, str], int]:
@@ -94,7 +93,7 @@ def test_a_flood_neither_pushes_out_others_nor_gets_more_of_the_training() -> No
     kept = shares(all_of(buffer))
     assert kept["code", "editor"] == 30
     assert kept["chat", "quiet"] == 20
-    drawn = shares(buffer.draw(WORKLOADS, held_out=False, max_tokens=40 * 80))
+    drawn = shares(buffer.draw(held_out=False, max_tokens=40 * 80))
     assert drawn["code", "editor"] == 20
     assert drawn["chat", "flood"] == 10
 
@@ -102,14 +101,11 @@ def test_a_flood_neither_pushes_out_others_nor_gets_more_of_the_training() -> No
 def test_a_prompt_is_trained_on_or_judged_by() -> None:
     buffer = TrafficBuffer(10000 * BYTES, keep_s=1e9)
     buffer.add([answer(seed) for seed in range(3000)], 0)
-    trained, judged = (
-        {one.prompt.tobytes() for one in buffer.draw(WORKLOADS, held_out=held_out)} for held_out in (False, True)
-    )
+    trained, judged = ({one.prompt.tobytes() for one in buffer.draw(held_out=held_out)} for held_out in (False, True))
     assert not trained & judged
     assert len(trained | judged) == 3000
     assert len(judged) == pytest.approx(3000 * HELD_OUT_SHARE, rel=0.1)
-    assert buffer.draw(["code"], held_out=False) == []
-    assert len(buffer.draw(WORKLOADS, held_out=True, max_answers=7)) == 7
+    assert len(buffer.draw(held_out=True, max_answers=7)) == 7
 
 
 def test_stored_answers_stand_for_the_mix_of_before() -> None:
@@ -117,9 +113,9 @@ def test_stored_answers_stand_for_the_mix_of_before() -> None:
     buffer = TrafficBuffer(10000 * BYTES, keep_s=1e9, replay=stored)
     buffer.add([answer(seed) for seed in range(100)], 0)
     for held_out in (False, True):
-        assert shares(buffer.draw(WORKLOADS, held_out=held_out)).keys() == {("chat", "web")}
-        assert {one.workload for one in buffer.draw(WORKLOADS, held_out=held_out, newest=False)} == {"replay"}
-    first, second = (buffer.draw([], held_out=False, newest=False, max_tokens=10 * 80) for _ in range(2))
+        assert shares(buffer.draw(held_out=held_out)).keys() == {("chat", "web")}
+        assert {one.workload for one in buffer.draw(held_out=held_out, newest=False)} == {"replay"}
+    first, second = (buffer.draw(held_out=False, newest=False, max_tokens=10 * 80) for _ in range(2))
     assert len(first) == len(second) == 10
     assert first != second, "others each time"
 

@@ -37,8 +37,6 @@ HEAD: dict[str, Any] = {
 HEADS = {
     "shipped-head": HEAD,
     "same-shape": {**HEAD, "target_hidden_size": 64, "num_depths": 8},
-    "other-layers": {**HEAD, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 6]}},
-    "wider": {**HEAD, "hidden_size": 128, "target_hidden_size": 64},
     "shallow": {**HEAD, "num_depths": 3},
     "eagle3": {**HEAD, "ptd_token_id": None, "num_depths": 5},
 }
@@ -186,19 +184,11 @@ BAD_INPUTS: list[tuple[Any, ...]] = [
     ),
     (remote(engine={"dtype": "half", "pipeline_parallel_size": 2}), "engine.pipeline_parallel_size is 2"),
     (remote(engine={"dtype": "fp8"}), "engine.dtype is 'fp8'", "bfloat16"),
-    (remote(drafter__heads_by_workload={"code": "same-shap"}), "drafter.heads_by_workload.code"),
-    (remote(drafter__heads_by_workload={"code": "other-layers"}), "drafter.heads_by_workload.code"),
-    (remote(drafter__heads_by_workload={"code": "wider"}), "hidden_size 128", "64"),
-    (remote(drafter__heads_by_workload={"code": "shallow"}), "drafter.heads_by_workload.code"),
     (changed(learning={"workloads": "all"}), "learning needs heads that can be swapped", "drafter.placement: remote"),
     (remote(learning={"workloads": "all"}), "learning needs room", "drafter.spare_heads: 1"),
     (changed(ingress={"num_replicas": 2}), "ingress.num_replicas is no setting any more", "target.num_replicas"),
     (remote(drafter__spare_heads=1, learning={}), "learning.workloads is missing", "learn: true"),
     (remote(drafter__spare_heads=1, learning={"workloads": ["a b"]}), "learning.workloads has the tag 'a b'"),
-    (
-        remote(drafter__heads_by_workload={"code": "eagle3"}, drafter__max_draft_tokens=5),
-        "drafter.heads_by_workload.code",
-    ),
 ]
 
 
@@ -364,22 +354,10 @@ def test_one_place_names_the_drafter(args: Any, in_env: str | None, words: str, 
 # ---- a remote drafter
 
 
-def test_workloads_find_their_heads_by_index(catalog: Catalog) -> None:
-    by_workload = {"code": "same-shape", "chat": "shipped-head", "sql": "same-shape"}
-    settings = load_settings(remote(drafter__heads_by_workload=by_workload), catalog)
-    drafter = settings.drafter
-    assert drafter.heads == ("shipped-head", "same-shape")
-    assert [drafter.head_index(workload) for workload in ("code", "chat", "sql", "other")] == [1, 0, 1, 0]
-    assert settings.named_workloads() == {"code", "chat", "sql"}
-
-
-def test_a_user_config_swaps_heads_and_leaves_the_rest(catalog: Catalog) -> None:
+def test_a_user_config_swaps_the_head_and_leaves_the_rest(catalog: Catalog) -> None:
     drafter = drafter_of(remote(), catalog)
     assert swapped(drafter, {}, catalog) == drafter
     assert swapped(drafter, {"head": "same-shape"}, catalog) == drafter.model_copy(update={"head": "same-shape"})
-    two = drafter_of(remote(drafter__heads_by_workload={"code": "same-shape"}), catalog)
-    exchanged = swapped(two, {"head": "same-shape", "heads_by_workload": {"code": "shipped-head"}}, catalog)
-    assert exchanged.heads == ("same-shape", "shipped-head")
 
 
 @pytest.mark.parametrize(
@@ -389,13 +367,10 @@ def test_a_user_config_swaps_heads_and_leaves_the_rest(catalog: Catalog) -> None
         ({"haed": "same-shape"}, ["unknown key haed in user_config", "did you mean head"]),
         ({"head": "no-head"}, ["user_config.head", "no-head"]),
         ({"head": "shallow"}, ["max_draft_tokens is 7", "3 depths"]),
-        ({"head": "other-layers"}, ["aux_layer_ids"]),
-        ({"heads_by_workload": {"chat": "same-shape"}}, ["['chat']", "['code']", "deploy anew"]),
-        ({"heads_by_workload": {"code": "shipped-head"}}, ["one head that have two"]),
     ],
 )
 def test_a_user_config_that_cannot_be_is_refused(user_config: Any, words: list[str], catalog: Catalog) -> None:
-    drafter = drafter_of(remote(drafter__heads_by_workload={"code": "same-shape"}), catalog)
+    drafter = drafter_of(remote(), catalog)
     with pytest.raises(ValueError, match=".") as raised:
         swapped(drafter, user_config, catalog)
     assert all(word in str(raised.value) for word in words), raised.value

@@ -37,12 +37,12 @@ class Loader:
 
 @pytest.fixture
 def loader() -> Loader:
-    return Loader(num_slots=3)
+    return Loader(num_slots=2)
 
 
 @pytest.fixture
 def drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loader: Any) -> WeightlessDrafter:
-    """A drafter with the heads a, and b for code; what it may have instead is there too."""
+    """A drafter with the head a; what it may have instead is there too."""
     config = {
         "architectures": ["LlamaForCausalLMEagle3"], "ptd_token_id": 9, "num_depths": 7, "hidden_size": 8,
         "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 32,
@@ -52,8 +52,7 @@ def drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loader: Any) -> Wei
         (tmp_path / name / "config.json").write_text(json.dumps(config))
     (tmp_path / "unreadable" / "config.json").write_text(json.dumps({**config, "num_depths": "7"}))
     monkeypatch.setattr("deployments.drafter.head_digest", lambda folder: folder.name)
-    a, b = (str(tmp_path / name) for name in "ab")
-    settings = DrafterSettings(head=a, placement="remote", max_draft_tokens=7, heads_by_workload={"code": b})
+    settings = DrafterSettings(head=str(tmp_path / "a"), placement="remote", max_draft_tokens=7)
     return WeightlessDrafter(settings, loader)
 
 
@@ -76,18 +75,17 @@ def applied(slots: HeadSlots, **desired: Any) -> list[str]:
 
 def test_the_heads_are_those_of_the_last_user_config_whatever_came_before(slots: HeadSlots, tmp_path: Path) -> None:
     """A replica that starts later gets the last one only, and must have the same heads."""
-    assert configured(slots, {"heads_by_workload": {"code": str(tmp_path / "c")}}) == ["a", "c"]
-    assert configured(slots, {"head": str(tmp_path / "c")}) == ["c", "b"]
-    assert configured(slots, {}) == ["a", "b"]
+    assert configured(slots, {"head": str(tmp_path / "c")}) == ["c"]
+    assert configured(slots, {}) == ["a"]
 
 
 @pytest.mark.parametrize(("name", "words"), [("broken", "KeyError('fc.weight')"), ("unreadable", "num_depths")])
 def test_a_head_that_fails_in_an_unforeseen_way_is_refused_with_the_reason(
     slots: HeadSlots, tmp_path: Path, name: str, words: str
 ) -> None:
-    assert configured(slots, {"head": str(tmp_path / name)}) == ["a", "b"]
+    assert configured(slots, {"head": str(tmp_path / name)}) == ["a"]
     assert words in slots.refused
-    assert configured(slots, {}) == ["a", "b"]
+    assert configured(slots, {}) == ["a"]
     assert slots.refused == ""
 
 
@@ -106,13 +104,13 @@ def test_a_head_that_was_rolled_back_is_replaced_until_the_operator_names_anothe
     slots: HeadSlots, tmp_path: Path
 ) -> None:
     a, b, c = (str(tmp_path / name) for name in "abc")
-    assert configured(slots, {"head": c}) == ["c", "b"]
-    assert applied(slots, replacements={"c": HeadRef(a, "a")}) == ["a", "b"]
-    assert [head.digest for head in slots.configured] == ["c", "b"]
-    assert configured(slots, {"head": c}) == ["a", "b"], "a replica that starts anew gets the same user_config"
-    assert configured(slots, {"head": b, "heads_by_workload": {"code": c}}) == ["b", "a"], "whatever index it has"
-    assert configured(slots, {}) == ["a", "b"]
-    assert applied(slots, replacements={"a": HeadRef(c, "another")}) == ["a", "b"]
+    assert configured(slots, {"head": c}) == ["c"]
+    assert applied(slots, replaced="c", replacement=HeadRef(a, "a")) == ["a"]
+    assert slots.configured.digest == "c"
+    assert configured(slots, {"head": c}) == ["a"], "a replica that starts anew gets the same user_config"
+    assert configured(slots, {"head": b}) == ["b"]
+    assert configured(slots, {}) == ["a"]
+    assert applied(slots, replaced="a", replacement=HeadRef(c, "another")) == ["a"]
     assert "no longer those of head another" in slots.problems[c]
 
 
@@ -120,24 +118,24 @@ def test_a_candidate_takes_a_spare_slot_and_the_head_before_it_stays_loaded(
     slots: HeadSlots, loader: Loader, tmp_path: Path
 ) -> None:
     candidate = HeadRef(str(tmp_path / "c"))
-    assert applied(slots, extra=(candidate,)) == ["a", "b", "c"]
-    assert applied(slots, replacements={"a": candidate}, extra=(candidate,)) == ["c", "b", "c"]
-    assert applied(slots, extra=(candidate,)) == ["a", "b", "c"]
-    assert loader.loaded == ["a", "b", "c"], "it went back without loading anything"
-    assert applied(slots, extra=(HeadRef(str(tmp_path / "d")),)) == ["a", "b", "d"]
-    assert {head.digest for head in slots.loaded.values()} == {"a", "b", "d"}
+    assert applied(slots, candidate=candidate) == ["a", "c"]
+    assert applied(slots, replaced="a", replacement=candidate, candidate=candidate) == ["c", "c"]
+    assert applied(slots, candidate=candidate) == ["a", "c"]
+    assert loader.loaded == ["a", "c"], "it went back without loading anything"
+    assert applied(slots, candidate=HeadRef(str(tmp_path / "d"))) == ["a", "d"]
+    assert {head.digest for head in slots.loaded.values()} == {"a", "d"}
 
 
 def test_what_is_wrong_with_a_candidate_is_reported_and_the_others_draft_on(
     slots: HeadSlots, loader: Loader, tmp_path: Path
 ) -> None:
     loader.problem = "was trained for 3 depths"
-    assert applied(slots, extra=(HeadRef("candidate-x"),)) == ["a", "b"]
+    assert applied(slots, candidate=HeadRef("candidate-x")) == ["a"]
     assert (slots.missing, slots.problems) == (("candidate-x",), {})
-    assert applied(slots, extra=(HeadRef(str(tmp_path / "c")),)) == ["a", "b"]
+    assert applied(slots, candidate=HeadRef(str(tmp_path / "c"))) == ["a"]
     assert "3 depths" in slots.problems[str(tmp_path / "c")]
     assert slots.refused == ""
-    assert configured(slots, {"head": "no-such-head"}) == ["a", "b"]
-    assert applied(slots) == ["a", "b"]
+    assert configured(slots, {"head": "no-such-head"}) == ["a"]
+    assert applied(slots) == ["a"]
     assert slots.problems == {}
     assert "no-such-head" in slots.refused, "until another user_config"

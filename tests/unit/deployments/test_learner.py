@@ -65,21 +65,21 @@ def test_a_round_is_trained_judged_saved_and_begins_from_the_head_that_drafts(sm
     live = HeadRef(name, head_digest(Path(name)))
     found = trainer.train(live, answers[:20], weights)
     assert found["num_steps"] == 40
-    found |= trainer.judge(live.digest, answers[:20], answers[:20])
+    found |= trainer.judge(answers[:20], answers[:20])
     assert found["verdict"] == "better"
-    folder = trainer.save(live.digest, {**found, "parent_digest": live.digest})
+    folder = trainer.save({**found, "parent_digest": live.digest})
     assert folder.parent == small / "learned"
     learned = json.loads((folder / "provenance.json").read_text())["learned"]
     assert (learned["parent_digest"], learned["recent"]["num_answers"]) == (live.digest, 20)
     assert set(candidate_files(folder)) == {"config.json", "model.safetensors"}
 
-    trainer.end_trial(live.digest, folder, change("promoted", "abc"))
+    trainer.end_trial(folder, change("promoted", "abc"))
     trainer.train(HeadRef("candidate-1", "abc"), answers[:20], weights)  # from what was saved
-    later = trainer.judge("abc", answers[:20], answers[:20])
+    later = trainer.judge(answers[:20], answers[:20])
     assert later["recent"]["ratio"] < found["recent"]["ratio"], "relative to the promoted one"
-    trainer.end_trial("abc", folder, change("dropped", "def"))
+    trainer.end_trial(folder, change("dropped", "def"))
     trainer.train(live, answers[:20], weights)
-    again = trainer.judge(live.digest, answers[:20], answers[:20])
+    again = trainer.judge(answers[:20], answers[:20])
     assert again["recent"] == found["recent"], "from the head that drafts, as the first time"
     with pytest.raises(ValueError, match="candidate-gone, which drafts, is not on this node"):
         trainer.train(HeadRef("candidate-gone", "ghi"), answers, weights)
@@ -93,7 +93,7 @@ def test_it_rests_after_judging_as_after_each_step(small: Path, monkeypatch: pyt
     monkeypatch.setattr("deployments.learner.time.sleep", rests.append)
     found = trainer.train(live, answers, weights)
     assert len(rests) == found["num_steps"] - 1
-    found = trainer.judge(live.digest, answers, answers)
+    found = trainer.judge(answers, answers)
     assert rests[-1] == pytest.approx(3 * found["judging_s"], abs=0.2)
 
 

@@ -75,7 +75,7 @@ def router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(of_drafters, "keep_candidate", functools.partial(keep_candidate, cache_dir=node))
     monkeypatch.setattr(of_drafters, "head_directory", lambda name, target: Path(name))
     router: Any = Router.__new__(Router)
-    heads, k_policy = HeadManager({}, 1, 0.1), k_policy_with_counts()
+    heads, k_policy = HeadManager(1, 0.1), k_policy_with_counts()
     router.__dict__ |= {
         "_heads": heads, "_state": StateStore(None, k_policy, heads), "k_policy": k_policy, "_handing_out": None,
         "_monitor": SimpleNamespace(reports=()), "_history": ServiceHistory(),

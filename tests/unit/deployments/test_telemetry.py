@@ -39,7 +39,7 @@ def report(head: str = "a", replica: str = "t1", links: Any = (), **workloads: C
         name: WorkloadCounts(counts.num_steps, counts.num_steps, 0, 10, 20, counts)
         for name, counts in workloads.items()
     }
-    return TargetReport(replica, head, {}, counted, links=tuple(links), num_output_tokens=12)
+    return TargetReport(replica, head, head, counted, links=tuple(links), num_output_tokens=12)
 
 
 def drafter(replica: str, *digests: str, refused: str = "") -> DrafterReport:
