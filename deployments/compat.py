@@ -1,12 +1,10 @@
-"""The names of Ray that are not its public API, all in one place, and the versions that they were read in.
+"""Uses of Ray that are not its public API, all in one place, and the version that they were read in.
 
-`check()` looks for them when an application is built, and for those of `ENGINE_PATCH_POINTS`, which import vLLM, when a
-target starts; it says in one line what is missing. What is private in vLLM is in `peagle.vllm.compat`.
+What is private in vLLM is in `peagle.vllm.compat`.
 """
 
 import asyncio
 import contextlib
-import importlib
 import importlib.metadata
 import json
 import logging
@@ -16,7 +14,6 @@ import os
 import secrets
 import socket
 import time
-import warnings
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -31,41 +28,7 @@ from deployments.errors import json_response, not_ready
 logger = logging.getLogger(__name__)
 
 RAY_VERSION = "2.60"
-"""Ray's minor version that this was written against. Another may work: the names are checked one by one."""
-
-PATCH_POINTS = (
-    "ray.serve.context:_get_global_client",
-    "ray.serve.handle:DeploymentBroadcastResponse._fetch_replica_results_async",
-    "ray.serve._private.client:ServeControllerClient.http_config",
-    "ray.serve._private.replica_result:ReplicaResult.get_async",
-    "ray.experimental.internal_kv:_internal_kv_get",
-    "ray.experimental.internal_kv:_internal_kv_put",
-    "ray._private.services:canonicalize_bootstrap_address",
-    "ray._private.authentication.authentication_token_setup:maybe_enable_token_auth_if_token_available",
-    "ray._private.authentication.authentication_token_setup:logger",
-    "ray.dashboard.modules.serve.sdk:ServeSubmissionClient.deploy_applications",
-    "ray.serve._private.controller:HAProxyManager",
-    "ray.serve._private.haproxy:HAProxyApi._generate_config_file_internal",
-    "ray.serve._private.haproxy:HAProxyApi._start_and_wait_for_haproxy",
-    "ray.serve._private.router:AsyncioRouter.update_deployment_targets",
-    "ray.serve._private.request_router.request_router:RequestRouter.curr_replicas",
-    "ray.serve._private.proxy_router:ProxyRouter.match_route",
-    "ray.serve._private.replica:_load_deployment_def_from_import_path",
-    "ray.serve._private.replica:add_port_to_grpc_server",
-    "ray.serve._private.replica:parse_disconnect_disabled_header",
-    "ray.serve._private.constants:RAY_SERVE_USE_GRPC_BY_DEFAULT",
-    "ray.serve._private.constants:RAY_SERVE_PROXY_USE_GRPC",
-)
-ENGINE_PATCH_POINTS = (
-    "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine.start",
-    "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine._start_async_llm_engine",
-    "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine._prepare_engine_config",
-    "ray.llm._internal.serve.engines.vllm.vllm_engine:_get_vllm_engine_config",
-    "ray.llm._internal.serve.core.server.llm_server:LLMServer._start_engine",
-    "ray.llm._internal.common.callbacks.base:CallbackCtx.run_init_node",
-    "ray.serve.llm:LLMConfig.get_or_create_callback",
-)
-
+"""Ray's minor version that this was written against."""
 
 MAX_STREAM_S = 600.0
 """Time that a target replica which Serve retires has to finish its streams; it takes no new ones."""
@@ -106,28 +69,14 @@ class CompatError(RuntimeError):
 
 
 def unsupported(reason: str) -> CompatError:
-    """The error of a Ray that lacks something."""
+    """The error of another Ray."""
     return CompatError(f"Ray {importlib.metadata.version('ray')} is not supported, {RAY_VERSION} is: {reason}")
 
 
-def check(names: tuple[str, ...] = PATCH_POINTS) -> None:
-    """Raises CompatError naming the version and every name that is missing; warns of another version that has all."""
-    if missing := [name for name in names if not _exists(name)]:
-        raise unsupported(f"it has no {', '.join(missing)}")
-    version = importlib.metadata.version("ray")
-    if not version.startswith(f"{RAY_VERSION}."):
-        warnings.warn(f"Ray {version} has not been tried with this service, {RAY_VERSION} has", stacklevel=2)
-
-
-def _exists(full_name: str) -> bool:
-    module, _, path = full_name.partition(":")
-    try:
-        found = importlib.import_module(module)
-        for name in path.split("."):
-            found = getattr(found, name)
-    except (ImportError, AttributeError):
-        return False
-    return True
+def check() -> None:
+    """Raises CompatError for another Ray than `RAY_VERSION`."""
+    if not importlib.metadata.version("ray").startswith(f"{RAY_VERSION}."):
+        raise unsupported("the service uses names that are not its public API")
 
 
 async def ask_each(handle: Any, method: str, timeout_s: float, *args: Any) -> list[Any]:
@@ -237,16 +186,6 @@ async def ask_engine(engine: Any, call: str, request: Any, trace: Mapping[str, s
 def describe_error(engine: Any, error: Exception) -> Any:
     """vLLM's `error` object for an exception: its own table of which are the client's fault."""
     return engine._oai_serving_chat.create_error_response(error).error
-
-
-def check_engine(engine: Any) -> None:
-    """Raises CompatError where a started engine lacks what the functions above use."""
-    for name in ("_engine_client", "_app_state", "_oai_serving_chat", "_oai_serving_completion"):
-        if getattr(engine, name, None) is None:
-            raise unsupported(f"its vLLM engine has no {name}")
-    for name in ("anthropic_serving_messages", "openai_serving_responses", "serving_tokenization"):
-        if getattr(vllm_state(engine), name, None) is None:
-            raise unsupported(f"vLLM's API server has no {name}")
 
 
 class KVChannel:

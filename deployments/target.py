@@ -87,7 +87,6 @@ class TargetServer(LLMServer):
         """The engine's configuration is made here, where the checkpoints are prepared: each node has its own cache.
         `drafter`: the deployment of remote drafters, where there is one. Without a `router` K is the
         settings' default."""
-        compat.check(compat.ENGINE_PATCH_POINTS)
         compat.be_no_nicer()
         compat.prepare_replica()
         if not settings.target.has_gpu:
@@ -126,7 +125,6 @@ class TargetServer(LLMServer):
             return several.launch(vllm_config, arguments), several.metrics_folder.name
 
         await super().__init__(config, engine_cls=compat.engine_class(on_cpu, launch_front_ends))
-        compat.check_engine(self.engine)
         self._client = client = compat.engine_client(self.engine)
         self.vllm = compat.vllm_state(self.engine)
         self._started_s = time.monotonic()
