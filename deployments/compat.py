@@ -68,15 +68,10 @@ class CompatError(RuntimeError):
     """This Ray is not one that the service can run on."""
 
 
-def unsupported(reason: str) -> CompatError:
-    """The error of another Ray."""
-    return CompatError(f"Ray {importlib.metadata.version('ray')} is not supported, {RAY_VERSION} is: {reason}")
-
-
 def check() -> None:
     """Raises CompatError for another Ray than `RAY_VERSION`."""
-    if not importlib.metadata.version("ray").startswith(f"{RAY_VERSION}."):
-        raise unsupported("the service uses names that are not its public API")
+    if not (version := importlib.metadata.version("ray")).startswith(f"{RAY_VERSION}."):
+        raise CompatError(f"Ray {version} is not supported, {RAY_VERSION} is: the service uses its private names")
 
 
 async def ask_each(handle: Any, method: str, timeout_s: float, *args: Any) -> list[Any]:
