@@ -189,7 +189,9 @@ def drafter_metrics(drafters: Sequence[DrafterReport], reports: Sequence[TargetR
 
     def count(prefix: str, counters: Mapping[str, float], *labels: str) -> None:
         for name, value in sorted(counters.items()):
-            found.add(prefix + (f"{name[:-1]}seconds" if name.endswith("_s") else name), value, *labels)
+            family = prefix + (f"{name[:-1]}seconds" if name.endswith("_s") else name)
+            if family in FAMILIES:  # GET /drafting has the others too
+                found.add(family, value, *labels)
 
     found.add("drafter_replicas", len(drafters))
     for drafter in drafters:
