@@ -277,7 +277,7 @@ class SavedState(msgspec.Struct):
     reports: list[TargetReport]
     acceptance: AcceptanceSnapshot
     spending: SpendingTracker
-    heads: HeadState | None = None
+    heads: HeadState
 
 
 class StateStore:
@@ -288,10 +288,7 @@ class StateStore:
     A router that takes another's place may write beside it for a moment: each writes a file of its own first.
     """
 
-    def __init__(
-        self, path: str | None, policy: KPolicy, heads: HeadManager | None = None, channel: KVChannel | None = None
-    ) -> None:
-        """Without path and channel nothing is saved."""
+    def __init__(self, path: str | None, policy: KPolicy, heads: HeadManager, channel: KVChannel) -> None:
         self._path, self._channel = None if path is None else Path(path), channel
         self._policy, self._heads = policy, heads
         self.spending = SpendingTracker()
@@ -309,8 +306,7 @@ class StateStore:
                 return
             saved = msgspec.convert(document, SavedState)
             self.spending = saved.spending
-            if self._heads is not None and saved.heads is not None:
-                self._heads.state = saved.heads
+            self._heads.state = saved.heads
             self._policy.restore(saved.reports, saved.acceptance)  # last: what was learned may be of another K_max
         except Exception as error:  # noqa: BLE001  # the service starts without it, whatever is wrong
             kept = ""
@@ -325,7 +321,7 @@ class StateStore:
         """None where there is none."""
         if self._path is not None:
             return json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else None
-        return None if self._channel is None else self._channel.get(LEARNED)
+        return self._channel.get(LEARNED)
 
     def save_soon(self, *, is_urgent: bool = False) -> None:
         """Save in a thread, when it is time again and the last save is done: a slow disk holds up no request.
@@ -340,10 +336,8 @@ class StateStore:
 
     def document(self) -> dict[str, Any]:
         """The state of now, as JSON."""
-        heads, acceptance = None if self._heads is None else self._heads.state, self._policy.posteriors.snapshot()
-        document: dict[str, Any] = msgspec.to_builtins(
-            SavedState(self._policy.last_reports, acceptance, self.spending, heads)
-        )
+        learned = self._policy.last_reports, self._policy.posteriors.snapshot()
+        document: dict[str, Any] = msgspec.to_builtins(SavedState(*learned, self.spending, self._heads.state))
         return document
 
     def write(self, document: Mapping[str, Any]) -> None:
@@ -352,7 +346,7 @@ class StateStore:
         try:
             if self._path is not None:
                 self._replace_file(self._path, json.dumps(document).encode())
-            elif self._channel is not None:
+            else:
                 self._channel.put(LEARNED, document)
         except Exception as error:  # noqa: BLE001  # of a disk or of Ray
             if not self._fails:
