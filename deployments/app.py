@@ -15,7 +15,7 @@ from ray import serve
 
 import peagle.heads
 from cluster.settings import OBJECT_STORES, Catalog, ClusterSettings, live_config, load_settings
-from deployments import DRAFTER_NAME, LEARNER_NAME, ROUTER_NAME, TARGET_NAME, compat, haproxy
+from deployments import DRAFTER_NAME, LEARNER_NAME, ROUTER_NAME, TARGET_NAME, compat
 from deployments.autoscaling import drafter_autoscaling, target_autoscaling
 from deployments.replicas import MAX_DRAIN_S
 from peagle.checkpoint import check_head, read_head_config
@@ -58,7 +58,6 @@ def build(args: dict[str, Any]) -> serve.Application:
         CompatError: another Ray than this was written for.
     """
     compat.check()
-    haproxy.check()
     settings = load_settings(args, catalog(), os.environ)
     check_files(settings)
     drafter = bind_drafter(settings)

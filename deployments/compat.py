@@ -1,12 +1,10 @@
-"""The names of Ray that are not its public API, all in one place, and the versions that they were read in.
+"""Uses of Ray that are not its public API, all in one place, and the version that they were read in.
 
-`check()` looks for them when an application is built, and for those of `ENGINE_PATCH_POINTS`, which import vLLM, when a
-target starts; it says in one line what is missing. What is private in vLLM is in `peagle.vllm.compat`.
+What is private in vLLM is in `peagle.vllm.compat`.
 """
 
 import asyncio
 import contextlib
-import importlib
 import importlib.metadata
 import json
 import logging
@@ -16,7 +14,6 @@ import os
 import secrets
 import socket
 import time
-import warnings
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,48 +22,13 @@ from typing import Any
 
 from starlette.responses import Response
 
-from cluster.errors import ApiError
 from deployments import GATEWAY_NAME, ROUTER_NAME, TARGET_NAME
-from deployments.errors import LOST_CODE, json_response, not_ready, server_lost
+from deployments.errors import json_response, not_ready
 
 logger = logging.getLogger(__name__)
 
 RAY_VERSION = "2.60"
-"""Ray's minor version that this was written against. Another may work: the names are checked one by one."""
-
-PATCH_POINTS = (
-    "ray.serve.context:_get_global_client",
-    "ray.serve.handle:DeploymentBroadcastResponse._fetch_replica_results_async",
-    "ray.serve._private.client:ServeControllerClient.http_config",
-    "ray.serve._private.replica_result:ReplicaResult.get_async",
-    "ray.experimental.internal_kv:_internal_kv_get",
-    "ray.experimental.internal_kv:_internal_kv_put",
-    "ray._private.services:canonicalize_bootstrap_address",
-    "ray._private.authentication.authentication_token_setup:maybe_enable_token_auth_if_token_available",
-    "ray._private.authentication.authentication_token_setup:logger",
-    "ray.dashboard.modules.serve.sdk:ServeSubmissionClient.deploy_applications",
-    "ray.serve._private.controller:HAProxyManager",
-    "ray.serve._private.haproxy:HAProxyApi._generate_config_file_internal",
-    "ray.serve._private.haproxy:HAProxyApi._start_and_wait_for_haproxy",
-    "ray.serve._private.router:AsyncioRouter.update_deployment_targets",
-    "ray.serve._private.request_router.request_router:RequestRouter.curr_replicas",
-    "ray.serve._private.proxy_router:ProxyRouter.match_route",
-    "ray.serve._private.replica:_load_deployment_def_from_import_path",
-    "ray.serve._private.replica:add_port_to_grpc_server",
-    "ray.serve._private.replica:parse_disconnect_disabled_header",
-    "ray.serve._private.constants:RAY_SERVE_USE_GRPC_BY_DEFAULT",
-    "ray.serve._private.constants:RAY_SERVE_PROXY_USE_GRPC",
-)
-ENGINE_PATCH_POINTS = (
-    "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine.start",
-    "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine._start_async_llm_engine",
-    "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine._prepare_engine_config",
-    "ray.llm._internal.serve.engines.vllm.vllm_engine:_get_vllm_engine_config",
-    "ray.llm._internal.serve.core.server.llm_server:LLMServer._start_engine",
-    "ray.llm._internal.common.callbacks.base:CallbackCtx.run_init_node",
-    "ray.serve.llm:LLMConfig.get_or_create_callback",
-)
-
+"""Ray's minor version that this was written against."""
 
 MAX_STREAM_S = 600.0
 """Time that a target replica which Serve retires has to finish its streams; it takes no new ones."""
@@ -78,7 +40,7 @@ sends under that name. Replicas listen on ports of their own, so the name is one
 RAY_ENVIRONMENT = {
     # By Ray's default of 15 any other process of the machine starves the engines.
     "RAY_worker_niceness": "0",
-    # What Serve's proxy answers itself comes in OpenAI's form and at once.
+    # What Serve's proxy has no replica for is refused at once, in OpenAI's form.
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.compat:proxy_middlewares",
     # HAProxy takes HTTP to the replicas, and not Serve's proxy in Python.
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -106,29 +68,10 @@ class CompatError(RuntimeError):
     """This Ray is not one that the service can run on."""
 
 
-def unsupported(reason: str) -> CompatError:
-    """The error of a Ray that lacks something."""
-    return CompatError(f"Ray {importlib.metadata.version('ray')} is not supported, {RAY_VERSION} is: {reason}")
-
-
-def check(names: tuple[str, ...] = PATCH_POINTS) -> None:
-    """Raises CompatError naming the version and every name that is missing; warns of another version that has all."""
-    if missing := [name for name in names if not _exists(name)]:
-        raise unsupported(f"it has no {', '.join(missing)}")
-    version = importlib.metadata.version("ray")
-    if not version.startswith(f"{RAY_VERSION}."):
-        warnings.warn(f"Ray {version} has not been tried with this service, {RAY_VERSION} has", stacklevel=2)
-
-
-def _exists(full_name: str) -> bool:
-    module, _, path = full_name.partition(":")
-    try:
-        found = importlib.import_module(module)
-        for name in path.split("."):
-            found = getattr(found, name)
-    except (ImportError, AttributeError):
-        return False
-    return True
+def check() -> None:
+    """Raises CompatError for another Ray than `RAY_VERSION`."""
+    if not (version := importlib.metadata.version("ray")).startswith(f"{RAY_VERSION}."):
+        raise CompatError(f"Ray {version} is not supported, {RAY_VERSION} is: the service uses its private names")
 
 
 async def ask_each(handle: Any, method: str, timeout_s: float, *args: Any) -> list[Any]:
@@ -238,16 +181,6 @@ async def ask_engine(engine: Any, call: str, request: Any, trace: Mapping[str, s
 def describe_error(engine: Any, error: Exception) -> Any:
     """vLLM's `error` object for an exception: its own table of which are the client's fault."""
     return engine._oai_serving_chat.create_error_response(error).error
-
-
-def check_engine(engine: Any) -> None:
-    """Raises CompatError where a started engine lacks what the functions above use."""
-    for name in ("_engine_client", "_app_state", "_oai_serving_chat", "_oai_serving_completion"):
-        if getattr(engine, name, None) is None:
-            raise unsupported(f"its vLLM engine has no {name}")
-    for name in ("anthropic_serving_messages", "openai_serving_responses", "serving_tokenization"):
-        if getattr(vllm_state(engine), name, None) is None:
-            raise unsupported(f"vLLM's API server has no {name}")
 
 
 class KVChannel:
@@ -374,9 +307,9 @@ def serve_client(dashboard: str) -> Any:
 
 # ---- Serve's ways of HTTP: HAProxy, and its own proxy in Python, which takes what HAProxy finds no replica for
 
-WATCH_INTERVAL_S = 0.25
+WAKE_INTERVAL_S = 0.25
 MAX_WAIT_S = 0.5
-"""For a replica to come, at the most."""
+"""For a replica to come, at the most: Serve leaves one out for a moment while it hands it new settings."""
 
 
 def warn_of_environment() -> None:
@@ -390,42 +323,10 @@ def warn_of_environment() -> None:
 
 
 def proxy_middlewares() -> list[Any]:
-    """For RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH: what Serve's proxy answers itself comes in OpenAI's form, and what
-    no replica is there for does not wait."""
+    """For RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH."""
     from starlette.middleware import Middleware
 
-    return [Middleware(PlainErrors), Middleware(NoReplica)]
-
-
-class PlainErrors:
-    """ASGI middleware that turns error responses of plain text into JSON. A replica that died gives 503: the request
-    may be sent again."""
-
-    def __init__(self, app: Any) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        start: dict[str, Any] = {}
-        text = b""
-
-        async def send_json(message: Any) -> None:
-            nonlocal text
-            if message["type"] == "http.response.start":
-                kinds = [value for name, value in message["headers"] if name.lower() == b"content-type"]
-                if message["status"] >= 400 and (not kinds or kinds[0].startswith(b"text/plain")):
-                    start.update(message)
-                    return
-            elif start:
-                text += message.get("body", b"")
-                if not message.get("more_body"):
-                    await error_response(start, text)(scope, receive, send)
-                return
-            await send(message)
-
-        await self._app(scope, receive, send_json)
+    return [Middleware(NoReplica)]
 
 
 class NoReplica:
@@ -450,42 +351,12 @@ class NoReplica:
             match = self._routes.match_route(path)
         if match is None or match[1].deployment_name not in (TARGET_NAME, GATEWAY_NAME):
             await self._app(scope, receive, send)
-        elif not await self._is_answered(match[1], scope, receive, send):
-            await (await self._refusal(match[1].app_name, scope))(scope, receive, send)
-
-    async def _is_answered(self, handle: Any, scope: Any, receive: Any, send: Any) -> bool:
-        """Let a replica answer. False, with nothing sent, where none is left before one begins to."""
-        has_begun = is_refused = False
-
-        async def send_noted(message: Any) -> None:
-            nonlocal has_begun
-            if not is_refused:  # Serve's proxy may have words of its own for what is cancelled
-                has_begun = True
-                await send(message)
-
-        if not await self._comes(handle, MAX_WAIT_S):
-            return False
-        task = asyncio.ensure_future(self._app(scope, receive, send_noted))
-        try:
-            while not (await asyncio.wait({task}, timeout=None if has_begun else WATCH_INTERVAL_S))[0]:
-                # A replica that takes new settings still works on what it has.
-                if not has_begun and not await self._comes(handle, 4 * MAX_WAIT_S) and not (has_begun or task.done()):
-                    is_refused = True
-                    return False
-            task.result()
-            return True
-        finally:
-            task.cancel()
-
-    @staticmethod
-    async def _comes(handle: Any, max_wait_s: float) -> bool:
-        """Whether a replica is there. Serve leaves one out for a moment while it hands it new settings."""
-        end_s = time.monotonic() + max_wait_s
-        while not num_replicas(handle):
-            if time.monotonic() > end_s:
-                return False
-            await asyncio.sleep(WATCH_INTERVAL_S / 5)
-        return True
+            return
+        end_s = time.monotonic() + MAX_WAIT_S
+        while not (has_replica := num_replicas(match[1]) > 0) and time.monotonic() < end_s:
+            await asyncio.sleep(MAX_WAIT_S / 10)
+        answer = self._app if has_replica else await self._refusal(match[1].app_name, scope)
+        await answer(scope, receive, send)
 
     async def _refusal(self, app_name: str, scope: Any) -> Any:
         from ray import serve
@@ -495,7 +366,7 @@ class NoReplica:
                 if scope["path"].endswith("/metrics"):
                     return Response(await serve.get_deployment_handle(ROUTER_NAME, app_name).metrics.remote())
                 # A probe wakes nothing.
-                if scope["method"] == "POST" and time.monotonic() - self._woken_s >= WATCH_INTERVAL_S:
+                if scope["method"] == "POST" and time.monotonic() - self._woken_s >= WAKE_INTERVAL_S:
                     self._woken_s = time.monotonic()
                     await serve.get_deployment_handle(ROUTER_NAME, app_name).wake_target.remote()
         return json_response(not_ready())
@@ -506,15 +377,3 @@ def num_replicas(handle: Any) -> int:
     router = handle._router._asyncio_router
     found = router._running_replicas if router._request_router is None else router._request_router.curr_replicas
     return len(found or ())
-
-
-def error_response(start: dict[str, Any], text: bytes) -> Response:
-    """An error response of plain text in OpenAI's form, with its other headers."""
-    error = server_lost()
-    if start["status"] != 500:
-        error = ApiError(start["status"], text.decode("utf-8", "replace"))
-        error.code, error.retry_after_s = LOST_CODE if error.status == 503 else None, None
-    response = json_response(error)
-    ours = {name for name, _ in response.raw_headers}
-    response.raw_headers += [item for item in start["headers"] if item[0].lower() not in ours]
-    return response

@@ -17,10 +17,9 @@ from typing import Any
 
 import ray
 from ray.serve._private import controller, haproxy
-from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
 from cluster.errors import ApiError
-from deployments.compat import address_header, unsupported
+from deployments.compat import address_header
 from deployments.errors import json_response, not_ready, server_lost
 
 RETRY_ON = "conn-failure empty-response 502"
@@ -32,23 +31,6 @@ OPTIONS = """
 """A request can be sent again only where HAProxy holds all of it, up to a buffer's 16 kB, so it waits for the body, and
 for no longer than 60 s: it has 4,096 connections. HAProxy 2.8 that splices a request which came in two pieces never
 sees its client leave."""
-NOT_FOUND = re.compile(r"http-request return status 404 .*")
-EDITED = (
-    "mode 666 level admin",
-    "\n    retry-on ",
-    "\nfrontend prometheus\n",
-    "\nlisten stats\n",
-    "\n    use_backend ",
-)
-"""Parts of Ray's template that `own_config` looks for, besides NOT_FOUND."""
-
-
-def check() -> None:
-    """Raises CompatError naming the parts of Ray's HAProxy configuration that are no longer there."""
-    missing = [part.strip() for part in EDITED if part not in HAPROXY_CONFIG_TEMPLATE]
-    missing += [] if NOT_FOUND.search(HAPROXY_CONFIG_TEMPLATE) else [NOT_FOUND.pattern]
-    if missing:
-        raise unsupported(f"its HAProxy has no {', '.join(missing)}")
 
 
 def own_config(text: str, not_ready_page: Path, address_header: str = "") -> str:
@@ -59,7 +41,8 @@ def own_config(text: str, not_ready_page: Path, address_header: str = "") -> str
     text = "".join(part for part in sections if not part.startswith(("frontend prometheus\n", "listen stats\n")))
     text = re.sub(r"\n    retry-on .*", lambda found: found[0] + options, text, count=1)
     if "\n    use_backend " not in text:
-        text = NOT_FOUND.sub(f"http-request return status 503 errorfile {not_ready_page}", text)
+        refusal = f"http-request return status 503 errorfile {not_ready_page}"
+        text = re.sub(r"http-request return status 404 .*", refusal, text)
     return text
 
 

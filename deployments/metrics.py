@@ -30,7 +30,6 @@ FAMILIES = {
     "queued_requests": Family("gauge", "replica", "Requests that wait for a place before the engine."),
     "answers": Family("counter", "workload status replica", "Requests by HTTP status; 499: the client left."),
     "front_end_requests": Family("counter", "replica front_end", "Requests that a front-end process got.", SEVERAL),
-    "front_end_restarts": Family("counter", "replica", "Front-end processes that took the place of others.", SEVERAL),
     "requests": Family("counter", "model workload replica outcome", "Sequences ended: finished, or aborted."),
     "generated_tokens": Family("counter", "model replica", "Output tokens, running sequences included."),
     "output_tokens": Family("counter", "model workload replica", "Output tokens of ended sequences."),
@@ -66,20 +65,15 @@ FAMILIES = {
     "drafter_head": Family("gauge", "replica index head", "1: the head is live on this drafter.", REMOTE),
     "drafter_head_refused": Family("gauge", "replica", "1: the last `user_config` was refused.", REMOTE),
     "drafter_passes": Family("counter", "replica", "Passes of the drafter's network.", REMOTE),
-    "drafter_rows": Family("counter", "replica", "Rows of these passes, mask rows included.", REMOTE),
     "drafter_drafts": Family("counter", "replica", "Draft tokens proposed.", REMOTE),
-    "drafter_batches": Family("counter", "replica", "Batches of targets' steps, answered together.", REMOTE),
     "drafter_steps": Family("counter", "replica", "Steps of targets, answered.", REMOTE),
     "drafter_busy_seconds": Family("counter", "replica", "Seconds with steps in hand.", REMOTE),
     "drafter_failures": Family("counter", "replica", "Batches that raised an error.", REMOTE),
-    "drafter_connections": Family("counter", "replica", "Connections of targets.", REMOTE),
     "drafter_refused_connections": Family(
         "counter", "replica", "Connections refused: no target, or one that does not fit.", REMOTE
     ),
-    "drafter_dropped": Family("counter", "replica", "Connections closed because of what they sent.", REMOTE),
     "drafter_cold_starts": Family("counter", "replica", "Requests begun without their earlier rows.", REMOTE),
     "drafter_prefix_hit_tokens": Family("counter", "replica", "Prompt tokens whose rows were in the cache.", REMOTE),
-    "drafter_evicted_blocks": Family("counter", "replica", "Blocks evicted from the cache.", REMOTE),
     "drafter_refused": Family(
         "counter", "replica", "Request steps without drafts: cache full, or context too long.", REMOTE
     ),
@@ -90,9 +84,6 @@ FAMILIES = {
     "link_skipped": Family("counter", "replica drafter", "Steps not sent, because the link was down.", REMOTE),
     "link_wait_seconds": Family("counter", "replica drafter", "Seconds that the target waited for drafts.", REMOTE),
     "link_service_seconds": Family("counter", "replica drafter", "Seconds that the drafter took for them.", REMOTE),
-    "link_connections": Family("counter", "replica drafter", "Connections made.", REMOTE),
-    "link_bytes": Family("counter", "replica drafter", "Bytes sent and received over TCP.", REMOTE),
-    "link_cut_prompts": Family("counter", "replica drafter", "Requests whose prompt tokens did not fit.", REMOTE),
     "autoscaling_replicas": Family("gauge", "deployment count", "Replicas; count: running, wanted, min, max.", SCALED),
     "autoscaling_needed_replicas": Family("gauge", "", "Targets that the demand needs, before bounds.", SCALED),
     "autoscaling_demand_tokens_per_second": Family("gauge", "", "Output tokens/s that are asked for.", SCALED),

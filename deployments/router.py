@@ -35,7 +35,7 @@ from cluster.history import POINT_S, ServiceHistory
 from cluster.k_policy import KPolicy, PolicyUpdate
 from cluster.learning import LearnerReport
 from cluster.request import base_workload
-from cluster.settings import ClusterSettings, live_config
+from cluster.settings import ClusterSettings, DrafterSettings, live_config
 from deployments import DRAFTER_NAME, TARGET_NAME, compat
 from deployments.autoscaling import Autoscaler, read_pools
 from deployments.replicas import POLL_TIMEOUT_S, REPLICA_LOST, ReplicaMonitor, settings_with
@@ -70,11 +70,9 @@ SEND_TIMEOUT_S = 120.0
 """For the files of a head to reach drafters on other nodes."""
 
 
-def make_head_manager(settings: ClusterSettings) -> HeadManager | None:
-    """None without remote drafters."""
-    drafter = settings.drafter
-    if drafter is None or not drafter.is_remote:
-        return None
+def make_head_manager(settings: ClusterSettings) -> HeadManager:
+    """Without remote drafters it has no spare slot, and hears of no head."""
+    drafter = settings.drafter or DrafterSettings()
     return HeadManager(drafter.spare_heads, drafter.trial_share)
 
 
@@ -140,15 +138,9 @@ class Router:
     async def policy_update(self) -> PolicyUpdate:
         """What targets choose K by, and candidates, as of the last reports."""
         update = self.k_policy.make_update(self._monitor.num_ready or 0)
-        routing = update.heads if self._heads is None else self._heads.routing
-        return dataclasses.replace(update, heads=routing, spending=self._state.spending.today)
+        return dataclasses.replace(update, heads=self._heads.routing, spending=self._state.spending.today)
 
     # ---- heads
-
-    def _manager(self) -> HeadManager:
-        if self._heads is None:
-            raise ValueError("heads are managed where drafter.placement is remote")
-        return self._heads
 
     async def propose(self, proposal: HeadProposal) -> HeadChange:
         """Try a candidate on a share of the requests; `trial` says what becomes of it.
@@ -156,34 +148,33 @@ class Router:
         Raises:
             ValueError: with the reason: a damaged head, no room for it, a trial that is under way.
         """
-        manager = self._manager()
         files = proposal.files or await asyncio.to_thread(candidate_files, Path(proposal.source))
         digest = hashlib.sha256()
         for file in sorted(files):
             digest.update(files[file])
         name = f"{CANDIDATE}{digest.hexdigest()[:10]}"
-        await asyncio.to_thread(keep_candidate, name, files, manager.names_in_use)
-        change = manager.propose(name, proposal)
+        await asyncio.to_thread(keep_candidate, name, files, self._heads.names_in_use)
+        change = self._heads.propose(name, proposal)
         self._save_head_events()
         return change
 
     async def trial(self, name: str) -> HeadChange:
         """The newest state of a proposal. Raises ValueError for a name that is not known."""
-        return self._manager().get_change(name)
+        return self._heads.get_change(name)
 
     async def head_back(self) -> HeadChange:
         """End the trial, else roll back the last change of heads. Raises ValueError where there is none."""
-        change = self._manager().roll_back()
+        change = self._heads.roll_back()
         self._save_head_events()
         return change
 
     async def live_head(self) -> HeadRef:
         """`HeadManager.live_head`."""
-        return self._manager().live_head
+        return self._heads.live_head
 
     def _save_head_events(self) -> None:
         """Log what happened to heads, and save the state at once."""
-        if self._heads is not None and self._heads.events:
+        if self._heads.events:
             for event in self._heads.events:
                 logger.warning("%s", event)
                 self._history.add_event("head", event)
@@ -197,7 +188,7 @@ class Router:
 
     def _manage_heads(self, drafters: Sequence[DrafterReport]) -> None:
         """Take in what drafters report, and hand the desired heads to all, also to one that has just started."""
-        if self._heads is None or (self._handing_out and not self._handing_out.done()):
+        if self._handing_out and not self._handing_out.done():
             return
         self._heads.observe_drafters(drafters)
         self._save_head_events()
@@ -231,7 +222,7 @@ class Router:
         model = self._settings.model.id
         families = target_metrics(reports, self._monitor.num_ready or 0, model)
         families += head_metrics(self._head_counts)
-        families += [] if self._heads is None else change_metrics(self._heads.document())
+        families += change_metrics(self._heads.document())
         families += depth_metrics(self._document(), model)
         families += scaling_metrics(self._scaling_document())
         families += spending_metrics(self._state.spending.today)
@@ -276,7 +267,7 @@ class Router:
             **drafting_document(reports, self._head_counts, drafters),
             **self._history.document(time.monotonic()),
             "settings": self._settings.model_dump(mode="json", exclude_none=True, include=SHOWN_SETTINGS),
-            "head_changes": [] if self._heads is None else self._heads.document(),
+            "head_changes": self._heads.document(),
             "autoscaling": self._scaling_document(),
             "learner": None if self._learner is None else next(map(dataclasses.asdict, self._learner.reports), None),
         }
@@ -304,7 +295,7 @@ class Router:
         self._history.observe(reports, deltas, policy.num_requests, policy.latency, now_s)
         add_head_counts(self._head_counts, deltas)
         # The first reports count from the targets' start, and heads may have changed since.
-        if self._heads is not None and self._counts_are_new:
+        if self._heads.is_ready and self._counts_are_new:
             weights = "+".join(sorted({report.weights for report in reports} - {""}))
             self._heads.record_counts(deltas, self._num_running(reports), weights)
             self._save_head_events()

@@ -61,7 +61,7 @@ from deployments.telemetry import engine_metrics
 from deployments.usage_log import UsageLog
 from peagle.heads import head_digest, target_digest
 from peagle.schema import SettingsError
-from peagle.vllm.clients import Address, abort_all_of
+from peagle.vllm.clients import Address
 from peagle.vllm.engine import ASYNC_SCHEDULER, RemoteSettings, engine_kwargs
 from peagle.vllm.grammar_checker import GrammarChecker, GrammarLimits
 from peagle.vllm.limits import guard
@@ -86,7 +86,6 @@ class TargetServer(LLMServer):
         """The engine's configuration is made here, where the checkpoints are prepared: each node has its own cache.
         `drafter`: the deployment of remote drafters, where there is one. Without a `router` K is the
         settings' default."""
-        compat.check(compat.ENGINE_PATCH_POINTS)
         compat.be_no_nicer()
         compat.prepare_replica()
         if not settings.target.has_gpu:
@@ -125,7 +124,6 @@ class TargetServer(LLMServer):
             return several.launch(vllm_config, arguments), several.metrics_folder.name
 
         await super().__init__(config, engine_cls=compat.engine_class(on_cpu, launch_front_ends))
-        compat.check_engine(self.engine)
         self._client = client = compat.engine_client(self.engine)
         self.vllm = compat.vllm_state(self.engine)
         self._started_s = time.monotonic()
@@ -135,8 +133,7 @@ class TargetServer(LLMServer):
             self.front_end.generate = EngineAnswers.attach(self.engine, self._recorder, charge, self._grammars).generate
         else:
             guard(client, self._grammars)
-            abort = functools.partial(abort_all_of, client)
-            await several.attach(self._grammars, abort, client.output_handler)
+            await several.attach(self._grammars, client.output_handler)
             self.front_end.generate = several.generate
         self.front_end.max_model_len = self._client.vllm_config.model_config.max_model_len
         if settings.drafter is not None and drafter is None:
@@ -176,8 +173,8 @@ class TargetServer(LLMServer):
             self._grammars.limits = grammar_limits(self._settings.limits)
 
     async def check_health(self) -> None:
-        """Raises EngineLost when the engine has died. vLLM's own exception would make whoever gets it, Serve's
-        controller too, import vLLM, which takes seconds."""
+        """Raises EngineLost when the engine or a front-end process has died. vLLM's own exception would make whoever
+        gets it, Serve's controller too, import vLLM, which takes seconds."""
         try:
             await super().check_health()
         except Exception as error:  # noqa: BLE001
@@ -268,7 +265,7 @@ class TargetServer(LLMServer):
     # ---- what the HTTP API shows besides answers
 
     async def health(self) -> dict[str, Any]:
-        if self._client.errored or (self._front_ends is not None and not self._front_ends.num_ready):
+        if self._client.errored or (self._front_ends is not None and self._front_ends.problem):
             raise not_ready(self.front_end.model)
         return {"status": "ready", "model": self.front_end.model, "num_target_replicas": self._num_targets}
 

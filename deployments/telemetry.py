@@ -22,6 +22,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -103,14 +104,8 @@ def prometheus_text(families: Iterable[Metric]) -> bytes:
         known = merged.setdefault(family.name, family)
         if known is not family:
             known.samples = [*known.samples, *family.samples]
-
-    class Fixed:
-        def collect(self) -> Iterable[Metric]:
-            return merged.values()
-
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(Fixed())
-    return generate_latest(registry)
+    collector: Any = SimpleNamespace(collect=merged.values)
+    return generate_latest(collector)
 
 
 def labelled(families: Iterable[Metric], **labels: str) -> list[Metric]:
@@ -189,7 +184,9 @@ def drafter_metrics(drafters: Sequence[DrafterReport], reports: Sequence[TargetR
 
     def count(prefix: str, counters: Mapping[str, float], *labels: str) -> None:
         for name, value in sorted(counters.items()):
-            found.add(prefix + (f"{name[:-1]}seconds" if name.endswith("_s") else name), value, *labels)
+            family = prefix + (f"{name[:-1]}seconds" if name.endswith("_s") else name)
+            if family in FAMILIES:  # GET /drafting has the others too
+                found.add(family, value, *labels)
 
     found.add("drafter_replicas", len(drafters))
     for drafter in drafters:
@@ -275,7 +272,7 @@ class SavedState(msgspec.Struct):
     reports: list[TargetReport]
     acceptance: AcceptanceSnapshot
     spending: SpendingTracker
-    heads: HeadState | None = None
+    heads: HeadState
 
 
 class StateStore:
@@ -286,10 +283,7 @@ class StateStore:
     A router that takes another's place may write beside it for a moment: each writes a file of its own first.
     """
 
-    def __init__(
-        self, path: str | None, policy: KPolicy, heads: HeadManager | None = None, channel: KVChannel | None = None
-    ) -> None:
-        """Without path and channel nothing is saved."""
+    def __init__(self, path: str | None, policy: KPolicy, heads: HeadManager, channel: KVChannel) -> None:
         self._path, self._channel = None if path is None else Path(path), channel
         self._policy, self._heads = policy, heads
         self.spending = SpendingTracker()
@@ -307,8 +301,7 @@ class StateStore:
                 return
             saved = msgspec.convert(document, SavedState)
             self.spending = saved.spending
-            if self._heads is not None and saved.heads is not None:
-                self._heads.state = saved.heads
+            self._heads.state = saved.heads
             self._policy.restore(saved.reports, saved.acceptance)  # last: what was learned may be of another K_max
         except Exception as error:  # noqa: BLE001  # the service starts without it, whatever is wrong
             kept = ""
@@ -323,7 +316,7 @@ class StateStore:
         """None where there is none."""
         if self._path is not None:
             return json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else None
-        return None if self._channel is None else self._channel.get(LEARNED)
+        return self._channel.get(LEARNED)
 
     def save_soon(self, *, is_urgent: bool = False) -> None:
         """Save in a thread, when it is time again and the last save is done: a slow disk holds up no request.
@@ -338,10 +331,8 @@ class StateStore:
 
     def document(self) -> dict[str, Any]:
         """The state of now, as JSON."""
-        heads, acceptance = None if self._heads is None else self._heads.state, self._policy.posteriors.snapshot()
-        document: dict[str, Any] = msgspec.to_builtins(
-            SavedState(self._policy.last_reports, acceptance, self.spending, heads)
-        )
+        learned = self._policy.last_reports, self._policy.posteriors.snapshot()
+        document: dict[str, Any] = msgspec.to_builtins(SavedState(*learned, self.spending, self._heads.state))
         return document
 
     def write(self, document: Mapping[str, Any]) -> None:
@@ -350,7 +341,7 @@ class StateStore:
         try:
             if self._path is not None:
                 self._replace_file(self._path, json.dumps(document).encode())
-            elif self._channel is not None:
+            else:
                 self._channel.put(LEARNED, document)
         except Exception as error:  # noqa: BLE001  # of a disk or of Ray
             if not self._fails:

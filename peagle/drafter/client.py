@@ -104,8 +104,6 @@ class LinkStats:
     num_timeouts: int = 0
     num_skipped: int = 0  # not sent, because the link was not up
     num_connections: int = 0
-    num_bytes: int = 0  # sent and received over TCP
-    num_cut_prompts: int = 0  # new requests whose tokens did not fit
     sum_service_s: float = 0.0  # of answers in time: from when the drafter saw the step, or it was sent, to its answer
     sum_wait_s: float = 0.0  # of these: what the target waited, its GPU's stream or its host
 
@@ -131,10 +129,9 @@ class Connection:
             self._poller.register(source, zmq.POLLIN)
         self._socket.connect(f"tcp://{drafter.address}")
 
-    def send(self, frames: list[Any]) -> int:
-        """Enqueue a message; returns its bytes. Raises ZMQError where the drafter reads nothing."""
+    def send(self, frames: list[Any]) -> None:
+        """Enqueue a message. Raises ZMQError where the drafter reads nothing."""
         self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
-        return sum(memoryview(frame).nbytes for frame in frames)
 
     def receive(self, timeout_s: float) -> tuple[DrafterMessage, Sequence[zmq.Frame]] | None:
         """The next message with its raw frames; None when the time is over or the waker was woken.
@@ -356,7 +353,6 @@ class Link:
             token_ids = descriptor.prompts.get(slot, _NO_TOKENS)
             if len(token_ids) > room:
                 token_ids = _NO_TOKENS
-                self.stats.num_cut_prompts += 1
             prompts[slot], room = token_ids, room - len(token_ids)
         return prompts
 
@@ -488,7 +484,7 @@ class Link:
                 carried, sent_ns = carried + 1, time.monotonic_ns()
                 while not (ring.is_ready(carried) or self._stopped.wait(_POLL_S)):  # a GPU may still be at it
                     pass
-                self.stats.num_bytes += connection.send(step_frames(ring.read_step(carried)))
+                connection.send(step_frames(ring.read_step(carried)))
             if (received := connection.receive(_CHECK_S)) is None:
                 continue
             message, raw = received
@@ -498,7 +494,6 @@ class Link:
                     raise WireError(
                         f"{connection.peer} answered step {message.number}, not {carried} with {shape} drafts"
                     )
-                self.stats.num_bytes += len(raw[0].buffer)
                 drafts_BK = np.frombuffer(raw[0].buffer, np.int32).reshape(shape)
                 ring.write_drafts(carried, drafts_BK, time.monotonic_ns() - sent_ns)
             elif isinstance(message, Bye):

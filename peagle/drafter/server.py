@@ -66,8 +66,7 @@ _MAX_MESSAGES = 64  # read in one turn
 
 @dataclasses.dataclass
 class ServerStats:
-    num_batches: int = 0  # calls of the engine that were answered
-    num_steps: int = 0  # targets' steps in them
+    num_steps: int = 0  # of targets, answered
     num_connections: int = 0
     num_refused: int = 0  # newcomers that were no targets, did not fit, or whose ring CUDA did not take
     num_dropped: int = 0  # targets dropped for what they sent
@@ -331,7 +330,6 @@ class DrafterServer:
                 self._drop(peer, Bye(f"the drafter failed: {error!r:.200}"))
             return
         self._failures_in_a_row = 0
-        self.stats.num_batches += 1
         self.stats.num_steps += len(steps)
         for (peer, step), drafts_BK in zip(steps, answers, strict=True):
             self._answer(peer, step, drafts_BK)

@@ -76,9 +76,10 @@ def router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(of_drafters, "head_directory", lambda name, target: Path(name))
     router: Any = Router.__new__(Router)
     heads, k_policy = HeadManager(1, 0.1), k_policy_with_counts()
+    channel: Any = SimpleNamespace(put=lambda *_: None)
     router.__dict__ |= {
-        "_heads": heads, "_state": StateStore(None, k_policy, heads), "k_policy": k_policy, "_handing_out": None,
-        "_monitor": SimpleNamespace(reports=()), "_history": ServiceHistory(),
+        "_heads": heads, "_state": StateStore(None, k_policy, heads, channel), "k_policy": k_policy,
+        "_handing_out": None, "_monitor": SimpleNamespace(reports=()), "_history": ServiceHistory(),
     }  # fmt: skip
     return router
 
@@ -105,11 +106,3 @@ async def test_a_candidate_reaches_drafters_on_other_nodes_and_those_that_start_
     assert (await router.head_back()).state == "dropped"
     told = [event["text"] for event in router._history.document(0.0)["events"]]
     assert [text.partition(":")[0].rpartition(" ")[2] for text in told] == ["dropped", "running", "loading"]
-
-
-def test_without_remote_drafters_there_is_nothing_to_try() -> None:
-    router: Any = Router.__new__(Router)
-    router._heads = None
-    for call in (router.propose(HeadProposal("x")), router.trial("x"), router.head_back()):
-        with pytest.raises(ValueError, match="drafter.placement is remote"):
-            asyncio.run(call)

@@ -123,9 +123,10 @@ def k_policy_with_counts() -> KPolicy:
     return k_policy
 
 
-def new_store(path: Path | None = None, channel: Any = None) -> StateStore:
+def new_store(path: Path | None = None, channel: Any = None, k_policy: KPolicy | None = None) -> StateStore:
     """That of a router which has just started."""
-    return StateStore(path and str(path), KPolicy(DepthPolicy(3, 3, 3)), HeadManager({}, 0, 0.1), channel)
+    policy = k_policy or KPolicy(DepthPolicy(3, 3, 3))
+    return StateStore(path and str(path), policy, HeadManager({}, 0, 0.1), channel)
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -182,7 +183,7 @@ def test_a_cluster_that_does_not_answer_holds_up_no_router(caplog: pytest.LogCap
 
 async def test_a_head_that_was_rolled_back_is_saved_at_once(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
-    store = StateStore(str(path), k_policy_with_counts())
+    store = new_store(path, k_policy=k_policy_with_counts())
     store.save_soon()
     await asyncio.sleep(0.05)
     assert not path.exists(), "not due yet"
@@ -195,7 +196,7 @@ def test_on_a_full_disk_the_last_state_stays_whole_and_saving_goes_on_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "state.json"
-    store = StateStore(str(path), k_policy_with_counts())
+    store = new_store(path, k_policy=k_policy_with_counts())
     store.write(store.document())
     before = path.read_text()
     with full_disk(100):

@@ -11,7 +11,6 @@ from vllm.v1.request import RequestStatus
 
 from cluster.step_allocation import PROBABILITY_LEVELS, best_total
 from peagle.vllm.draft_budget import SPARE_DRAFTS, timed_step
-from peagle.vllm.request_args import ALL_OF_CLIENT
 from peagle.vllm.step_notes import update_plan
 from tests.support.scheduler_run import (
     SURVIVAL,
@@ -41,19 +40,6 @@ def choosing(config: Any) -> Iterator[SchedulerRun]:
     """An engine whose worker can choose drafts, and whose requests are decoding."""
     with measured_at_start(config):
         yield SchedulerRun(config, is_async=True)
-
-
-def test_all_requests_of_a_client_that_has_ended_are_aborted_at_once(config: Any) -> None:
-    run = SchedulerRun(config, is_async=True)
-    for name in ("a", "b", "c"):
-        run.add(name)
-    for name, client in (("a", 1), ("b", 2), ("c", 1)):
-        run.scheduler.requests[name].client_index = client
-    run.step()
-    run.scheduler.finish_requests([f"{ALL_OF_CLIENT}1"], RequestStatus.FINISHED_ABORTED)
-    assert run.scheduler.requests.keys() == {"b"}
-    run.scheduler.finish_requests([f"{ALL_OF_CLIENT}1"], RequestStatus.FINISHED_ABORTED)
-    assert run.step().drafts.keys() == {"b"}
 
 
 @BOTH
