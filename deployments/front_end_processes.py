@@ -112,10 +112,9 @@ class Item(msgspec.Struct, tag=True, array_like=True):
 
 
 class Charged(msgspec.Struct, tag=True, array_like=True):
-    """`Usage` of a request that was broken off. `number`: the front end's."""
+    """`Usage` of a request that was broken off."""
 
     caller: str
-    number: int
     usage: Usage
 
 
@@ -365,8 +364,8 @@ class FrontEndProcesses:
             case Item(number, item):
                 if (items := process.jobs.get(number)) is not None:  # its client may have gone meanwhile
                     items.put_nowait(ApiError(**item) if isinstance(item, dict) else item)
-            case Charged(caller, number, usage):
-                self._charge(caller, number, usage)
+            case Charged(caller, usage):
+                self._charge(caller, usage)
             case Counted(delta):
                 self._recorder.add_delta(process.index, delta)
                 process.reports.popleft().cancel()
