@@ -22,37 +22,43 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm import __version__ as vllm_version
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
-from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesResponse
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
+from vllm.entrypoints.openai.completion.protocol import CompletionResponse
+from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
 
 from cluster.errors import ApiError
 from cluster.request import ANYONE
 from cluster.settings import IngressSettings
 from deployments import openapi
-from deployments.body import UNUSED_FIELDS, Call, detect_call, engine_keys, read_json
+from deployments.body import BODIES, UNUSED_FIELDS, Call, detect_call, engine_keys, read_json
 from deployments.compat import GATEWAY_HEADER, address_header, gateway_token, listening_host
 from deployments.errors import internal_error, json_response
 from deployments.front_end import FrontEnd, logger
 from deployments.http_streams import EventStream, read_body, until_disconnected
-from deployments.protocols import CONVERSIONS, TOKENIZER_PATHS, Ask, answer_by_tokenizer
+from deployments.protocols import TOKENIZER_PATHS, answer_by_tokenizer
 from deployments.telemetry import METRICS_CONTENT_TYPE
 from peagle import __version__ as peagle_version
 
-CALLS: dict[str, Call] = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
-CALLS |= dict.fromkeys(CONVERSIONS, "chat")
-Records = dict[type[BaseModel], type[BaseModel]]
-CHATS: Records = {ChatCompletionRequest: ChatCompletionResponse}
-TEXTS: Records = {CompletionRequest: CompletionResponse}
-RECORDS: dict[str, Records] = {
-    "/v1/chat/completions": CHATS,
-    "/v1/completions": TEXTS,
-    **{path: {conversion.record: conversion.answer_record} for path, conversion in CONVERSIONS.items()},
-    "/invocations": {**CHATS, **TEXTS},
+CALLS: dict[str, Call] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/responses": "responses",
+    "/v1/messages": "messages",
+}
+ANSWERS: dict[Call, type[BaseModel]] = {
+    "chat": ChatCompletionResponse,
+    "completions": CompletionResponse,
+    "responses": ResponsesResponse,
+    "messages": AnthropicMessagesResponse,
+}
+RECORDS: dict[str, dict[type[BaseModel], type[BaseModel]]] = {
+    **{path: {BODIES[call]: ANSWERS[call]} for path, call in CALLS.items()},
+    "/invocations": {BODIES[call]: ANSWERS[call] for call in ("chat", "completions")},
     **TOKENIZER_PATHS,
 }
 """What is taken by POST, and its answer, by path."""
-UNUSED: dict[type[BaseModel], Collection[str]] = dict.fromkeys([*CHATS, *TEXTS], UNUSED_FIELDS)
-UNUSED |= {conversion.record: conversion.unused for conversion in CONVERSIONS.values()}
+UNUSED: dict[type[BaseModel], Collection[str]] = {BODIES[call]: fields for call, fields in UNUSED_FIELDS.items()}
 
 JSON_MEDIA_TYPE = "application/json"
 
@@ -290,8 +296,7 @@ async def _answer(backend: Backend, request: Request) -> Response:
         except ApiError as error:
             front_end.metrics.count_answer("", error.status)
             raise
-        ask: Ask = functools.partial(front_end.answer, call, caller=caller, headers=request.headers)
-        pieces = (CONVERSIONS[path](front_end, backend.vllm, ask).answer if path in CONVERSIONS else ask)(document)
+        pieces = front_end.answer(call, document, caller, request.headers)
         first = await anext(pieces, "")
         if first.startswith(("data: ", "event: ")):
             return EventStream(_events(first, pieces, path), until_sent.pop_all())
