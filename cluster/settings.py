@@ -487,6 +487,9 @@ class IngressSettings(Section):
     allowed_hosts: list[str] = Field(
         default_factory=list, description="`Host` names that clients may use without `callers`; `*`: any."
     )
+    usage_log: str | None = Field(
+        default=None, description="File to which each target replica appends a line of JSON a request; `-`: stdout."
+    )
 
 
 class LimitSettings(Section):

@@ -39,7 +39,7 @@ from peagle.vllm.rendering import render_at_once
 
 logger = logging.getLogger(__name__)
 
-Charge = Callable[[str, Usage], None]
+Charge = Callable[[str, int, Usage], None]
 """Counts the tokens of a request: `deployments.front_end.FrontEnd.charge`."""
 
 ENGINE_IDS: dict[Call, str] = {
@@ -163,7 +163,7 @@ class EngineAnswers:
         finally:
             self._ids.difference_update(ids)
             counted = [usage_of(record) for record in filter(None, map(self._recorder.pop, ids))]
-            self._charge(admitted.caller, Usage(*map(sum, zip(*counted, strict=True))))
+            self._charge(admitted.caller, admitted.number, Usage(*map(sum, zip(*counted, strict=True))))
 
     async def _events(self, admitted: Admitted, events: Any) -> Answer:
         """vLLM's server-sent events, with `drafting` in the last chunk: the one that finishes the last choice, or with

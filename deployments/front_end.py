@@ -8,6 +8,7 @@ is.
 
 import contextlib
 import functools
+import itertools
 import json
 import logging
 import random
@@ -51,6 +52,7 @@ from deployments.body import (
 )
 from deployments.errors import internal_error
 from deployments.metrics import FAMILIES, PREFIX
+from deployments.usage_log import UsageLog
 from peagle.vllm.request_args import DEPTH_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 
 logger = logging.getLogger(__name__)
@@ -73,7 +75,8 @@ class Admitted:
 
     `fields`: vLLM's fields, with what the front end decided of `vllm_xargs`. `request_id`: the client's name of it, or
     one of our own. `num_sequences`: its weight. `trace`: headers by which the engine's span becomes part of its
-    client's trace. `caller`: name of who asked. `head`: digest of the head that drafts for it, "" where none does."""
+    client's trace. `caller`: name of who asked. `head`: digest of the head that drafts for it, "" where none does.
+    `number`: its own among the requests of the front end."""
 
     call: Call
     fields: dict[str, Any]
@@ -83,6 +86,7 @@ class Admitted:
     trace: dict[str, str] = field(default_factory=dict)
     caller: str = ""
     head: str = ""
+    number: int = 0
 
     @functools.cached_property
     def body(self) -> Body:
@@ -156,10 +160,19 @@ class FrontEnd:
 
     Args:
         max_running: sequences that the engines behind this front end run well at a time, at most `limits`'.
+        usage_log: gets a line for each request, if there is one.
+        replica: name of the replica, for these lines.
     """
 
-    def __init__(self, settings: ClusterSettings, max_running: int | None = None) -> None:
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        max_running: int | None = None,
+        usage_log: UsageLog | None = None,
+        replica: str = "",
+    ) -> None:
         self.metrics = FrontEndMetrics()
+        self._usage_log, self._replica, self._numbers = usage_log, replica, itertools.count()
         self.keys: Mapping[str, Sequence[str]] = {}
         self._max_running = max_running
         self.max_model_len: int | None = None
@@ -329,15 +342,20 @@ class FrontEnd:
         Raises:
             ApiError: instead of an answer, or in the midst of a stream.
         """
-        started_s, first_s = time.perf_counter(), None
-        workload, status, usage = "", 499, None
+        started_s, first_s, time_s = time.perf_counter(), None, time.time()
+        workload, status, usage, is_counted_later = "", 499, None, False
+        number = next(self._numbers)
+        if self._usage_log is not None:
+            self._usage_log.begin(number)
         try:
             admitted = self.admit(call, document, caller, headers)
+            admitted.number = number
             workload = base_workload(admitted.drafting.workload)
             async with (
                 self.admission.hold_places(caller, admitted.num_sequences),
                 contextlib.aclosing(self.generate(admitted)) as items,
             ):
+                is_counted_later = True
                 async for item in items:
                     if isinstance(item, str):
                         first_s = first_s or time.perf_counter()
@@ -358,14 +376,25 @@ class FrontEnd:
         finally:
             self.metrics.count_answer(workload, status)
             if usage is not None:
-                self.charge(caller.name, usage)
+                self.charge(caller.name, number, usage)
+            if self._usage_log is not None:
+                total_s = round(time.perf_counter() - started_s, 4)
+                first = None if first_s is None else round(first_s - started_s, 4)
+                self._usage_log.end(
+                    number, is_counted_later=is_counted_later, time=round(time_s, 3), replica=self._replica,
+                    caller=caller.name, workload=workload, model=self.model, call=call, status=status, first_s=first,
+                    total_s=total_s,
+                )  # fmt: skip
 
-    def charge(self, caller: str, usage: Usage) -> None:
+    def charge(self, caller: str, number: int, usage: Usage) -> None:
         """Count the tokens of a request, also of one that was broken off, for its caller. Accepted drafts beyond the
         end of its answer are left out."""
         usage = usage._replace(num_accepted_tokens=min(usage.num_accepted_tokens, usage.num_output_tokens))
         self.admission.charge_tokens(caller, usage.num_prompt_tokens + usage.num_output_tokens)
         self.metrics.count_tokens(caller, usage)
+        if self._usage_log is not None:
+            prompt, output, accepted = usage
+            self._usage_log.count(number, prompt_tokens=prompt, output_tokens=output, accepted_tokens=accepted)
 
     def families(self) -> list[Metric]:
         """`FrontEndMetrics.families` of the workloads that are told apart now."""

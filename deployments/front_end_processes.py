@@ -111,9 +111,10 @@ class Item(msgspec.Struct, tag=True, array_like=True):
 
 
 class Charged(msgspec.Struct, tag=True, array_like=True):
-    """`Usage` of a request that was broken off."""
+    """`Usage` of a request that was broken off. `number`: the front end's."""
 
     caller: str
+    number: int
     usage: Usage
 
 
@@ -363,8 +364,8 @@ class FrontEndProcesses:
             case Item(number, item):
                 if (items := process.jobs.get(number)) is not None:  # its client may have gone meanwhile
                     items.put_nowait(ApiError(**item) if isinstance(item, dict) else item)
-            case Charged(caller, usage):
-                self._charge(caller, usage)
+            case Charged(caller, number, usage):
+                self._charge(caller, number, usage)
             case Counted(delta):
                 self._recorder.add_delta(process.index, delta)
                 process.reports.popleft().cancel()

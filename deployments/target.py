@@ -59,6 +59,7 @@ from deployments.replicas import (
 )
 from deployments.routes import Entrance, make_app
 from deployments.telemetry import engine_metrics
+from deployments.usage_log import UsageLog
 from peagle.heads import head_digest, target_digest
 from peagle.schema import SettingsError
 from peagle.vllm.clients import Address, abort_all_of
@@ -91,6 +92,7 @@ class TargetServer(LLMServer):
         compat.prepare_replica()
         if not settings.target.has_gpu:
             use_all_cores_of_a_small_machine()
+        self._usage_log = UsageLog(settings.ingress.usage_log) if settings.ingress.usage_log else None
         keys = await asyncio.to_thread(settings.read_key_files)
         target_dir, head_dir = await asyncio.to_thread(prepare, settings)
         env = ray.get_runtime_context().runtime_env.get("env_vars", {})
@@ -107,7 +109,7 @@ class TargetServer(LLMServer):
         self._recorder = DraftingRecorder(max_workloads=max_workloads, on_answer=keep)
         self._replica = serve.get_replica_context().replica_id.unique_id
         max_running = QUEUED_PER_RUNNING * settings.max_num_seqs
-        self.front_end = FrontEnd(settings, max_running)
+        self.front_end = FrontEnd(settings, max_running, self._usage_log, self._replica)
         self.front_end.set_keys(keys)
         charge = self.front_end.charge
 
@@ -150,6 +152,12 @@ class TargetServer(LLMServer):
             self._links = DrafterLinks(drafter, self._client.collective_rpc, lambda: admission.num_running > 0)
             self._links.start(functools.partial(setattr, self.front_end, "heads"))
         freeze_gc_heap()  # as vLLM's own server: a full collection of all that is loaded would hold up every stream
+
+    async def __del__(self) -> None:
+        """Serve retires this replica; its requests have ended."""
+        if (usage_log := getattr(self, "_usage_log", None)) is not None:  # the constructor may have failed before
+            usage_log.close()
+        await super().__del__()
 
     async def _start_engine(self) -> None:
         """Without Ray's own next step: its telemetry of models starts an actor that imports vLLM once more, and holds

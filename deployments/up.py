@@ -244,7 +244,7 @@ def _make_live(application: dict[str, Any], settings: ClusterSettings) -> None:
         args["depth"] = {"state": settings.depth.state}
     args["model"] = {key: value for key, value in args["model"].items() if key != "aliases"}
     ingress = args.pop("ingress", None) or {}
-    if kept := {key: ingress[key] for key in ("allow_origins", "allowed_hosts") if ingress.get(key)}:
+    if kept := {key: ingress[key] for key in ("allow_origins", "allowed_hosts", "usage_log") if ingress.get(key)}:
         args["ingress"] = kept
     changes: dict[str, dict[str, Any]] = {
         ROUTER_NAME: {"ray_actor_options": {"num_cpus": settings.ingress.num_cpus}, "user_config": live},

@@ -8,6 +8,7 @@ import gc
 import hashlib
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import httpx
@@ -40,6 +41,7 @@ from deployments.compat import GATEWAY_HEADER
 from deployments.errors import engine_lost
 from deployments.front_end import Admitted, FrontEnd, FrontEndMetrics, Usage, drafting_field
 from deployments.routes import Entrance, make_app
+from deployments.usage_log import UsageLog
 from peagle.vllm.request_args import DEPTH_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 
 SECRET = "sk-very-secret"
@@ -782,11 +784,24 @@ def test_workloads_that_are_told_apart_no_more_leave_no_series() -> None:
         assert labels == {"tag-7", "", None}, "None: the queue's length"
 
 
-def test_tokens_are_counted_for_their_caller() -> None:
-    backend = Echo(callers(web={"key_sha256": DIGEST, "workload": "pages"}))
+def test_each_request_leaves_one_line_of_its_use_without_its_text(tmp_path: Path) -> None:
+    log, backend = UsageLog(str(tmp_path / "usage")), Echo()
+    settings = callers(web={"key_sha256": DIGEST, "workload": "pages"})
+    backend.front_end = FrontEnd(settings, usage_log=log, replica="r1")
+    backend.front_end.generate = backend.generate
     chat(backend, headers=bearer(SECRET))
     assert chat(backend, headers=bearer(SECRET), drafting={"k": 99}).status_code == 400
-    backend.front_end.charge("web", Usage(1, 1, 2))  # of a request that was broken off
+    backend.front_end.charge("web", 7, Usage(1, 1, 2))  # of no open request
+    log.close()
+    answered, refused = map(json.loads, (tmp_path / "usage").read_text().splitlines())
+    assert list(answered) == [
+        "time", "replica", "caller", "workload", "model", "call", "status", "first_s", "total_s",
+        "prompt_tokens", "output_tokens", "accepted_tokens",
+    ]  # fmt: skip
+    about = {"replica": "r1", "caller": "web", "workload": "pages", "model": "tiny", "call": "chat", "status": 200}
+    assert answered.items() >= (about | {"prompt_tokens": 3, "output_tokens": 5, "accepted_tokens": 0}).items()
+    assert 0 <= answered["first_s"] <= answered["total_s"]
+    assert (refused["status"], refused["workload"], "output_tokens" in refused) == (400, "", False)
     samples = [sample for family in backend.front_end.families() for sample in family.samples]
     tokens = {sample.name: sample.value for sample in samples if sample.labels.get("caller") == "web"}
     counted = {"prompt": 4, "output": 6, "accepted": 1}

@@ -132,7 +132,7 @@ async def test_requests_go_to_the_process_with_the_fewest_sequences(monkeypatch:
     for stream in streams:
         await stream.aclose()
     await soon(lambda: len(replica.charged) == 4)
-    assert replica.charged[0] == ("anyone", Usage(4, 9, 4))
+    assert replica.charged[0] == ("anyone", 0, Usage(4, 9, 4))
     assert [len(replica.process(place).aborted) for place in (0, 1)] == [1, 3]
     assert [replica.process(place).sequences.total() for place in (0, 1)] == [0, 0]
 

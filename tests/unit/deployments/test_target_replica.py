@@ -4,6 +4,7 @@ import asyncio
 import json
 import pickle
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from deployments.answers import EngineAnswers
 from deployments.front_end import FrontEnd, Usage
 from deployments.replicas import EngineLost
 from deployments.target import TargetServer, default_front_ends
+from deployments.usage_log import UsageLog
 from peagle.vllm.recorder import RequestDrafting
 from tests.support.counted import counts_of
 from tests.unit.deployments.test_front_end import HELLO, cluster
@@ -31,7 +33,7 @@ COUNTS = counts_of([(3, 3), (3, 1)])
 class Replica(TargetServer):
     """Without Ray and an engine; `answer` is what vLLM's API objects do with a request."""
 
-    def __init__(self, answer: Callable[[Any], Any]) -> None:
+    def __init__(self, answer: Callable[[Any], Any], log: UsageLog | None = None) -> None:
         async def ask(body: Any, request: Any) -> Any:
             self.names.append(request.headers["x-request-id"])
             return answer(body)
@@ -39,7 +41,7 @@ class Replica(TargetServer):
         self.names: list[str] = []
         self.aborted: list[str] = []
         self._settings = cluster()
-        self.front_end = FrontEnd(self._settings)
+        self._usage_log, self.front_end = log, FrontEnd(self._settings, usage_log=log)
         self._front_ends = None
         self.front_end.heads = ("digest",)
         self._client = SimpleNamespace(errored=False, abort=self._end)
@@ -231,7 +233,7 @@ def test_a_grammar_that_allows_no_text_is_an_error_of_the_request(stream: bool) 
 
 
 @pytest.mark.parametrize("call", ["chat", "completions"])
-async def test_a_client_that_leaves_aborts_all_sequences_of_its_request(call: Any) -> None:
+async def test_a_client_that_leaves_aborts_all_sequences_of_its_request(call: Any, tmp_path: Path) -> None:
     """vLLM's generator may be left to the garbage collector with two of three sequences still running."""
     closed: list[bool] = []
 
@@ -243,7 +245,8 @@ async def test_a_client_that_leaves_aborts_all_sequences_of_its_request(call: An
         finally:
             closed.append(True)
 
-    replica = Replica(lambda _: stream())
+    log = UsageLog(str(tmp_path / "usage"))
+    replica = Replica(lambda _: stream(), log)
     fields = {"messages": HELLO} if call == "chat" else {"prompt": ["a", "b"]}
     document = {**fields, "stream": True, "n": 3, "request_id": "r1"}
     charged: list[Any] = []
@@ -255,6 +258,22 @@ async def test_a_client_that_leaves_aborts_all_sequences_of_its_request(call: An
     assert closed == [True]
     assert replica.aborted == (["chatcmpl-r1"] if call == "chat" else ["cmpl-r1-0", "cmpl-r1-1"])
     assert charged == [("web", 13 * len(replica.aborted))], "prompt and output so far of all of its prompts"
+    log.close()
+    line = json.loads((tmp_path / "usage").read_text())
+    counted = [line[f"{kind}_tokens"] // len(replica.aborted) for kind in ("prompt", "output", "accepted")]
+    assert (line["status"], line["caller"], counted) == (499, "web", [4, 9, 4])
+
+
+async def test_a_replica_that_ends_writes_the_lines_that_wait_for_tokens(tmp_path: Path) -> None:
+    replica = Replica(lambda _: events(chunk(), chunk("stop")), UsageLog(str(tmp_path / "usage")))
+    replica._client.abort = lambda _: asyncio.sleep(60)  # which says the tokens too late
+    replica.engine.shutdown = lambda: asyncio.sleep(0)  # type: ignore[attr-defined]
+    left = replica.ask("chat", {"messages": HELLO, "stream": True})
+    assert await anext(left)
+    await left.aclose()
+    await TargetServer.__del__(replica)
+    (line,) = (tmp_path / "usage").read_text().splitlines()
+    assert (json.loads(line)["status"], "output_tokens" in line) == (499, False)
 
 
 @pytest.mark.parametrize("call", ["chat", "completions"])
