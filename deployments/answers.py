@@ -7,16 +7,19 @@ Enters: an `Admitted` request. Leaves: its `Answer`, and counts (`peagle.vllm.re
 import asyncio
 import contextlib
 import logging
-import re
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pydantic import ValidationError
+from starlette.requests import Request
+from vllm.entrypoints.anthropic.serving import wrap_data_with_event
+from vllm.exceptions import GenerationError
+
 from cluster.counts import Counts
 from cluster.errors import ApiError
 from cluster.request import Drafting
-from deployments import compat
-from deployments.body import from_engine, grammars, num_prompts
+from deployments.body import Call, from_engine, from_validation, grammars, num_prompts
 from deployments.errors import engine_lost
 from deployments.front_end import (
     Admitted,
@@ -28,6 +31,7 @@ from deployments.front_end import (
     num_finished_choices,
     text_with,
 )
+from deployments.protocols import MessageForm
 from peagle.vllm.grammar_checker import GrammarChecker
 from peagle.vllm.limits import guard
 from peagle.vllm.recorder import DraftingRecorder, RequestDrafting
@@ -38,7 +42,17 @@ logger = logging.getLogger(__name__)
 Charge = Callable[[str, int, Usage], None]
 """Counts the tokens of a request: `deployments.front_end.FrontEnd.charge`."""
 
-RESPONSE_ID = re.compile(r'"id":"([^"]+)"')
+ENGINE_IDS: dict[Call, str] = {
+    "chat": "chatcmpl-{}", "completions": "cmpl-{}", "responses": "resp_{}_0", "messages": "chatcmpl-{}",
+}  # fmt: skip
+"""What vLLM makes of the name of a request; it numbers the prompts of a completion behind that."""
+
+FIELDS: dict[Call, dict[str, str]] = {
+    "responses": {"messages": "input", "max_tokens": "max_output_tokens"},
+    "messages": {"stop": "stop_sequences", "max_completion_tokens": "max_tokens"},
+}
+"""Fields of an API by the names that vLLM has for them in its refusals."""
+
 ODD_VALUE_ERRORS = (KeyError, IndexError, AttributeError, RecursionError, UnicodeError)
 """What vLLM's chat templates raise for values of a type that they do not expect."""
 
@@ -47,47 +61,52 @@ class EngineAnswers:
     """The answers of one of vLLM's clients of an engine.
 
     Args:
-        engine: `ray.serve.llm`'s, or `compat.front_end_engine`: vLLM's client and its API objects.
+        client: vLLM's, an `AsyncLLM`.
+        vllm: the state of vLLM's API server: its API objects by name.
         charge: is told the tokens of a request that was broken off, once for each.
     """
 
-    def __init__(self, engine: Any, recorder: DraftingRecorder, charge: Charge) -> None:
-        self._engine, self._client = engine, compat.engine_client(engine)
+    def __init__(self, client: Any, vllm: Any, recorder: DraftingRecorder, charge: Charge) -> None:
+        self._client, self._vllm = client, vllm
+        self._messages = MessageForm(vllm.anthropic_serving_messages)
         self._recorder, self._charge = recorder, charge
         self._aborts: set[asyncio.Task[None]] = set()
         self._ids: set[str] = set()  # of the requests in the engine, as it names them
 
     @classmethod
     def attach(
-        cls, engine: Any, recorder: DraftingRecorder, charge: Charge, grammars: GrammarChecker
+        cls, client: Any, vllm: Any, recorder: DraftingRecorder, charge: Charge, grammars: GrammarChecker
     ) -> "EngineAnswers":
         """For an engine before its first request. Its client is changed: it checks requests and counts drafts."""
-        client = compat.engine_client(engine)
         recorder.attach(client)
         guard(client, grammars)
         render_at_once(client)
-        return cls(engine, recorder, charge)
+        return cls(client, vllm, recorder, charge)
 
     async def generate(self, admitted: Admitted) -> Answer:
         """The engine's answer to what the front end has admitted, see `deployments.front_end.Answer`."""
         if not self._ids.isdisjoint(engine_ids(admitted)):  # clients name requests, and vLLM aborts all of a name
-            admitted.body.request_id += f"-{uuid.uuid4().hex[:8]}"
+            admitted.request_id += f"-{uuid.uuid4().hex[:8]}"
         ids, is_complete = engine_ids(admitted), False
         self._ids.update(ids)
         try:
             if self._client.errored:
                 raise engine_lost()
-            result = await compat.ask_engine(self._engine, admitted.call, admitted.body, admitted.trace)
+            result = await self._ask(admitted)
             if hasattr(result, "error"):
                 raise self._failure(admitted, from_engine(result.error))
-            if hasattr(result, "choices"):
-                usage = result.usage
-                field = self._drafting_field(admitted, self._recorder.pop(result.id))
+            if hasattr(result, "usage"):
+                field = self._drafting_field(admitted, self._pop(admitted))
                 is_complete = True
-                yield text_with(result.model_dump(), field)
-                yield Usage(usage.prompt_tokens, usage.completion_tokens or 0, field["num_accepted_tokens"])
+                yield self._write(admitted.call, result, field)
+                used = result.usage
+                num_prompt_tokens = used.input_tokens if admitted.call == "responses" else used.prompt_tokens
+                yield Usage(num_prompt_tokens, used.total_tokens - num_prompt_tokens, field["num_accepted_tokens"])
                 return
-            async with contextlib.aclosing(self._events(admitted, result)) as events:
+            events = (self._response_events if admitted.call == "responses" else self._events)(admitted, result)
+            if admitted.call == "messages":
+                events = self._messages.convert_events(events)
+            async with contextlib.aclosing(events):
                 async for event in events:
                     yield event
             is_complete = True
@@ -102,6 +121,39 @@ class EngineAnswers:
                 task = asyncio.get_running_loop().create_task(self._abort(ids, admitted))
                 self._aborts.add(task)
                 task.add_done_callback(self._aborts.discard)
+
+    async def _ask(self, admitted: Admitted) -> Any:
+        """vLLM's answer: a response, an `ErrorResponse`, or the generator of events. `ray.serve.llm` copies each of
+        these into types of its own, and batches events. vLLM sees no other headers of the client's: by some it could
+        set its priority."""
+        vllm: Any = self._vllm
+        body: Any = admitted.body
+        headers = {"x-request-id": admitted.request_id, **admitted.trace}
+        raw = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
+        request = Request({"type": "http", "headers": raw})
+        match admitted.call:
+            case "chat":
+                return await vllm.openai_serving_chat.create_chat_completion(body, request)
+            case "completions":
+                return await vllm.openai_serving_completion.create_completion(body, request)
+            case "responses":
+                body.request_id = f"resp_{admitted.request_id}"
+                return await vllm.openai_serving_responses.create_responses(body, request)
+            case "messages":
+                return await self._messages.ask(body, request)
+
+    def _write(self, call: Call, result: Any, drafting: dict[str, Any]) -> str:
+        """The JSON text of a whole answer."""
+        if call == "messages":
+            return self._messages.write(result, drafting)
+        if call == "responses":
+            result.drafting = drafting
+            return str(result.model_dump_json(by_alias=True))
+        return text_with(result.model_dump(), drafting)
+
+    def _pop(self, admitted: Admitted) -> RequestDrafting | None:
+        """What was recorded of a request that has ended."""
+        return self._recorder.pop(ENGINE_IDS[admitted.call].format(admitted.request_id))
 
     async def _abort(self, ids: Sequence[str], admitted: Admitted) -> None:
         """End what is left of a request, and charge its caller for what there was. vLLM aborts what is cancelled, but
@@ -142,12 +194,28 @@ class EngineAnswers:
         if not tail:
             yield Usage()
             return
-        found = RESPONSE_ID.search(tail[0])
-        record = None if found is None else self._recorder.pop(found[1])
+        record = self._pop(admitted)
         last = max(index for index, event in enumerate(tail) if event_document(event))
         tail[last] = event_with(tail[last], self._drafting_field(admitted, record))
         for event in tail:
             yield event
+        yield Usage() if record is None else usage_of(record)
+
+    async def _response_events(self, admitted: Admitted, events: Any) -> Answer:
+        """vLLM's events of a response, with `drafting` in the response of the last one. The first ones, which say that
+        it has begun, wait for its first text: what is refused never has one."""
+        held, record = [], None
+        async with contextlib.aclosing(events):
+            async for event in events:
+                held.append(event)
+                if event.type in ("response.created", "response.in_progress"):
+                    continue
+                if event.type == "response.completed":
+                    record = self._pop(admitted)
+                    event.response.drafting = self._drafting_field(admitted, record)
+                for one in held:
+                    yield wrap_data_with_event(one.model_dump_json(by_alias=True), one.type)
+                held.clear()
         yield Usage() if record is None else usage_of(record)
 
     def _drafting_field(self, admitted: Admitted, record: Any) -> dict[str, Any]:
@@ -163,9 +231,10 @@ class EngineAnswers:
         # vLLM makes its structured_outputs of whichever field of the client's says what may be answered.
         name = next(iter(grammars(admitted.fields)), "tools" if admitted.fields.get("tools") else None)
         param = failure.param or ""
-        if name is not None and param.partition(".")[0] == "structured_outputs":
-            message = failure.message.replace("structured_outputs", name)
-            return ApiError(failure.status, message, param=param.replace("structured_outputs", name))
+        field = param.partition(".")[0]
+        own = name if field == "structured_outputs" else FIELDS.get(admitted.call, {}).get(field)
+        if own is not None:
+            return ApiError(failure.status, failure.message.replace(field, own), param=param.replace(field, own))
         if failure.status == 500 and grammars(admitted.fields):
             # vLLM ends a request whose grammar rejects every token, such as that of a schema which refers to itself.
             return ApiError(400, f"{name} cannot be followed: its grammar allows no text", param=name)
@@ -173,7 +242,11 @@ class EngineAnswers:
 
     def _refusal(self, error: Exception) -> ApiError:
         """What a request gets that raised before its first output."""
-        refusal = from_engine(compat.describe_error(self._engine, error))
+        if isinstance(error.__context__, GenerationError):  # which vLLM fails to make an event of a response of
+            error = error.__context__
+        if isinstance(error, ValidationError):  # of the chat that vLLM makes of a message
+            return from_validation(error)
+        refusal = from_engine(self._vllm.openai_serving_chat.create_error_response(error).error)
         if refusal.status == 500 and isinstance(error, ODD_VALUE_ERRORS):
             logger.warning("a request cannot be turned into a prompt", exc_info=error)
             return ApiError(400, f"the request cannot be turned into a prompt ({error!r:.200})")
@@ -188,7 +261,7 @@ def usage_of(record: RequestDrafting) -> Usage:
 
 def engine_ids(admitted: Admitted) -> list[str]:
     """The names that the engine gives to the prompts of a request."""
-    request_id = admitted.body.request_id
-    if admitted.call == "chat":
-        return [f"chatcmpl-{request_id}"]
-    return [f"cmpl-{request_id}-{index}" for index in range(num_prompts(admitted.body))]
+    name = ENGINE_IDS[admitted.call].format(admitted.request_id)
+    if admitted.call != "completions":
+        return [name]
+    return [f"{name}-{index}" for index in range(num_prompts(admitted.body))]

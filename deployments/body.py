@@ -1,20 +1,20 @@
 """A request's body, from its bytes to vLLM's record, with the limits of one request; and vLLM's refusals in OpenAI's
 form. Nothing here knows Ray, or which replica asks."""
 
-import contextlib
 import functools
 import itertools
 import json
-import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Literal, get_args
 
 import msgspec
 from pydantic import BaseModel, ValidationError
 from pydantic_core import SchemaValidator
+from vllm.entrypoints.anthropic.protocol import AnthropicContentBlock, AnthropicMessagesRequest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest
 from vllm.exceptions import VLLMClientError
 
@@ -25,28 +25,43 @@ from peagle.schema import nearest
 from peagle.vllm.compat import chat_part_kinds
 from peagle.vllm.setting_types import SettingTypes
 
-Call = Literal["chat", "completions"]
+Call = Literal["chat", "completions", "responses", "messages"]
+"""OpenAI's Chat Completions, Completions and Responses, and Anthropic's Messages."""
 
-Body = ChatCompletionRequest | CompletionRequest
+Body = ChatCompletionRequest | CompletionRequest | ResponsesRequest | AnthropicMessagesRequest
 
-BODIES: dict[Call, type[Body]] = {"chat": ChatCompletionRequest, "completions": CompletionRequest}
+BODIES: dict[Call, type[Body]] = {
+    "chat": ChatCompletionRequest,
+    "completions": CompletionRequest,
+    "responses": ResponsesRequest,
+    "messages": AnthropicMessagesRequest,
+}
 
-UNUSED_FIELDS = frozenset(
-    {
-        "metadata",
-        "moderation",
-        "prediction",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "verbosity",
-        "web_search_options",
-    }
-)
-"""Fields of OpenAI's API that clients send and that change no answer here."""
+_OPENAIS = {"moderation", "prompt_cache_options", "prompt_cache_retention", "safety_identifier"}
+_OF_TEXT = {
+    "metadata", "prediction", "prompt_cache_key", "service_tier", "store", "verbosity", "web_search_options",
+}  # fmt: skip
+UNUSED_FIELDS: dict[Call, frozenset[str]] = {
+    "chat": frozenset(_OPENAIS | _OF_TEXT),
+    "completions": frozenset(_OPENAIS | _OF_TEXT),
+    "responses": frozenset({*_OPENAIS, "stream_options"}),
+    "messages": frozenset(
+        {"anthropic_version", "cache_control", "context_management", "inference_geo", "metadata", "service_tier"}
+    ),
+}
+"""Fields of each API that clients send and that change no answer here."""
+
+TURNS: dict[Call, tuple[str, Sequence[str]]] = {
+    "responses": ("input", ("input_text", "input_image", "output_text")),
+    "messages": ("messages", get_args(AnthropicContentBlock.model_fields["type"].annotation)),
+}
+"""The field with the messages, and kinds of their parts."""
+
+TOOLS: dict[Call, Sequence[str]] = {"responses": ("function", "custom", "namespace"), "messages": ("custom",)}
+"""Kinds of tools, the default one first. The provider of the API runs the others itself."""
+
+NOT_SERVED = "background", "conversation", "previous_input_messages", "previous_response_id", "prompt"
+"""Fields of the Responses API that need a store, or messages in Harmony's form."""
 
 RENAMED_FIELDS = {
     "function_call": "tool_choice",
@@ -149,7 +164,7 @@ def _validator(record: type[BaseModel]) -> SchemaValidator:
     return SchemaValidator(end_early(record.__pydantic_core_schema__), _use_prebuilt=False)
 
 
-def drop_unused(fields: Mapping[str, Any], unused: Collection[str] = UNUSED_FIELDS) -> dict[str, Any]:
+def drop_unused(fields: Mapping[str, Any], unused: Collection[str]) -> dict[str, Any]:
     """`fields` without those that are null, which stand for missing ones, and without `unused`. Raises ApiError for a
     value that would change the answer where OpenAI serves it."""
     given = {name: item for name, item in fields.items() if item is not None and name not in unused}
@@ -178,42 +193,18 @@ def parse_record(record: type[BaseModel], fields: dict[str, Any]) -> Any:
             raise ApiError(400, f"unknown field {name:.80}{hint}", param=f"{name:.80}", code="unknown_field")
     if record in (ChatCompletionRequest, TokenizeChatRequest):
         _check_messages(fields.get("messages"))
-    with refused(lambda: _to_blame(record, fields)):
-        return _validator(record).validate_python(fields)
-
-
-@contextlib.contextmanager
-def refused(blame: Callable[[], str | None] = lambda: None) -> Iterator[None]:
-    """Raises ApiError (400) for what vLLM's records raise meanwhile. `blame`: the field, where the error names none."""
     try:
-        yield
+        return _validator(record).validate_python({**fields})  # vLLM's validators change what they get
     except ValidationError as error:
-        raise _from_validation(error) from error
+        raise from_validation(error) from error
     except VLLMClientError as error:
-        param = getattr(error, "parameter", None) or blame()
-        raise ApiError(400, f"{error.args[0]!s:.500}", param=param) from error
+        raise ApiError(400, f"{error.args[0]!s:.500}", param=getattr(error, "parameter", None)) from error
     except (TypeError, AttributeError, KeyError, ValueError) as error:
         # vLLM's own validators run before the types are checked, and trip over values of a type they do not expect.
-        blamed = blame()
-        raise ApiError(
-            400, f"{blamed or 'a field'} has a value of the wrong type ({error!s:.200})", param=blamed
-        ) from error
+        raise ApiError(400, f"a field has a value of the wrong type ({error!s:.200})") from error
 
 
-def _to_blame(record: type[BaseModel], fields: Mapping[str, Any]) -> str | None:
-    """The field by which alone vLLM's validators fail."""
-    least = {name: fields[name] for name in ("messages", "prompt") if name in fields}
-    for name, value in fields.items():
-        try:
-            _validator(record).validate_python({**least, name: value})
-        except ValidationError:
-            continue
-        except (VLLMClientError, TypeError, AttributeError, KeyError, ValueError):
-            return name
-    return None
-
-
-def _from_validation(error: ValidationError) -> ApiError:
+def from_validation(error: ValidationError) -> ApiError:
     """The first problem. If a field may have several forms, that of the form that fits most deeply: what is another
     literal, or lacks a field, was meant as another form."""
     details = error.errors(include_url=False, include_input=False)
@@ -264,6 +255,44 @@ def _check_messages(messages: Any) -> None:
             check(is_link or not kind.endswith("_url"), f"{where}.{kind}", "an object with the text url")
 
 
+def check_protocol(call: Call, fields: Mapping[str, Any]) -> None:
+    """Raises ApiError for what vLLM's record of a call takes, but no answer here can follow."""
+    for name in (name for name in (NOT_SERVED if call == "responses" else ()) if fields.get(name)):
+        text = f"{name} is not served here: nothing is stored, so send the whole conversation in input"
+        raise ApiError(400, text, param=name, code="not_served")
+    if call not in TURNS:
+        return
+    _check_kinds("tools", fields.get("tools"), TOOLS[call], TOOLS[call][0])
+    name, kinds = TURNS[call]
+    for index, message in enumerate(_items(fields.get(name))):
+        if isinstance(message, dict) and "role" in message:
+            _check_kinds(f"{name}.{index}.content", message.get("content"), kinds)
+        elif isinstance(message, dict) and message.get("type") == "item_reference":
+            text = f"{name}.{index} refers to what was said before: nothing is stored, so send it again"
+            raise ApiError(400, text, param=name, code="not_served")
+
+
+def turns(fields: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The messages of a request whose record is made, those of the system first."""
+    system = fields.get("system") or fields.get("instructions")
+    # Claude Code begins with a line that differs in each request; vLLM leaves it out too.
+    parts = (part for part in _items(system) if not str(part.get("text")).startswith("x-anthropic-billing-header"))
+    yield {"role": "system", "content": list(parts) if isinstance(system, list) else system}
+    yield from (turn for name in ("messages", "input") for turn in _items(fields.get(name)))
+
+
+def _check_kinds(name: str, parts: Any, kinds: Sequence[str], default: str | None = None) -> None:
+    """Raises ApiError (400) for a part of a list whose type is none of `kinds`. `default`: the type without one."""
+    for index, part in enumerate(_items(parts)):
+        if not isinstance(part, dict) or part.get("type", default) not in kinds:
+            text = f"{name}.{index} must be an object whose type is one of {', '.join(kinds)}: no other is served here"
+            raise ApiError(400, text, param=f"{name}.{index}")
+
+
+def _items(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
 # ---- limits of one request
 
 MAX_NUM_STOP = 16
@@ -276,16 +305,16 @@ def check_counts(fields: Mapping[str, Any], limits: LimitSettings) -> None:
     for name, value in fields.items():
         if isinstance(value, dict | list) and name != "prompt":
             _at_most(name, f"the number of entries of {name}", len(value), limits.max_list_entries)
-    for name in ("stop", "stop_token_ids"):
+    for name in ("stop", "stop_sequences", "stop_token_ids"):
         if isinstance(listed := fields.get(name), list):
             _at_most(name, f"the number of entries of {name}", len(listed), MAX_NUM_STOP)
     prompts = fields.get("prompt")
     if isinstance(prompts, list) and prompts and type(prompts[0]) is not int:
         _at_most("n", "n times the number of prompts", len(prompts), limits.max_num_sequences)
-    if isinstance(messages := fields.get("messages"), list):
-        values = (value for message in messages if isinstance(message, dict) for value in message.values())
+    for name in ("messages", "input"):
+        values = (value for turn in _items(fields.get(name)) if isinstance(turn, dict) for value in turn.values())
         num = sum(len(value) for value in values if isinstance(value, dict | list))
-        _at_most("messages", "the number of parts and calls in messages", num, limits.max_list_entries)
+        _at_most(name, f"the number of parts and calls in {name}", num, limits.max_list_entries)
     structured = fields.get("structured_outputs")
     if isinstance(structured, dict) and isinstance(choices := structured.get("choice"), list):
         name = "structured_outputs.choice"
@@ -297,19 +326,17 @@ def check_counts(fields: Mapping[str, Any], limits: LimitSettings) -> None:
 
 def check_limits(body: Body, limits: LimitSettings) -> int:
     """The number of sequences that a request asks for. Raises ApiError for one that asks more than it may."""
-    if body.n is not None and body.n < 1:
-        raise ApiError(400, f"n must be at least 1, not {body.n}", param="n")
-    num_sequences = (body.n or 1) * num_prompts(body)
+    num = getattr(body, "n", None)
+    if num is not None and num < 1:
+        raise ApiError(400, f"n must be at least 1, not {num}", param="n")
+    num_sequences: int = (num or 1) * num_prompts(body)
     _at_most("n", "n times the number of prompts", num_sequences, limits.max_num_sequences)
-    for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
-        wanted = getattr(body, name, None)
-        if type(wanted) is int:
-            _at_most(name, name, math.inf if wanted < 0 else wanted, limits.max_num_logprobs)
-    _check_prompt_logprobs(body, limits)
+    if isinstance(body, ChatCompletionRequest | CompletionRequest):
+        _check_prompt_logprobs(body, limits)
     return num_sequences
 
 
-def _check_prompt_logprobs(body: Body, limits: LimitSettings) -> None:
+def _check_prompt_logprobs(body: ChatCompletionRequest | CompletionRequest, limits: LimitSettings) -> None:
     """Each sequence has log probabilities of its own, which the engine computes anew and this process puts into
     words."""
     per_token = body.prompt_logprobs
@@ -323,7 +350,7 @@ def _check_prompt_logprobs(body: Body, limits: LimitSettings) -> None:
     _at_most(name, what, num, limits.max_num_prompt_logprobs)
 
 
-def _prompt_tokens(body: Body) -> int:
+def _prompt_tokens(body: ChatCompletionRequest | CompletionRequest) -> int:
     """Tokens of all prompts of a request, of a text one for each four bytes."""
     if isinstance(body, ChatCompletionRequest):
         return len(json.dumps(body.messages, default=str)) // 4
@@ -333,23 +360,27 @@ def _prompt_tokens(body: Body) -> int:
     return sum(-(-len(one.encode()) // 4) if isinstance(one, str) else len(one) for one in prompts)
 
 
-def _at_most(param: str, what: str, value: float, limit: int) -> None:
+def _at_most(param: str, what: str, value: int, limit: int) -> None:
     if value > limit:
-        shown = "all" if math.isinf(value) else f"{value:g}"
-        raise ApiError(400, f"{what} is {shown}, above this service's limit of {limit}", param=param, code="limit")
+        raise ApiError(400, f"{what} is {value}, above this service's limit of {limit}", param=param, code="limit")
 
 
 def num_prompts(body: Body) -> int:
-    """Prompts of a completion request (a list of strings or of token lists), 1 for a chat request."""
+    """Prompts of a completion request (a list of strings or of token lists), 1 for another one."""
     prompt = getattr(body, "prompt", None)
     return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
 
 
 def grammars(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a request from which the engine makes a grammar; of several it obeys the first."""
-    is_call = fields.get("tools") and fields.get("tool_choice", "none") not in ("none", "auto")
-    names = (*(("tools",) if is_call else ()), "structured_outputs", "response_format")
-    return {name: fields[name] for name in names if fields.get(name)}
+    choice = fields.get("tool_choice", "none")
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    found = {} if kind in ("none", "auto") else {"tools": fields.get("tools")}
+    found |= {name: fields.get(name) for name in ("structured_outputs", "response_format")}
+    for name in ("text", "output_config"):  # of a response, of a message
+        if isinstance(part := fields.get(name), dict) and isinstance(form := part.get("format"), dict):
+            found[f"{name}.format"] = None if form.get("type") == "text" else form
+    return {name: grammar for name, grammar in found.items() if grammar}
 
 
 def from_engine(error: Any) -> ApiError:

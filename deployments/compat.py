@@ -17,7 +17,6 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from starlette.responses import Response
@@ -150,37 +149,10 @@ def engine_class(on_cpu: bool, launch_front_ends: Callable[[Any, Namespace], tup
     return LocalEngine
 
 
-def front_end_engine(client: Any, chat: Any, completions: Any) -> Any:
-    """What the functions below use of `ray.serve.llm`'s engine, in a process without it."""
-    return SimpleNamespace(_engine_client=client, _oai_serving_chat=chat, _oai_serving_completion=completions)
-
-
-def engine_client(engine: Any) -> Any:
-    """vLLM's `AsyncLLM` of `ray.serve.llm`'s engine, once it has started."""
-    return engine._engine_client
-
-
-def vllm_state(engine: Any) -> Any:
-    """The state of vLLM's API server that `ray.serve.llm`'s engine makes: vLLM's API objects by name."""
-    return engine._app_state
-
-
-async def ask_engine(engine: Any, call: str, request: Any, trace: Mapping[str, str]) -> Any:
-    """vLLM's answer to its own record of a request: a response object, an `ErrorResponse`, or the generator of
-    server-sent events. `ray.serve.llm` copies each of these into types of its own, and batches events. `trace`: the
-    headers of the HTTP request that vLLM gets to see; by others a client could set its priority."""
-    from starlette.requests import Request
-
-    headers = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in trace.items()]
-    raw = {"raw_request": Request({"type": "http", "headers": headers})} if headers else {}
-    if call == "chat":
-        return await engine._oai_serving_chat.create_chat_completion(request, **raw)
-    return await engine._oai_serving_completion.create_completion(request, **raw)
-
-
-def describe_error(engine: Any, error: Exception) -> Any:
-    """vLLM's `error` object for an exception: its own table of which are the client's fault."""
-    return engine._oai_serving_chat.create_error_response(error).error
+def read_engine(engine: Any) -> tuple[Any, Any]:
+    """vLLM's `AsyncLLM` of a started engine of `ray.serve.llm`, and the state of vLLM's API server that it makes: the
+    API objects by name."""
+    return engine._engine_client, engine._app_state
 
 
 class KVChannel:

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import Metric
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
 from cluster.admission import Admission, BodyBudget
 from cluster.errors import ApiError
@@ -43,12 +42,15 @@ from cluster.request import (
 from cluster.settings import ClusterSettings, LimitSettings
 from deployments.body import (
     BODIES,
+    UNUSED_FIELDS,
     Body,
     Call,
     check_counts,
     check_limits,
+    check_protocol,
     drop_unused,
     parse_record,
+    turns,
 )
 from deployments.errors import internal_error
 from deployments.metrics import FAMILIES, PREFIX
@@ -73,14 +75,15 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 class Admitted:
     """A request as the engine gets it.
 
-    `fields`: vLLM's fields, with what the front end decided of `vllm_xargs` and `request_id`. `num_sequences`: its
-    weight. `trace`: headers by which the engine's span becomes part of its client's trace. `caller`: name of who asked.
-    `head`: digest of the head that drafts for it, "" where none does. `number`: its own among the requests of the front
-    end."""
+    `fields`: vLLM's fields, with what the front end decided of `vllm_xargs`. `request_id`: the client's name of it, or
+    one of our own. `num_sequences`: its weight. `trace`: headers by which the engine's span becomes part of its
+    client's trace. `caller`: name of who asked. `head`: digest of the head that drafts for it, "" where none does.
+    `number`: its own among the requests of the front end."""
 
     call: Call
     fields: dict[str, Any]
     drafting: Drafting
+    request_id: str
     num_sequences: int = 1
     trace: dict[str, str] = field(default_factory=dict)
     caller: str = ""
@@ -243,17 +246,18 @@ class FrontEnd:
         self, call: Call, document: Mapping[str, Any], caller: Caller = ANYONE, headers: Mapping[str, str] | None = None
     ) -> Admitted:
         """Check a request (see `read_json`) and decide its workload and K. Raises ApiError."""
-        fields = drop_unused(document)
+        fields = drop_unused(document, UNUSED_FIELDS[call])
         asked = fields.pop("drafting", None)
         model = self.check_model(fields)
         check_counts(fields, self.limits)
+        check_protocol(call, fields)
         body: Body = parse_record(BODIES[call], fields)
         num_sequences = check_limits(body, self.limits)
         own = fields.get("vllm_xargs") or {}
         if taken := [key for key in SERVER_KEYS if key in own]:
             name = f"vllm_xargs.{taken[0]}"
             raise ApiError(400, f"{name} is set by the server: send the field drafting", param=name)
-        drafting = self._assign_trial(self._decide(asked, model, body, caller, headers))
+        drafting = self._assign_trial(self._decide(asked, model, fields, caller, headers))
         decided: dict[str, Any] = {DEPTH_KEY: drafting.max_k, WORKLOAD_KEY: drafting.workload}
         if drafting.survival:
             decided[SURVIVAL_KEY] = list(drafting.survival)
@@ -263,18 +267,17 @@ class FrontEnd:
             decided[GROUP_KEY] = secrets.token_hex(8)
         if self._settings.learns_from(caller, base_workload(drafting.workload)):
             decided[LEARN_KEY] = caller.name
-        if "request_id" in fields and not _REQUEST_ID.fullmatch(body.request_id):
+        request_id = fields.pop("request_id", None)
+        if request_id is not None and not _REQUEST_ID.fullmatch(request_id):
             rule = "1 to 128 letters, digits or . _ : -"  # every chunk of a stream carries it
-            raise ApiError(400, f"request_id must be {rule}, not {body.request_id!r:.80}", param="request_id")
+            raise ApiError(400, f"request_id must be {rule}, not {request_id!r:.80}", param="request_id")
         headers = headers or {}
         named = headers.get("x-request-id", "")
-        if "request_id" not in fields and _REQUEST_ID.fullmatch(named):
-            body.request_id = named
-        body.vllm_xargs = {**own, **decided}
-        fields |= {"request_id": body.request_id, "vllm_xargs": body.vllm_xargs}
+        request_id = request_id or (named if _REQUEST_ID.fullmatch(named) else secrets.token_hex(16))
+        body.vllm_xargs = fields["vllm_xargs"] = {**own, **decided}
         trace = {name: headers[name] for name in TRACE_HEADERS if name in headers}
         head = self.head_of(drafting.workload)
-        admitted = Admitted(call, fields, drafting, num_sequences, trace, caller.name, head)
+        admitted = Admitted(call, fields, drafting, request_id, num_sequences, trace, caller.name, head)
         admitted.body = body
         return admitted
 
@@ -290,9 +293,9 @@ class FrontEnd:
         return model
 
     def _decide(
-        self, asked: Any, model: str, body: Body, caller: Caller, headers: Mapping[str, str] | None
+        self, asked: Any, model: str, fields: Mapping[str, Any], caller: Caller, headers: Mapping[str, str] | None
     ) -> Drafting:
-        prompt = system_prompt(body.messages) if isinstance(body, ChatCompletionRequest) else ""
+        prompt = system_prompt(turns(fields))
         find_workload = lambda tag: self._workloads.resolve(tag, model, prompt)  # noqa: E731
         drafting = resolve(self._policy, asked, headers, caller, find_workload)
         if not self._policy.is_adaptive:

@@ -34,7 +34,6 @@ from prometheus_client.core import Metric
 from vllm.utils.gc_utils import freeze_gc_heap
 
 from cluster.errors import ApiError
-from deployments import compat
 from deployments.answers import Charge, EngineAnswers
 from deployments.errors import engine_lost, internal_error
 from deployments.front_end import Admitted, Answer, Usage
@@ -432,12 +431,11 @@ def exit_with_replica(end: socket.socket) -> None:
 async def serve(setup: Mapping[str, Any], end: socket.socket) -> None:
     """Answer jobs until the replica's process is gone."""
     wire = await Wire.open(end, Task)
-    client, chat, completions = await connect(setup["config"], setup["arguments"], setup["address"], setup["index"])
+    client, vllm = await connect(setup["config"], setup["arguments"], setup["address"], setup["index"])
     keep = (lambda *answer: wire.send(Kept(*answer))) if setup["learns"] else None
     recorder = DraftingRecorder(max_workloads=setup["max_workloads"], on_answer=keep)
     checker = RemoteGrammarChecker(wire)
-    engine = compat.front_end_engine(client, chat, completions)
-    answers = EngineAnswers.attach(engine, recorder, lambda *charged: wire.send(Charged(*charged)), checker)
+    answers = EngineAnswers.attach(client, vllm, recorder, lambda *charged: wire.send(Charged(*charged)), checker)
     worker = Worker(wire, answers, recorder, checker)
     freeze_gc_heap()
     wire.send(Ready())

@@ -6,53 +6,60 @@ import functools
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+import operator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+from urllib.parse import urlsplit
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response, Security
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.routing import APIRoute
-from pydantic import BaseModel
+from fastapi.security import HTTPBearer
+from pydantic import BaseModel, Field
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm import __version__ as vllm_version
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
-from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesResponse
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
+from vllm.entrypoints.openai.completion.protocol import CompletionResponse
+from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
 
 from cluster.errors import ApiError
 from cluster.request import ANYONE
 from cluster.settings import IngressSettings
-from deployments import openapi
-from deployments.body import UNUSED_FIELDS, Call, detect_call, engine_keys, read_json
+from deployments.body import BODIES, Call, detect_call, engine_keys, read_json
 from deployments.compat import GATEWAY_HEADER, address_header, gateway_token, listening_host
 from deployments.errors import internal_error, json_response
 from deployments.front_end import FrontEnd, logger
 from deployments.http_streams import EventStream, read_body, until_disconnected
-from deployments.protocols import CONVERSIONS, TOKENIZER_PATHS, Ask, answer_by_tokenizer
+from deployments.protocols import TOKENIZER_PATHS, answer_by_tokenizer
 from deployments.telemetry import METRICS_CONTENT_TYPE
 from peagle import __version__ as peagle_version
 
-CALLS: dict[str, Call] = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
-CALLS |= dict.fromkeys(CONVERSIONS, "chat")
-Records = dict[type[BaseModel], type[BaseModel]]
-CHATS: Records = {ChatCompletionRequest: ChatCompletionResponse}
-TEXTS: Records = {CompletionRequest: CompletionResponse}
-RECORDS: dict[str, Records] = {
-    "/v1/chat/completions": CHATS,
-    "/v1/completions": TEXTS,
-    **{path: {conversion.record: conversion.answer_record} for path, conversion in CONVERSIONS.items()},
-    "/invocations": {**CHATS, **TEXTS},
+CALLS: dict[str, Call] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/responses": "responses",
+    "/v1/messages": "messages",
+}
+ANSWERS: dict[Call, type[BaseModel]] = {
+    "chat": ChatCompletionResponse,
+    "completions": CompletionResponse,
+    "responses": ResponsesResponse,
+    "messages": AnthropicMessagesResponse,
+}
+RECORDS: dict[str, dict[type[BaseModel], type[BaseModel]]] = {
+    **{path: {BODIES[call]: ANSWERS[call]} for path, call in CALLS.items()},
+    "/invocations": {BODIES[call]: ANSWERS[call] for call in ("chat", "completions")},
     **TOKENIZER_PATHS,
 }
 """What is taken by POST, and its answer, by path."""
-UNUSED: dict[type[BaseModel], Collection[str]] = dict.fromkeys([*CHATS, *TEXTS], UNUSED_FIELDS)
-UNUSED |= {conversion.record: conversion.unused for conversion in CONVERSIONS.values()}
 
 JSON_MEDIA_TYPE = "application/json"
 
@@ -63,20 +70,6 @@ SWAGGER_FILES = ("swagger-ui-bundle.js", "swagger-ui.css")  # they come with vLL
 
 OPEN_PATHS = ("/", "/metrics", "/docs", "/openapi.json", *(f"/docs/{name}" for name in SWAGGER_FILES), *PROBE_PATHS)
 """For probes and Prometheus, and pages, which ask for a key themselves: they need no key."""
-
-
-class Backend(Protocol):
-    """What answers behind the HTTP API."""
-
-    front_end: FrontEnd
-    vllm: Any  # the state of vLLM's API server: its API objects by name
-
-    async def health(self) -> dict[str, Any]:
-        """Raises ApiError (503) where a request would not be served."""
-
-    async def metrics(self) -> bytes: ...
-
-    async def drafting(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -101,32 +94,26 @@ class Entrance:
         """Whether the service relies on the browser's user being the only one who reaches it."""
         return bool(self.allowed_hosts) or _is_loopback(self.host)
 
-    def check_site(self, headers: Mapping[str, str]) -> None:
-        """Raises ApiError (403) for what a web page of another site sends: by its Origin, or, where its name has been
-        made to lead to this machine, by that name in Host."""
-        host, origin = headers.get("host", ""), headers.get("origin", "")
+    def check_host(self, host: str) -> None:
+        """Raises ApiError (403) for a Host that is none of this service: a web page whose name has been made to lead to
+        this machine sends its own. Pages of other names cannot send JSON (`_check_media_type`), nor read an answer."""
         name = _host_name(host)
-        hosts = {self.host.lower(), *(_host_name(allowed) for allowed in self.allowed_hosts)}
-        if host and not (_is_loopback(name) or name in hosts or "*" in hosts):
+        hosts = {self.host.lower(), *map(_host_name, self.allowed_hosts)} - {""}
+        if host and not (_is_loopback(name) or name in hosts or "*" in self.allowed_hosts):
             raise ApiError(
                 403,
                 f"the Host {host!r:.80} is not one of this service, which has no API keys: write it into "
                 "ingress.allowed_hosts",
                 code="host_not_allowed",
             )
-        is_own = host and origin.partition("://")[2].lower() == host.lower()
-        if origin and not (is_own or origin in self.allow_origins or "*" in self.allow_origins):
-            raise ApiError(
-                403,
-                f"web pages of {origin!r:.80} may not call this service: write it into ingress.allow_origins",
-                code="origin_not_allowed",
-            )
 
 
 def _host_name(host: str) -> str:
-    """The name or address in a Host header, without its port."""
-    name = host.lower().strip()
-    return name.partition("]")[0].removeprefix("[") if name.startswith("[") else name.partition(":")[0].rstrip(".")
+    """The name or address in a Host header, without its port; "" where it has none."""
+    try:
+        return (urlsplit(f"//{host}").hostname or "").rstrip(".")
+    except ValueError:
+        return ""
 
 
 @functools.lru_cache
@@ -140,25 +127,56 @@ def _is_loopback(host: str) -> bool:
 
 
 class PlainRoute(APIRoute):
-    """Its function gets the request as it is, without FastAPI's search for parameters."""
+    """Its function gets the request as it is: FastAPI describes its body, and does not read it."""
 
     def get_route_handler(self) -> Any:
         return self.endpoint
 
 
-def make_app(backend: Backend, entrance: Entrance) -> FastAPI:
-    """The HTTP API: OpenAI's, SageMaker's, and GET /health, /metrics, /drafting and the page at /."""
+class ErrorFields(BaseModel):
+    message: str
+    type: str = Field(description="OpenAI's; below /v1/messages Anthropic's.")
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    error: ErrorFields
+
+
+REFUSALS: Any = {
+    "4XX": {"model": Error, "description": "The request is refused: `param` names the field, where one is to blame."},
+    "5XX": {"model": Error, "description": "No answer now. `Retry-After`, if there is one, says when to come back."},
+}
+DESCRIPTION = (
+    'Requests that make text may also have `drafting`: `{"k": 3, "workload": "code"}`, both optional. Answers '
+    "have `drafting`: what was decided, and what came of the drafts."
+)
+
+
+def make_app(backend: Any, entrance: Entrance) -> FastAPI:
+    """The HTTP API: OpenAI's, SageMaker's, and GET /health, /metrics, /drafting and the page at /.
+
+    `backend`: what answers behind it, a `deployments.target.TargetServer`.
+    """
     engine_keys()  # takes a part of a second
     app = FastAPI(
-        title="peagle-serve", version=peagle_version, docs_url=None, redoc_url=None, redirect_slashes=False,
-        responses=openapi.REFUSALS,
+        title="peagle-serve", version=peagle_version, description=DESCRIPTION, docs_url=None, redoc_url=None,
+        redirect_slashes=False, responses=REFUSALS,
+        dependencies=[Security(HTTPBearer(auto_error=False, scheme_name="key"))],
     )  # fmt: skip
 
-    async def ask(request: Request) -> Response:
-        return await _answer(backend, request)
+    for path, records in RECORDS.items():
 
-    for path in RECORDS:
-        app.router.add_api_route(path, ask, methods=["POST"], route_class_override=PlainRoute)
+        async def ask(request: Request, body: Any = None) -> Response:
+            return await _answer(backend, request)
+
+        ask.__annotations__["body"] = functools.reduce(operator.or_, records)
+        app.router.add_api_route(
+            path, ask, methods=["POST"], name=" or ".join(record.__name__ for record in records),
+            response_model=functools.reduce(operator.or_, records.values()), route_class_override=PlainRoute,
+            openapi_extra={"requestBody": {"required": True}},
+        )  # fmt: skip
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -170,7 +188,7 @@ def make_app(backend: Backend, entrance: Entrance) -> FastAPI:
             raise ApiError(404, f"the model {model!r:.80} is not served here", param="model", code="model_not_found")
         return JSONResponse(card)
 
-    @app.api_route("/ping", methods=["GET", "POST"])
+    @app.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)  # SageMaker's name of it
     @app.get("/health")
     async def health() -> Response:
         return JSONResponse(await backend.health())
@@ -196,14 +214,10 @@ def make_app(backend: Backend, entrance: Entrance) -> FastAPI:
     async def docs(request: Request) -> Response:
         root = request.scope.get("root_path", "")
         scripts, styles = (f"{root}/docs/{name}" for name in SWAGGER_FILES)
-        text = bytes(
-            get_swagger_ui_html(
-                openapi_url=f"{root}/openapi.json", title=app.title, swagger_js_url=scripts, swagger_css_url=styles,
-                swagger_favicon_url="data:,",
-            ).body
-        ).decode()  # fmt: skip
-        scripts = f"script-src 'self' {hash_of(text, 'script')}"
-        return HTMLResponse(text, headers=page_headers(scripts, "style-src 'self' 'unsafe-inline'"))
+        return get_swagger_ui_html(
+            openapi_url=f"{root}/openapi.json", title=app.title, swagger_js_url=scripts, swagger_css_url=styles,
+            swagger_favicon_url="data:,",
+        )  # fmt: skip
 
     app.mount("/docs", StaticFiles(packages=[("vllm.entrypoints.serve.instrumentator", "static")]))
 
@@ -225,7 +239,6 @@ def make_app(backend: Backend, entrance: Entrance) -> FastAPI:
         return json_response(internal_error(), _path(request.scope))
 
     served = [route.path_format for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema]
-    app.openapi = functools.cache(functools.partial(openapi.document, app, RECORDS, UNUSED))  # type: ignore[method-assign]
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(Exception, unexpected)
@@ -241,19 +254,20 @@ def _path(scope: Scope) -> str:
     return str(scope.get("path", "")).removeprefix(str(scope.get("root_path", ""))).rstrip("/") or "/"
 
 
-def hash_of(text: str, tag: str) -> str:
-    """The source of a content security policy that stands for what is inside this tag of a page."""
-    inside = text.split(f"<{tag}>")[1].split(f"</{tag}>")[0]
-    return f"'sha256-{base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()}'"
+@functools.cache
+def live_page() -> tuple[str, dict[str, str]]:
+    """The page at / and its headers, by which a browser runs and loads nothing but what the file itself holds."""
+    text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 
+    def source(tag: str) -> str:
+        inside = text.split(f"<{tag}>")[1].split(f"</{tag}>")[0]
+        return f"{tag}-src 'sha256-{base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()}'"
 
-def page_headers(*rules: str) -> dict[str, str]:
-    """Headers by which a browser loads nothing from elsewhere. `rules`: what else its policy says."""
     policy = "; ".join((
-        "default-src 'none'", *rules, "connect-src 'self'", "img-src data:", "base-uri 'none'", "form-action 'none'",
-        "frame-ancestors 'none'",
+        "default-src 'none'", source("script"), source("style"), "require-trusted-types-for 'script'",
+        "connect-src 'self'", "img-src data:", "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'",
     ))  # fmt: skip
-    return {
+    return text, {
         "Content-Security-Policy": policy,
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
@@ -261,15 +275,7 @@ def page_headers(*rules: str) -> dict[str, str]:
     }
 
 
-@functools.cache
-def live_page() -> tuple[str, dict[str, str]]:
-    """The page at / and its headers, by which a browser runs and loads nothing but what the file itself holds."""
-    text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    sources = (f"{tag}-src {hash_of(text, tag)}" for tag in ("script", "style"))
-    return text, page_headers(*sources, "require-trusted-types-for 'script'")
-
-
-async def _answer(backend: Backend, request: Request) -> Response:
+async def _answer(backend: Any, request: Request) -> Response:
     """The HTTP response to a request with a body; its status waits for the first piece of the answer."""
     front_end, caller = backend.front_end, getattr(request.state, "caller", ANYONE)
     path = _path(request.scope)
@@ -290,8 +296,7 @@ async def _answer(backend: Backend, request: Request) -> Response:
         except ApiError as error:
             front_end.metrics.count_answer("", error.status)
             raise
-        ask: Ask = functools.partial(front_end.answer, call, caller=caller, headers=request.headers)
-        pieces = (CONVERSIONS[path](front_end, backend.vllm, ask).answer if path in CONVERSIONS else ask)(document)
+        pieces = front_end.answer(call, document, caller, request.headers)
         first = await anext(pieces, "")
         if first.startswith(("data: ", "event: ")):
             return EventStream(_events(first, pieces, path), until_sent.pop_all())
@@ -321,9 +326,9 @@ async def _events(first: str, pieces: AsyncIterator[str], path: str) -> AsyncIte
 
 
 class GateMiddleware:
-    """Looks at every request before anything else does: refuses those of foreign web pages where no key protects the
-    service, finds the caller by API key or address, and takes the key away. HEAD is answered as GET, whose body the
-    HTTP server leaves out, and a path with a slash at its end as the one without."""
+    """Looks at every request before anything else does: refuses a foreign Host where no key protects the service,
+    finds the caller by API key or address, and takes the key away. HEAD is answered as GET, whose body the HTTP server
+    leaves out, and a path with a slash at its end as the one without."""
 
     def __init__(self, app: ASGIApp, front_end: FrontEnd, entrance: Entrance) -> None:
         self._app, self._front_end, self._entrance = app, front_end, entrance
@@ -339,7 +344,7 @@ class GateMiddleware:
         headers = Headers(scope=scope)
         try:
             if path not in PROBE_PATHS and not self._front_end.needs_key and self._entrance.checks_hosts:
-                self._entrance.check_site(headers)
+                self._entrance.check_host(headers.get("host", ""))
             if path not in OPEN_PATHS:
                 key = headers.get("x-api-key")  # of Anthropic's clients
                 authorization = headers.get("authorization") or (f"Bearer {key}" if key else None)

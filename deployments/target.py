@@ -124,13 +124,13 @@ class TargetServer(LLMServer):
             return several.launch(vllm_config, arguments), several.metrics_folder.name
 
         await super().__init__(config, engine_cls=compat.engine_class(on_cpu, launch_front_ends))
-        self._client = client = compat.engine_client(self.engine)
-        self.vllm = compat.vllm_state(self.engine)
+        self._client, self.vllm = client, vllm = compat.read_engine(self.engine)
         self._started_s = time.monotonic()
         self._grammars = GrammarChecker(client.vllm_config, grammar_limits(settings.limits))
         self._grammars.start()
         if several is None:
-            self.front_end.generate = EngineAnswers.attach(self.engine, self._recorder, charge, self._grammars).generate
+            answers = EngineAnswers.attach(client, vllm, self._recorder, charge, self._grammars)
+            self.front_end.generate = answers.generate
         else:
             guard(client, self._grammars)
             await several.attach(self._grammars, client.output_handler)

@@ -66,8 +66,9 @@ def started_for(addresses: Sequence[Address], metrics_folder: str | None = None)
         os.environ.pop(METRICS_FOLDER, None)
 
 
-async def connect(config: Any, arguments: Namespace, address: Address, index: int) -> tuple[AsyncLLM, Any, Any]:
-    """vLLM's client of an engine that another process starts, and its API objects for chats and completions.
+async def connect(config: Any, arguments: Namespace, address: Address, index: int) -> tuple[AsyncLLM, State]:
+    """vLLM's client of an engine that another process starts, and the state of vLLM's API server: its API objects by
+    name.
 
     Args:
         config: vLLM's configuration of the engine.
@@ -86,4 +87,4 @@ async def connect(config: Any, arguments: Namespace, address: Address, index: in
     )
     state = State()
     await init_app_state(client, state, arguments, supported_tasks=await client.get_supported_tasks())
-    return client, state.openai_serving_chat, state.openai_serving_completion
+    return client, state

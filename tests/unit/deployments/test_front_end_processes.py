@@ -12,7 +12,7 @@ import pytest
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
 from cluster.errors import ApiError
-from deployments import compat, front_end_processes
+from deployments import front_end_processes
 from deployments.answers import EngineAnswers
 from deployments.front_end import FrontEnd, Usage
 from deployments.front_end_processes import (
@@ -44,8 +44,8 @@ class NoProcess(FrontEndProcess):
         return SimpleNamespace(kill=self.die, wait=lambda: -9, pid=self.place)
 
     async def _serve(self, end: socket.socket) -> None:
-        async def ask(request: Any) -> Any:
-            return type(self).answer(request)
+        async def ask(body: Any, request: Any) -> Any:
+            return type(self).answer(body)
 
         async def abort(ids: list[str]) -> None:
             self.aborted += ids
@@ -57,9 +57,9 @@ class NoProcess(FrontEndProcess):
         recorder = DraftingRecorder()
         recorder.pop = lambda response_id: record
         self.checker = RemoteGrammarChecker(wire)
-        engine = compat.front_end_engine(client, chat, None)
+        vllm = SimpleNamespace(openai_serving_chat=chat, anthropic_serving_messages=SimpleNamespace())
         charge = lambda *charged: wire.send(front_end_processes.Charged(*charged))  # noqa: E731
-        worker = Worker(wire, EngineAnswers(engine, recorder, charge), recorder, self.checker)
+        worker = Worker(wire, EngineAnswers(client, vllm, recorder, charge), recorder, self.checker)
         try:
             await asyncio.sleep(self.start_s)
             wire.send(front_end_processes.Ready())

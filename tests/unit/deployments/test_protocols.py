@@ -4,14 +4,27 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from openai.types.responses import ResponseTextDeltaEvent
+from vllm.entrypoints.openai.responses.protocol import (
+    ResponseCompletedEvent,
+    ResponseCreatedEvent,
+    ResponsesRequest,
+    ResponsesResponse,
+)
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.exceptions import EngineDeadError
 
+from cluster.errors import ApiError
+from cluster.request import system_prompt
+from deployments.body import turns
 from deployments.errors import engine_lost
-from deployments.front_end import Admitted, Usage
+from deployments.front_end import Usage
+from peagle.vllm.request_args import DEPTH_KEY, WORKLOAD_KEY
 from tests.unit.deployments.test_front_end import (
     DIGEST,
     SECRET,
@@ -21,9 +34,8 @@ from tests.unit.deployments.test_front_end import (
     request,
     statuses,
 )
-from tests.unit.deployments.test_page import policy_of
+from tests.unit.deployments.test_target_replica import DRAFTING, Replica, events
 
-USAGE = {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
 TOOL = {"name": "f", "description": "d", "parameters": {"type": "object"}}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages": {"model": "tiny", "max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}]},
@@ -32,50 +44,25 @@ BODIES: dict[str, dict[str, Any]] = {
 paths = pytest.mark.parametrize("path", BODIES)
 
 
-class Chats(Echo):
-    """Streams the answer to a chat as vLLM's API objects do."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        messages = object.__new__(AnthropicServingMessages)
-        messages._merge_inline_system = False
-        responses = SimpleNamespace(default_sampling_params={})
-        self.vllm = SimpleNamespace(anthropic_serving_messages=messages, openai_serving_responses=responses)
-
-    async def generate(self, admitted: Admitted) -> AsyncIterator[Any]:
-        self.admitted.append(admitted)
-        head = {"id": "chatcmpl-1", "created": 1, "model": "tiny"}
-        try:
-            for delta in ({"role": "assistant", "content": ""}, {"content": "Yes"}):
-                yield f"data: {json.dumps({**head, 'choices': [{'index': 0, 'delta': delta}], 'usage': USAGE})}\n\n"
-            self.num_begun += 1
-            if self.pause is not None:
-                await self.pause.wait()
-            if self._ends_with is not None:
-                yield self._ends_with
-                return
-            yield f"data: {json.dumps({**head, 'choices': [], 'usage': USAGE, 'drafting': {'k': 1}})}\n\n"
-            yield "data: [DONE]\n\n"
-            yield Usage(3, 5)
-        finally:
-            self.num_closed += 1
-
-
 @paths
-def test_a_request_is_admitted_as_the_chat_that_it_is(path: str) -> None:
+def test_a_request_is_admitted_as_a_chat_is(path: str) -> None:
     changes: dict[str, Any] = {"system": "S", "tools": [{"name": "f", "input_schema": TOOL["parameters"]}]}
     if path == "/v1/responses":
         changes = {"instructions": "S", "tools": [{"type": "function", **TOOL}]}
-    backend = Chats(callers(web={"key_sha256": DIGEST}))
-    sent = {**BODIES[path], **changes, "stream": True, "temperature": 0.5, "drafting": {"k": 2}}
-    response = request(backend, "POST", path, json=sent, headers={"X-Api-Key": SECRET})
-    assert (response.status_code, len(re.findall(r'"drafting": ?{"k": ?1}', response.text))) == (200, 1)
+    backend = Echo(callers(web={"key_sha256": DIGEST}))
+    sent = {**BODIES[path], **changes, "stream": True, "drafting": {"k": 2}}
+    assert request(backend, "POST", path, json=sent, headers={"X-Api-Key": SECRET}).status_code == 200
     (admitted,) = backend.admitted
-    assert [message["role"] for message in admitted.fields["messages"]] == ["system", "user"]
-    assert admitted.fields["tools"][0]["function"]["parameters"] == TOOL["parameters"]
-    assert (admitted.body.max_completion_tokens, admitted.body.temperature) == (5, 0.5)
+    assert system_prompt(turns(admitted.fields)) == "S", "by which its workload is told"
     assert (admitted.caller, admitted.drafting.k, admitted.drafting.source) == ("web", 2, "request")
+    assert admitted.body.vllm_xargs == {DEPTH_KEY: 2, WORKLOAD_KEY: "default"}
+    assert json.loads(json.dumps(admitted.fields)) == admitted.fields, "it travels to a front-end process"
     assert request(backend, "POST", path, json=sent).status_code == 401
+
+
+def test_the_line_of_claude_code_that_differs_in_each_request_makes_no_workload() -> None:
+    system = [{"type": "text", "text": text} for text in ("x-anthropic-billing-header: 1", "You write code.")]
+    assert system_prompt(turns({**BODIES["/v1/messages"], "system": system})) == "You write code."
 
 
 CONTENT = {"role": "user", "content": [{"type": "nope"}]}
@@ -84,7 +71,6 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     ("/v1/messages", {"messages": [CONTENT]}, 400, "messages.0.content.0"),
     ("/v1/messages", {"tools": [{"type": "web_search_20250305", "name": "w"}]}, 400, "tools.0"),
     ("/v1/responses", {"input": [{"type": "item_reference", "id": "x"}]}, 400, "input"),
-    ("/v1/responses", {"max_output_tokens": 0}, 400, "max_output_tokens"),
     ("/v1/responses", {"max_tokens": 3}, 400, "max_tokens"),
     ("/v1/responses", {"previous_response_id": "r"}, 400, "previous_response_id"),
 ]
@@ -92,7 +78,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
 
 @pytest.mark.parametrize(("path", "change", "status", "param"), REFUSED)
 def test_a_refusal_has_the_protocols_form_and_names_its_field(path: str, change: Any, status: int, param: str) -> None:
-    backend = Chats()
+    backend = Echo()
     response = request(backend, "POST", path, json={**BODIES[path], **change})
     document = response.json()
     assert (response.status_code, document["error"]["param"]) == (status, param), document
@@ -100,34 +86,145 @@ def test_a_refusal_has_the_protocols_form_and_names_its_field(path: str, change:
     assert (statuses(backend), backend.admitted) == ({str(status): 1}, [])
 
 
+def chat_chunks(*last: str) -> AsyncIterator[str]:
+    """vLLM's events of a chat, with its usage in each. `last`: in place of its end."""
+
+    def event(*choices: Any) -> str:
+        usage = {"prompt_tokens": 4, "completion_tokens": 9, "total_tokens": 13}
+        document = {"id": "chatcmpl-1", "created": 1, "model": "tiny", "choices": choices, "usage": usage}
+        return f"data: {json.dumps(document, separators=(',', ':'))}\n\n"
+
+    def choice(text: str, reason: str | None = None) -> dict[str, Any]:
+        return {"index": 0, "delta": {"role": "assistant", "content": text}, "finish_reason": reason}
+
+    end = last or (event(choice("", "stop")), event(), "data: [DONE]\n\n")
+    return events(event(choice("")), event(choice("Yes")), *end)
+
+
+async def response_events(
+    body: ResponsesRequest, error: Exception | None = None, behind_text: bool = False
+) -> AsyncIterator[Any]:
+    """vLLM's events of a response. `error`: in place of its end, or of its text."""
+
+    def response(status: Any) -> ResponsesResponse:
+        return ResponsesResponse.from_request(body, SamplingParams(), "tiny", 1, [], status)
+
+    yield ResponseCreatedEvent(type="response.created", sequence_number=0, response=response("in_progress"))
+    if error is not None and not behind_text:
+        raise error
+    part = {"item_id": "1", "output_index": 0, "content_index": 0, "logprobs": []}
+    yield ResponseTextDeltaEvent(type="response.output_text.delta", sequence_number=1, delta="Yes", **part)
+    if error is not None:
+        raise error
+    yield ResponseCompletedEvent(type="response.completed", sequence_number=2, response=response("completed"))
+
+
+def stream(answer: Any, path: str, **changes: Any) -> tuple[Replica, list[Any]]:
+    """Items of the answer whose events are `answer`'s, by a replica."""
+    replica = Replica(answer)
+
+    async def run() -> list[Any]:
+        call: Any = path.rpartition("/")[2]
+        admitted = replica.front_end.admit(
+            call, {**BODIES[path], **changes, "stream": True}, headers={"x-request-id": "abc"}
+        )
+        found = [item async for item in replica.front_end.generate(admitted)]
+        await asyncio.sleep(0.01)
+        return found
+
+    return replica, asyncio.run(run())
+
+
+def document_of(event: str) -> dict[str, Any]:
+    return dict(json.loads(event.partition("\ndata: ")[2]))
+
+
+def test_a_message_has_its_drafting_behind_its_text() -> None:
+    replica, (*said, delta, stop, usage) = stream(lambda _: chat_chunks(), "/v1/messages")
+    assert (said[0].partition("\n")[0], stop.partition("\n")[0]) == ("event: message_start", "event: message_stop")
+    assert [document_of(event)["delta"]["text"] for event in said if "text_delta" in event] == ["Yes"]
+    assert (document_of(delta)["type"], document_of(delta)["drafting"]) == ("message_delta", DRAFTING)
+    assert (usage, replica.names) == (Usage(4, 9, 4), ["abc"])
+
+
+def test_a_response_has_its_drafting_in_its_last_event() -> None:
+    _, (created, said, completed, usage) = stream(response_events, "/v1/responses")
+    assert [document_of(event)["type"] for event in (created, said, completed)] == [
+        "response.created", "response.output_text.delta", "response.completed",
+    ]  # fmt: skip
+    assert document_of(completed)["response"]["drafting"] == DRAFTING
+    assert (usage, document_of(created)["response"]["id"]) == (Usage(4, 9, 4), "resp_abc")
+
+
+REFUSAL = VLLMValidationError("max_tokens must be at least 1", parameter="max_tokens")
+SCHEMA = {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}}
+
+
+def refusal(param: str) -> Any:
+    return create_error_response(VLLMValidationError(f"{param} is wrong", parameter=param))
+
+
+def refusal_event(param: str) -> str:
+    return f"data: {json.dumps(refusal(param).model_dump())}\n\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "changes", "param"),
+    [
+        ("/v1/messages", lambda _: refusal("max_completion_tokens"), {}, "max_tokens"),
+        ("/v1/messages", lambda _: events(refusal_event("stop")), {}, "stop_sequences"),
+        ("/v1/messages", lambda _: events(refusal_event("structured_outputs")), SCHEMA, "output_config.format"),
+        ("/v1/responses", lambda _: refusal("max_tokens"), {}, "max_output_tokens"),
+        ("/v1/responses", lambda body: response_events(body, REFUSAL), {}, "max_output_tokens"),
+    ],
+)
+def test_what_vllm_refuses_has_no_events_and_names_the_clients_field(
+    path: str, answer: Any, changes: Any, param: str
+) -> None:
+    _, (refused,) = stream(answer, path, **changes)
+    assert (refused.status, refused.param, param in refused.message) == (400, param, True)
+
+
+@pytest.mark.parametrize(
+    ("path", "answer"),
+    [
+        ("/v1/messages", lambda _: chat_chunks(refusal_event("n"))),
+        ("/v1/responses", lambda body: response_events(body, EngineDeadError(), behind_text=True)),
+    ],
+)
+def test_an_answer_that_breaks_off_ends_with_the_error_alone(path: str, answer: Any) -> None:
+    replica, (*said, failure) = stream(answer, path)
+    assert said
+    assert isinstance(failure, ApiError)
+    assert not re.search("message_stop|response.completed|event: error", "".join(said))
+    assert replica.aborted == (["chatcmpl-abc"] if path == "/v1/messages" else ["resp_abc_0"])
+
+
 @paths
 def test_a_stream_that_breaks_off_ends_with_the_protocols_error_event(path: str) -> None:
-    response = request(Chats(ends_with=engine_lost()), "POST", path, json={**BODIES[path], "stream": True})
+    response = request(Echo(ends_with=engine_lost()), "POST", path, json={**BODIES[path], "stream": True})
     name, _, data = response.text.strip().rpartition("\n\n")[2].partition("\ndata: ")
     assert (name, json.loads(data)["error"]["code"]) == ("event: error", "engine_lost")
-    assert not re.search("message_stop|response.completed", response.text)
 
 
 @paths
 async def test_a_client_that_leaves_closes_the_answer_at_once(path: str) -> None:
-    backend = Chats()
+    backend = Echo()
     backend.pause = asyncio.Event()
     await call_and_leave(backend, {**BODIES[path], "stream": True}, begins=True, path=path)
     assert (backend.num_closed, statuses(backend)) == (1, {"499": 1})
 
 
 def test_a_path_that_is_not_served_says_what_is() -> None:
-    response = request(Chats(), "POST", "/v1/embeddings", json={})
+    response = request(Echo(), "POST", "/v1/embeddings", json={})
     assert (response.status_code, "/v1/messages/count_tokens" in response.json()["error"]["message"]) == (404, True)
 
 
 @pytest.mark.parametrize("root", ["", "/app"])
 def test_the_description_needs_no_key_and_loads_nothing_from_elsewhere(root: str) -> None:
-    backend = Chats(callers(web={"key_sha256": DIGEST}))
+    backend = Echo(callers(web={"key_sha256": DIGEST}))
     page = request(backend, "GET", f"{root}/docs", root_path=root)
     links = re.findall(r"""(?:src|href|url)(?:=|: )["'](.*?)["']""", page.text)
     assert all(link.startswith((f"{root}/", "data:")) for link in links)
     for link in (one for one in links if one.startswith("/")):
         assert request(backend, "GET", link, root_path=root).status_code == 200, link
-    rules = policy_of(page.headers)
-    assert (rules["default-src"], rules["connect-src"]) == ("'none'", "'self'")

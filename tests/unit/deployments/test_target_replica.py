@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 from vllm.entrypoints.serve.engine.protocol import UsageInfo
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
@@ -33,9 +34,11 @@ class Replica(TargetServer):
     """Without Ray and an engine; `answer` is what vLLM's API objects do with a request."""
 
     def __init__(self, answer: Callable[[Any], Any], log: UsageLog | None = None) -> None:
-        async def ask(request: Any) -> Any:
-            return answer(request)
+        async def ask(body: Any, request: Any) -> Any:
+            self.names.append(request.headers["x-request-id"])
+            return answer(body)
 
+        self.names: list[str] = []
         self.aborted: list[str] = []
         self._settings = cluster()
         self._usage_log, self.front_end = log, FrontEnd(self._settings, usage_log=log)
@@ -44,13 +47,20 @@ class Replica(TargetServer):
         self._client = SimpleNamespace(errored=False, abort=self._end)
         self.record = RequestDrafting("x", "default", COUNTS, num_output_tokens=9, num_prompt_tokens=4)
         self.recorder: Any = SimpleNamespace(pop=lambda response_id: self.record)
-        chat = SimpleNamespace(create_chat_completion=ask, create_error_response=create_error_response)
-        self.engine = SimpleNamespace(
-            _engine_client=self._client,
-            _oai_serving_chat=chat,
-            _oai_serving_completion=SimpleNamespace(create_completion=ask),
+        self.engine = SimpleNamespace()
+        messages = object.__new__(AnthropicServingMessages)
+        messages._merge_inline_system = False
+        messages.create_chat_completion = ask  # type: ignore[method-assign]
+        self.vllm = SimpleNamespace(
+            openai_serving_chat=SimpleNamespace(
+                create_chat_completion=ask, create_error_response=create_error_response
+            ),
+            openai_serving_completion=SimpleNamespace(create_completion=ask),
+            openai_serving_responses=SimpleNamespace(create_responses=ask),
+            anthropic_serving_messages=messages,
         )
-        self.front_end.generate = EngineAnswers(self.engine, self.recorder, self.front_end.charge).generate
+        charge = self.front_end.charge
+        self.front_end.generate = EngineAnswers(self._client, self.vllm, self.recorder, charge).generate
 
     async def _end(self, ids: list[str]) -> None:
         self.aborted += ids
@@ -154,7 +164,7 @@ def test_an_engine_that_dies_in_a_stream_ends_it_in_words_of_our_own() -> None:
         yield f"data: {died}\n\n"
         yield "data: [DONE]\n\n"
 
-    replica.engine._oai_serving_chat.create_chat_completion = lambda _: asyncio.sleep(0, dies())
+    replica.vllm.openai_serving_chat.create_chat_completion = lambda *_: asyncio.sleep(0, dies())
     first, lost = items(replica, stream=True)
     assert first == chunk()
     assert isinstance(lost, ApiError)
@@ -269,13 +279,8 @@ async def test_a_replica_that_ends_writes_the_lines_that_wait_for_tokens(tmp_pat
 @pytest.mark.parametrize("call", ["chat", "completions"])
 async def test_requests_of_one_name_do_not_end_each_other(call: Any) -> None:
     """Gateways give retries, and calls side by side, one X-Request-Id; vLLM aborts all requests of a name."""
-    asked = []
-
-    def answer(request: Any) -> Any:
-        asked.append(request.request_id)
-        return endless()
-
-    replica = Replica(answer)
+    replica = Replica(lambda _: endless())
+    asked = replica.names
     fields = {"messages": HELLO} if call == "chat" else {"prompt": ["a", "b"]}
 
     def begin() -> Any:
