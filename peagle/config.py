@@ -191,7 +191,7 @@ def default_aux_layer_ids(num_target_layers: int) -> tuple[int, int, int]:
     if num_target_layers < MIN_DEFAULT_LAYERS:
         raise HeadError(
             f"the default aux_layer_ids {layer_ids} need a target of {MIN_DEFAULT_LAYERS} layers, it has "
-            f"{num_target_layers}: name the layers"
+            f"{num_target_layers}: name the layers in the head's config.json, or take a larger target"
         )
     return layer_ids
 
