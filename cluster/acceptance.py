@@ -1,7 +1,7 @@
-"""Acceptance of each workload by draft position: what is believed.
+"""Acceptance of each workload by draft position: what is believed, and how surely.
 
-Enters: new steps by head and workload (`cluster.counts.CounterDeltas`). Leaves: cumulative acceptance rates, and a
-snapshot.
+Enters: new steps by head and workload (`cluster.counts.CounterDeltas`). Leaves: cumulative acceptance rates with
+intervals, and a snapshot.
 
 The cumulative acceptance rate S_i is the probability that a step accepts its first i drafts: the tokens that draft i
 adds to a step on average. So a step at K gives L(K) = 1 + S_1 + ... + S_K tokens.
@@ -29,6 +29,8 @@ Array = NDArray[np.float64]
 PUBLISHED_RATES = (0.80, 0.64, 0.50, 0.39, 0.30, 0.22, 0.17)
 """S_1, S_2, ... in the range published for P-EAGLE heads; beyond, the last conditional rate goes on."""
 
+INTERVAL_WIDTH = 1.645
+"""Standard deviations on either side: 90 % of a normal distribution."""
 PRIOR_STEPS = 40.0
 """Trials of each position that the parent's mean counts as for a workload, and the published curve to the parent."""
 DESIGN_EFFECT = 4.0
@@ -51,10 +53,12 @@ def check_rates(rates: Sequence[float], owner: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceRates:
-    """S_1 .. S_K_max of a workload, posterior means. `num_steps`: independent steps of the workload itself, after
-    forgetting; 0 where only the prior speaks."""
+    """S_1 .. S_K_max of a workload: posterior means, and the ends of the central 90 % interval of each. `num_steps`:
+    independent steps of the workload itself, after forgetting; 0 where only the prior speaks."""
 
     mean: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
     num_steps: float
 
     def acceptance_length(self, k: int) -> float:
@@ -125,8 +129,9 @@ class AcceptancePosteriors:
             own_2K = evidence.get(workload, self._none_2K)
             # The parent leaves the workload itself out, or it would count twice.
             others_2K = sum((found for name, found in evidence.items() if name != workload), self._none_2K)
-            mean_K = _posterior_mean(_posterior_mean(self._prior_K, others_2K), own_2K)
-            self._rates[head, workload] = AcceptanceRates(tuple(mean_K.cumprod().tolist()), _count_steps(own_2K))
+            alpha_K, beta_K = _posterior(self._prior_K, others_2K)
+            alpha_K, beta_K = _posterior(alpha_K / (alpha_K + beta_K), own_2K)
+            self._rates[head, workload] = _describe(alpha_K, beta_K, _count_steps(own_2K))
         return self._rates[head, workload]
 
     def snapshot(self) -> AcceptanceSnapshot:
@@ -182,8 +187,25 @@ def _count_steps(evidence_2K: Array) -> float:
     return float(evidence_2K[0, :1].sum()) / DESIGN_EFFECT
 
 
-def _posterior_mean(mean_K: Array, evidence_2K: Array) -> Array:
-    """a_1 .. a_K_max: a prior of `PRIOR_STEPS` trials around `mean_K` with the evidence."""
+def _posterior(mean_K: Array, evidence_2K: Array) -> tuple[Array, Array]:
+    """Beta parameters of a_1 .. a_K_max: a prior of `PRIOR_STEPS` trials around `mean_K` with the evidence, all of it
+    over the design effect."""
     reached_K, accepted_K = evidence_2K
-    posterior_K: Array = (PRIOR_STEPS * mean_K + accepted_K) / (PRIOR_STEPS + np.maximum(reached_K, accepted_K))
-    return posterior_K
+    alpha_K = PRIOR_STEPS * mean_K + accepted_K
+    beta_K = PRIOR_STEPS * (1 - mean_K) + np.maximum(reached_K - accepted_K, 0.0)
+    return alpha_K / DESIGN_EFFECT, beta_K / DESIGN_EFFECT
+
+
+def _describe(alpha_K: Array, beta_K: Array, num_steps: float) -> AcceptanceRates:
+    """Means and intervals of the products S_i of independent Beta variables.
+
+    Means and variances are exact. The interval is that of a normal distribution of log(S / (1 - S)) with, to first
+    order, this variance: it stays within 0..1.
+    """
+    total_K = alpha_K + beta_K
+    mean_K = np.cumprod(alpha_K / total_K)
+    # 1 + variance / mean^2 of a product is the product of the factors' own; a Beta's is beta / (alpha (total + 1)).
+    log_variance_K = np.cumsum(np.log1p(beta_K / (alpha_K * (total_K + 1))))
+    odds_K, factor_K = mean_K / (1 - mean_K), np.exp(INTERVAL_WIDTH * np.sqrt(log_variance_K) / (1 - mean_K))
+    low_K, high_K = odds_K / (odds_K + factor_K), odds_K * factor_K / (1 + odds_K * factor_K)
+    return AcceptanceRates(tuple(mean_K.tolist()), tuple(low_K.tolist()), tuple(high_K.tolist()), num_steps)

@@ -327,7 +327,7 @@ class KPolicy:
             "source": source,
             "reason": reason,
             "acceptance_length": round(rates.acceptance_length(k), 3),
-            "survival": [round(value, 4) for value in rates.mean],
+            "survival": {end: [round(value, 4) for value in getattr(rates, end)] for end in ("mean", "low", "high")},
         }
 
     @property

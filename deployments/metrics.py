@@ -51,7 +51,9 @@ FAMILIES = {
     ),
     "accepted_tokens": Family("counter", "model workload replica depth", "Draft tokens accepted at this position."),
     "depth": Family("gauge", "model workload source", "K of a workload's requests, and what decided it."),
-    "survival": Family("gauge", "model workload depth", "Believed cumulative acceptance rate."),
+    "survival": Family(
+        "gauge", "model workload depth bound", "Believed cumulative acceptance rate; bound: mean, low, high (90 %)."
+    ),
     "step_seconds": Family("gauge", "model", "Expected time of an engine's step at the present load."),
     "head_verification_steps": Family("counter", "head", "Steps that verified this head's draft tokens."),
     "head_draft_tokens": Family("counter", "head depth", "This head's draft tokens that were verified."),

@@ -228,8 +228,9 @@ def depth_metrics(document: Mapping[str, Any], model: str) -> list[Metric]:
     found = Families()
     for row in document["workloads"]:
         found.add("depth", row["k"], model, row["workload"], row["source"])
-        for position, rate in enumerate(row["survival"], start=1):
-            found.add("survival", rate, model, row["workload"], str(position))
+        for bound, rates in row["survival"].items():
+            for position, rate in enumerate(rates, start=1):
+                found.add("survival", rate, model, row["workload"], str(position), bound)
     if document["step_s"] is not None:
         found.add("step_seconds", document["step_s"], model)
     return list(found.values())

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 
 TIMEOUT_S = 10.0
-DEPTH_WIDTH = 5
+DEPTH_WIDTH = 12
 """Characters of a depth: "100(99-100) ". All depths are one column, so that a narrow terminal breaks each line of it at
 the same depth."""
 
@@ -45,7 +45,7 @@ def as_text(document: Mapping[str, Any]) -> str:
 
 
 def rendered(document: Mapping[str, Any]) -> Group:
-    """A line each workload, survival S1, S2, ... in per cent; then reasons, heads, drafters."""
+    """A line each workload, survival S1, S2, ... as mean (low-high) in per cent; then reasons, heads, drafters."""
     max_draft_tokens = int(document["max_draft_tokens"])
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for name in ("workload", "requests", "steps", "K", "source", "AL"):
@@ -77,7 +77,9 @@ def fetch(url: str, api_key: str | None = None) -> dict[str, Any]:
 
 
 def _row(workload: Mapping[str, Any], max_draft_tokens: int) -> list[str]:
-    depths = [f"{100 * share:.0f}" for share in workload["survival"]][:max_draft_tokens]
+    survival = workload["survival"]
+    known = zip(survival["mean"], survival["low"], survival["high"], strict=True)
+    depths = [f"{100 * mean:.0f}({100 * low:.0f}-{100 * high:.0f})" for mean, low, high in known][:max_draft_tokens]
     depths += ["-"] * (max_draft_tokens - len(depths))
     length = "-" if workload["acceptance_length"] is None else f"{workload['acceptance_length']:.2f}"
     counts = [f"{workload['num_requests']:g}", f"{workload['num_steps']:.0f}", str(workload["k"])]

@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from cluster import acceptance
 from cluster.acceptance import (
     MAX_HEADS,
     MAX_WORKLOADS,
@@ -60,13 +61,29 @@ def test_posterior_worked_by_hand() -> None:
     assert posteriors.num_steps == pytest.approx(500 / 4)
 
 
-def test_rates_never_grow_and_stay_within_0_and_1() -> None:
+@pytest.mark.parametrize("num_steps", [80, 1600])
+def test_intervals_cover_at_their_rate_for_independent_steps(num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Truth is drawn as the prior says, so that 90 % is what an interval promises whatever the number of steps."""
+    monkeypatch.setattr(acceptance, "DESIGN_EFFECT", 1.0)
+    prior = np.array(PUBLISHED_RATES) / np.array([1.0, *PUBLISHED_RATES[:-1]])
+    rng, num_inside, num_runs = np.random.default_rng(7), np.zeros(K_MAX), 400
+    for _ in range(num_runs):
+        truth = rng.beta(40 * prior, 40 * (1 - prior))
+        posteriors = AcceptancePosteriors(K_MAX, half_life_steps=1e9)
+        add(posteriors, w=counts_of(accepted_of(truth, num_steps, rng)))
+        found, rates = posteriors.rates("w"), np.cumprod(truth)
+        num_inside += (np.array(found.low) <= rates) & (rates <= np.array(found.high))
+    assert num_inside / num_runs == pytest.approx([0.9] * K_MAX, abs=0.05)
+
+
+def test_rates_never_grow_and_intervals_stay_within_0_and_1() -> None:
     for conditionals in ((0.0,) * K_MAX, (1.0,) * K_MAX, CHAT):
         posteriors = AcceptancePosteriors(K_MAX)
         add(posteriors, w=steps(conditionals, 50_000, 0))
         found = posteriors.rates("w")
         assert list(found.mean) == sorted(found.mean, reverse=True)
-        assert all(0 <= mean <= 1 for mean in found.mean)
+        ends = zip(found.low, found.mean, found.high, strict=True)
+        assert all(0 <= low <= mean <= high <= 1 for low, mean, high in ends)
 
 
 def test_mixing_k_does_not_bias() -> None:

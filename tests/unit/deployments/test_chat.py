@@ -21,7 +21,7 @@ from tests.support.terminal import terminal
 from tests.unit.deployments.test_batch import JsonHandler
 
 DRAFTING = {"k": 2, "source": "learned", "acceptance_length": 1.5}
-SURVIVAL = [0.9, 0.5]
+SURVIVAL = {"mean": [0.9, 0.5], "low": [0.8, 0.4], "high": [0.95, 0.6]}
 WORKLOAD = {
     "workload": "code", "num_requests": 2.0, "num_steps": 10.0, "k": 2, "source": "learned", "reason": "it pays",
     "acceptance_length": 2.4, "survival": SURVIVAL,
@@ -156,7 +156,7 @@ def test_view_in_a_pipe_is_printed_once_and_no_line_is_broken(service: SmallServ
     lines = [line.split() for line in done.stdout.splitlines()]
     assert lines[:2] == [
         ["workload", "requests", "steps", "K", "source", "AL", "S1", "S2"],
-        ["code", "2", "10", "2", "learned", "2.40", "90", "50"],
+        ["code", "2", "10", "2", "learned", "2.40", "90(80-95)", "50(40-60)"],
     ]
     assert done.stdout.endswith("\n\nm: K_max 2, policy adaptive, unknown\ncode: it pays\n")
 
