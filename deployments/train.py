@@ -24,19 +24,18 @@ def train_worker(settings: dict[str, Any]) -> None:
     train_head(Recipe.load(settings["recipe"], settings["overrides"]), device=str(get_device()))
 
 
-def train(recipe: Path, overrides: list[str], num_workers: int, *, use_gpu: bool | None = None) -> Path:
-    """Trains with `num_workers` workers, one GPU (or CPU) each. Returns the head's directory.
+def train(recipe: Path, overrides: list[str], num_workers: int) -> Path:
+    """Trains with `num_workers` workers, one GPU each, or CPU where there is none. Returns the head's directory.
 
-    use_gpu: None for where this machine has one. Raises ValueError for a wrong recipe before any worker starts, and
-    Ray's TrainingFailedError, with a worker's error in it, when one fails.
+    Raises ValueError for a wrong recipe before any worker starts, and Ray's TrainingFailedError, with a worker's error
+    in it, when one fails.
     """
     loaded = Recipe.load(recipe, overrides)
-    use_gpu = torch.cuda.is_available() if use_gpu is None else use_gpu
     output = Path(loaded.output).resolve()
     TorchTrainer(
         train_worker,
         train_loop_config={"recipe": str(recipe), "overrides": overrides, "folder": str(Path.cwd())},
-        scaling_config=ScalingConfig(num_workers=num_workers, use_gpu=use_gpu),
+        scaling_config=ScalingConfig(num_workers=num_workers, use_gpu=torch.cuda.is_available()),
         run_config=RunConfig(name="ray-train", storage_path=str(output)),
     ).fit()
     return output / "head"

@@ -121,16 +121,6 @@ class YarnRope:
                 f"table, not {self.factor:g} * {self.original_max_position_embeddings}"
             )
 
-    @property
-    def magnitude(self) -> float:
-        """Factor of cosines and sines (arXiv 2309.00071, section 3.4)."""
-        if self.attention_factor is not None:
-            return self.attention_factor
-        logarithm = 0.1 * math.log(max(self.factor, 1.0))
-        if self.mscale is None or self.mscale_all_dim is None:
-            return 1 + logarithm
-        return (1 + self.mscale * logarithm) / (1 + self.mscale_all_dim * logarithm)
-
 
 Rope = Llama3Rope | YarnRope
 ROPE_KINDS: dict[str, type[Llama3Rope] | type[YarnRope]] = {"llama3": Llama3Rope, "yarn": YarnRope}
@@ -201,7 +191,7 @@ def default_aux_layer_ids(num_target_layers: int) -> tuple[int, int, int]:
     if num_target_layers < MIN_DEFAULT_LAYERS:
         raise HeadError(
             f"the default aux_layer_ids {layer_ids} need a target of {MIN_DEFAULT_LAYERS} layers, it has "
-            f"{num_target_layers}: name the layers"
+            f"{num_target_layers}: name the layers in the head's config.json, or take a larger target"
         )
     return layer_ids
 
@@ -272,6 +262,15 @@ class DrafterConfig:
     def fc_input_size(self) -> int:
         """Width of the concatenated target hidden states: C * S."""
         return len(self.aux_layer_ids) * self.target_hidden_size
+
+    @property
+    def rope_parameters(self) -> dict[str, Any]:
+        """RoPE in the spelling of transformers 5."""
+        rope: dict[str, Any] = {"rope_theta": self.rope_theta, "rope_type": "default"}
+        if self.rope_scaling is not None:
+            kind = next(name for name, record in ROPE_KINDS.items() if isinstance(self.rope_scaling, record))
+            rope |= {"rope_type": kind, **dataclasses.asdict(self.rope_scaling)}
+        return {key: value for key, value in rope.items() if value is not None}
 
     @classmethod
     def for_target(cls, target: dict[str, Any], *, num_layers: int, **overrides: Any) -> DrafterConfig:
@@ -350,13 +349,7 @@ class DrafterConfig:
             raw["sliding_window"] = self.sliding_window
             raw["layer_types"] = [_SLIDING] * self.num_hidden_layers
         raw["hidden_act"] = "silu"
-        # In the spelling of transformers 5; the base stands in the old place too.
-        rope: dict[str, Any] = {"rope_theta": self.rope_theta, "rope_type": "default"}
-        if self.rope_scaling is not None:
-            kind = next(name for name, record in ROPE_KINDS.items() if isinstance(self.rope_scaling, record))
-            rope |= {"rope_type": kind, **dataclasses.asdict(self.rope_scaling)}
-            rope = {key: value for key, value in rope.items() if value is not None}
-        raw |= {"rope_theta": self.rope_theta, "rope_parameters": rope}
+        raw["rope_parameters"] = self.rope_parameters  # the base stands in the old place, too
         raw["eagle_config"] = {"use_aux_hidden_state": True}
         if self.aux_layer_ids != UNNAMED_LAYERS:
             # vLLM's V2 runner reads them at the top alone, its Llama drafters count them in `eagle_config` alone.

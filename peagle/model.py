@@ -8,14 +8,15 @@ hidden state are ours (`mask_embedding`, `mask_hidden`; paper section 2).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from peagle.config import DrafterConfig, Llama3Rope, Rope, YarnRope
+from peagle.config import DrafterConfig
 
 #: attend(layer_index, q_BATD, k_BGTD, v_BGTD) -> out_BATD; keys and values are of the rows given, already rotated.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -40,41 +41,26 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * wide.to(x.dtype)
 
 
-def rotary_tables(
-    positions_BT: Tensor, head_dim: int, theta: float, scaling: Rope | None = None
-) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, both [B, 1, T, D] in float32, of Llama's RoPE (halves rotated, not pairs)."""
-    exponents = torch.arange(0, head_dim, 2, device=positions_BT.device, dtype=torch.float32) / head_dim
-    frequency = theta**-exponents  # radians a token
-    magnitude = 1.0
-    if isinstance(scaling, Llama3Rope):
-        num_turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
-        kept = (num_turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-        kept = kept.clamp(0, 1)
-        frequency = frequency * (kept + (1 - kept) / scaling.factor)
-    elif isinstance(scaling, YarnRope):
-        low, high = yarn_bounds(scaling, head_dim, theta)
-        index = torch.arange(head_dim // 2, device=positions_BT.device, dtype=torch.float32)
-        kept = 1 - ((index - low) / (high - low)).clamp(0, 1)
-        frequency = frequency * (kept + (1 - kept) / scaling.factor)
-        magnitude = scaling.magnitude
-    angles = positions_BT[:, None, :, None].float() * frequency
-    angles = torch.cat([angles, angles], dim=-1)
-    return magnitude * angles.cos(), magnitude * angles.sin()
+class Rotary(LlamaRotaryEmbedding):
+    """Cosines and sines of Llama's RoPE (halves rotated, not pairs), as vLLM has them to the last bit."""
 
+    def __init__(self, config: DrafterConfig) -> None:
+        # transformers warns of a length that is not the stretched one, and does not use it.
+        scaling, length = config.rope_scaling, config.max_position_embeddings
+        if scaling is not None:
+            length = int(scaling.factor * scaling.original_max_position_embeddings)
+        rope = config.rope_parameters
+        super().__init__(LlamaConfig(head_dim=config.head_dim, max_position_embeddings=length, rope_parameters=rope))
 
-def yarn_bounds(scaling: YarnRope, head_dim: int, theta: float) -> tuple[float, float]:
-    """Between which two frequencies, counted from the fastest, YaRN blends (arXiv 2309.00071, section 3.2)."""
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
+        # Frequencies change the device with the drafter, and stay float32 whatever its weights are.
+        self.inv_freq = nn.Buffer(self.inv_freq.to(fn(self.inv_freq).device), persistent=False)
+        return self
 
-    def index_of(num_turns: float) -> float:
-        tokens_a_radian = scaling.original_max_position_embeddings / (num_turns * 2 * math.pi)
-        return head_dim * math.log(tokens_a_radian) / (2 * math.log(theta))
-
-    low, high = index_of(scaling.beta_fast), index_of(scaling.beta_slow)
-    if scaling.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    return low, high if high != low else high + 0.001
+    def tables(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Both [B, 1, T, D] in float32."""
+        cos_BTD, sin_BTD = self(self.inv_freq, positions_BT)
+        return cos_BTD[:, None], sin_BTD[:, None]
 
 
 def rotate(x_BATD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -166,6 +152,7 @@ class Drafter(nn.Module):
         self.fc = nn.Linear(config.fc_input_size, config.hidden_size, bias=False)
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary = Rotary(config)
         if config.ptd_token_id is not None:
             self.mask_embedding = nn.Parameter(torch.zeros(config.hidden_size))
             self.mask_hidden = nn.Parameter(torch.zeros(1, 1, config.fc_input_size))
@@ -219,8 +206,7 @@ class Drafter(nn.Module):
         `mask_hidden`; positions_BT: int positions. Returns (normed [B, T, H] for `logits`, what EAGLE-3 feeds back as
         the next row's hidden state [B, T, H]: the residual stream, or with `norm_output` the normed rows again).
         """
-        rotary = rotary_tables(positions_BT, self.config.head_dim, self.config.rope_theta, self.config.rope_scaling)
-        stream_BTH = hidden_BTH
+        rotary, stream_BTH = self.rotary.tables(positions_BT), hidden_BTH
         for layer in self.layers:
             stream_BTH = layer(stream_BTH, embeds_BTH, rotary, attend)
         normed_BTH = self.norm(stream_BTH)

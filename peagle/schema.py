@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import types
 import typing
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -56,20 +55,6 @@ class Problems(ValueError):
             raise cls(lines)
 
 
-_EXPECTED = {
-    "int_type": "an integer",
-    "int_from_float": "an integer",
-    "float_type": "a number",
-    "string_type": "a string",
-    "bool_type": "true or false",
-    "list_type": "a list",
-    "dict_type": "a mapping",
-    "model_type": "a mapping",
-    "model_attributes_type": "a mapping",
-}
-_YAML_TYPES = {str: "the string", bool: "the truth value", int: "the integer", float: "the number"}
-
-
 def problem_lines(error: ValidationError, model: type[BaseModel], path: str = "") -> list[str]:
     """The lines of a `ValidationError` of `model`, which was read at `path`."""
     lines: list[str] = []
@@ -84,17 +69,8 @@ def problem_lines(error: ValidationError, model: type[BaseModel], path: str = ""
             lines.append(_unknown_key(where, _model_at(model, keys[:-1])))
         elif detail["type"] == "missing":
             lines.append(f"missing key {where}")
-        elif (expected := _EXPECTED.get(detail["type"])) is not None:
-            place = f" at {where}" if where else ""
-            lines.append(f"wrong type{place}: expected {expected}, got {_described(detail['input'])}")
-        elif detail["type"] in ("greater_than_equal", "less_than_equal"):
-            context = detail["ctx"]
-            bound = f"at least {context['ge']}" if "ge" in context else f"at most {context['le']}"
-            lines.append(f"{where} must be {bound}, not {detail['input']!r:.80}")
-        elif detail["type"] == "literal_error":
-            lines.append(f"{where} must be {detail['ctx']['expected']}, not {detail['input']!r:.80}")
         else:
-            lines.append(f"{where}: {detail['msg']}, not {detail['input']!r:.80}" if where else detail["msg"])
+            lines.append(f"{where}: {_said(detail)}" if where else _said(detail))
     return lines
 
 
@@ -126,17 +102,17 @@ def type_problems(path: str, value: Any, expected: Any) -> list[str]:
     try:
         TypeAdapter(expected).validate_python(value, strict=True)
     except ValidationError as error:
-        details = error.errors()
-        if len(details) == 1:
-            path = ".".join([path, *(str(key) for key in details[0]["loc"] if key != "[key]")])
-        wanted, names = [], []
-        for detail in details:
-            known = detail.get("ctx", {}).get("expected", "") if detail["type"] == "literal_error" else ""
-            names += re.findall(r"'([^']+)'", known)
-            wanted.append(known or _EXPECTED.get(detail["type"]) or detail["msg"].removeprefix("Input should be "))
+        names = [name for detail in error.errors() for name in re.findall(r"'([^']+)'", detail["msg"])]
         hint = nearest(value, names) if isinstance(value, str) else ""
-        return [f"{path} must be {' or '.join(dict.fromkeys(wanted))}, not {details[0]['input']!r:.80}{hint}"]
+        said = " or ".join(dict.fromkeys(_said(detail) for detail in error.errors()))
+        return [f"{path}: {said.replace(' or Input should be ', ' or ')}{hint}"]
     return []
+
+
+def _said(detail: Any) -> str:
+    """pydantic's words, with the value unless it holds others."""
+    value = detail["input"]
+    return detail["msg"] if isinstance(value, Mapping | list) else f"{detail['msg']}, not {value!r:.80}"
 
 
 def nearest(key: Any, known: Collection[str]) -> str:
@@ -152,19 +128,12 @@ def listed(names: Collection[Any]) -> str:
 
 
 def _unknown_key(path: str, model: type[BaseModel]) -> str:
-    """An unknown key with the nearest valid one. A key of a section below is pointed to there: `num_cpus` at the top
-    level is `target.num_cpus` or `ingress.num_cpus`."""
+    """An unknown key with the nearest valid one."""
     key = path.rpartition(".")[2]
     if issubclass(model, Section) and key in model.removed:
         return f"{path} is no setting any more: {model.removed[key]}"
-    deeper = [
-        f"{name}.{key}"
-        for name, info in model.model_fields.items()
-        for inner in _models_in(info.annotation)
-        if key in inner.model_fields
-    ]
-    hint = f"; did you mean {listed(deeper)}?" if deeper else nearest(key, model.model_fields)
-    return f"unknown key {path}{hint or '.'} Valid keys here: {', '.join(model.model_fields)}"
+    hint = nearest(key, model.model_fields) or "."
+    return f"unknown key {path}{hint} Valid keys here: {', '.join(model.model_fields)}"
 
 
 def _model_at(model: type[BaseModel], keys: list[str]) -> type[BaseModel]:
@@ -172,27 +141,12 @@ def _model_at(model: type[BaseModel], keys: list[str]) -> type[BaseModel]:
     model of its values."""
     for key in keys:
         if key in model.model_fields:
-            annotation = model.model_fields[key].annotation
-            model = next(iter(_models_in(annotation) or _models_in(annotation, of_values=True)), model)
+            model = _model_in(model.model_fields[key].annotation) or model
     return model
 
 
-def _models_in(annotation: Any, *, of_values: bool = False) -> list[type[BaseModel]]:
-    """The models among the options of a field's annotation, or those of the values of a `dict` or `list` among them."""
-    is_union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
-    options = typing.get_args(annotation) if is_union else (annotation,)
-    if of_values:
-        plain = (option.__origin__ if hasattr(option, "__metadata__") else option for option in options)
-        options = tuple(typing.get_args(option)[-1] for option in plain if typing.get_origin(option) in (dict, list))
-    return [option for option in options if isinstance(option, type) and issubclass(option, BaseModel)]
-
-
-def _described(value: Any) -> str:
-    """A value of a YAML file with its type, shortened."""
-    if value is None:
-        return "nothing (null)"
-    if isinstance(value, Mapping):
-        return "a mapping"
-    if isinstance(value, list):
-        return "a list"
-    return f"{_YAML_TYPES.get(type(value), type(value).__name__)} {value!r:.80}"
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The first model among the parts of an annotation, such as the values of a mapping."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_model_in, typing.get_args(annotation))), None)

@@ -4,7 +4,6 @@ Each holds a ``manifest.json`` with the size of every file, by which files that 
 `peagle.embedded` and `peagle.heads` say what is built.
 """
 
-import errno
 import hashlib
 import json
 import logging
@@ -20,7 +19,6 @@ from filelock import FileLock
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 Report = Callable[[str], None]
 
@@ -82,7 +80,13 @@ def prepare_directory(root: Path, name: str, build: Callable[[Path], None], repo
             if not is_intact(final):
                 _build(final, build, report)
     except OSError as error:
-        raise _explained(error, final) from error
+        if error.errno is None:  # not the disk's, such as a package that is missing
+            raise
+        raise CacheError(
+            error.errno,
+            f"cannot prepare {name} in the cache directory {root}: {error}. Set the environment variable PEAGLE_CACHE "
+            "to a directory that fits",
+        ) from error
     return final
 
 
@@ -111,21 +115,3 @@ def _build(final: Path, build: Callable[[Path], None], report: Report) -> None:
         shutil.rmtree(final.parent / f".{final.name}.old.partial", ignore_errors=True)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _explained(error: OSError, final: Path) -> OSError:
-    """`error` as a CacheError that names the directory, the cause and the way out; any other error as it is."""
-    directory = final.parent
-    if error.errno in NO_SPACE:
-        what = f"no room: {shutil.disk_usage(directory).free:,} bytes are free ({error.strerror})"
-    elif error.errno in {errno.EACCES, errno.EPERM, errno.EROFS}:
-        what = f"not writable ({error.strerror})"
-    elif error.errno in {errno.ENOTDIR, errno.EEXIST}:
-        what = f"not a directory ({error.strerror})"
-    else:
-        return error
-    return CacheError(
-        error.errno,
-        f"cannot prepare {final.name} in the cache directory {directory}: {what}. "
-        "Set the environment variable PEAGLE_CACHE to a directory that fits",
-    )

@@ -21,11 +21,10 @@ from peagle.evaluate import AnswerCounts, members, ratios, replay
 from peagle.provenance import conditions
 from peagle.schema import problem_lines
 from peagle.train.data import Conversations, PackedBatches
-from peagle.train.passes import PEaglePass, States, seen_by_drafter
-from peagle.train.qk_clip import EVERY_STEPS, attention_scores, clip_attention
+from peagle.train.passes import States
 from peagle.train.recipe import Recipe
 from peagle.train.target import Target
-from peagle.train.trainer import LossTally, MovingAverage, Optimizer, schedule_scale
+from peagle.train.trainer import HeadTraining, LossTally, Workers, schedule_scale
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "batch": {"num_sequences": 4, "max_tokens": 2048, "long": "cut"},
@@ -48,7 +47,7 @@ def continual_recipe(given: dict[str, dict[str, Any]], ptd_token_id: int = 0) ->
         raise ValueError("; ".join(problem_lines(error, Recipe))) from error
 
 
-class HeadInTraining:
+class HeadInTraining(HeadTraining):
     """A head that is trained on, `current`. Weights and moments stay from round to round; the new head is the moving
     average.
 
@@ -60,25 +59,18 @@ class HeadInTraining:
         self.config, self._tensors = load_head(head_dir)
         if self.config.ptd_token_id is None:
             raise HeadError(f"{head_dir}: an EAGLE-3 head; P-EAGLE heads are trained on")
-        self.recipe, self.target = continual_recipe(settings, self.config.ptd_token_id), target
+        recipe, self.target, self.num_rounds = continual_recipe(settings, self.config.ptd_token_id), target, 0
         self.current = target.build_drafter(self.config, self._tensors, target.model.dtype)
-        self.drafter = target.build_drafter(self.config, self._tensors, torch.float32)
+        drafter = target.build_drafter(self.config, self._tensors, torch.float32)
         assert self.current.embed_tokens is not None
         assert self.current.lm_head is not None
-        self.drafter.share_target(self.current.embed_tokens.weight, self.current.lm_head.weight)
-        self._random = torch.Generator(target.device).manual_seed(0)
-        on_gpu = target.device.type == "cuda"
-        owned = self.drafter.trainable()
-        self._optimizer = Optimizer(owned, self.recipe.optimizer, fused=on_gpu)
-        self._average = MovingAverage(owned, self.recipe.optimizer.ema_decay)
-        self._pass = PEaglePass(self.recipe, self._random, compiled=self.recipe.compile and on_gpu)
-        self._num_steps = self.num_rounds = 0
+        drafter.share_target(self.current.embed_tokens.weight, self.current.lm_head.weight)
+        super().__init__(recipe, drafter, torch.Generator(target.device).manual_seed(0), Workers())
 
     def train(self, data: Conversations, rest: Callable[[float], None]) -> dict[str, Any]:
         """One round; returns its figures. rest: called after each step with its seconds, to wait as long as others need
         the processor. Raises FloatingPointError when loss or gradient is no number."""
         schedule, packing = self.recipe.schedule, self.recipe.batch
-        max_score = None if self.config.qk_norm else self.recipe.optimizer.max_attention_score
         batches = PackedBatches(
             data, **packing.model_dump(include={"num_sequences", "max_tokens", "long"}), seed=self.num_rounds
         )
@@ -89,15 +81,9 @@ class HeadInTraining:
             step, began_s = step + 1, time.monotonic()
             on_device = batch.to(self.target.device)
             aux_last = self.target.states(on_device.tokens_BN, on_device.position_BN, self.config.aux_layer_ids)
-            states = States(*aux_last, self.target.lm_head_VS)
-            on_device, states = seen_by_drafter(on_device, states, packing.joined_share, self._num_steps)
-            if max_score is not None and self._num_steps % EVERY_STEPS == 0:
-                clip_attention(self.drafter, attention_scores(self.drafter, on_device, states.aux_BNX), max_score)
-            tally.add(self._pass(self.drafter, on_device, states))
+            tally.add(self.add_gradients(on_device, States(*aux_last, self.target.lm_head_VS)))
             scale, over = schedule_scale(schedule, step, time.monotonic() - begun_s)
-            self._optimizer.step(scale)
-            self._average.update(self._num_steps)
-            self._num_steps += 1
+            self.update(scale)
             busy_s += (took_s := time.monotonic() - began_s)
             if over:
                 break
@@ -114,12 +100,12 @@ class HeadInTraining:
         """AL at K = num_draft_tokens on the same answers: of the new head (`new`), of the current one (`current`), and
         their ratio with its 95% interval. workloads: of each answer; `by_workload` has the figures of each. Answers
         have two tokens or more."""
-        self._average.swap()
+        self.average.swap()
         try:
             drafters = self.drafter, self.current
             new, current = (replay(drafter, self.target, data, num_draft_tokens).counts for drafter in drafters)
         finally:
-            self._average.swap()
+            self.average.swap()
         parts = members([[name] for name in workloads]).items()
         by_workload = {name: compared(new.select(among), current.select(among)) for name, among in parts}
         return compared(new, current) | {"by_workload": by_workload}
@@ -127,7 +113,7 @@ class HeadInTraining:
     def save(self, folder: Path, provenance: dict[str, Any]) -> None:
         """Writes the head, as vLLM loads it, with where it comes from."""
         tensors = dict(self._tensors)
-        for name, value in self._average.values.items():
+        for name, value in self.average.values.items():
             like = tensors.get(name, value)  # the mask token's embedding may be a row of the head's own table
             tensors[name] = value.to(like.dtype).reshape(like.shape).cpu()
         tables = {"embed_tokens.weight": self.target.embed_VS.cpu(), "lm_head.weight": self.target.lm_head_VS.cpu()}

@@ -312,8 +312,6 @@ def _plain_attention(
 def drafter_config(recipe: Recipe, target: dict[str, Any]) -> DrafterConfig:
     """The drafter's configuration by the recipe; target: the target's `config.json`."""
     shape = recipe.drafter.model_dump(exclude={"method", "start_from"}, exclude_none=True)
-    if "aux_layer_ids" in shape:
-        shape["aux_layer_ids"] = tuple(shape["aux_layer_ids"])
     return DrafterConfig.for_target(target, **shape)
 
 

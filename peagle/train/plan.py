@@ -60,14 +60,14 @@ class TrainingPlan:
         if known > self.available:
             raise ValueError(
                 f"this run cannot fit: it needs more than {known:.1f} GiB ({self._parts()}), and the device has "
-                f"{self.available:.1f} GiB. Lower batch.num_sequences (batch.num_accumulated keeps the step's size), "
-                "batch.max_tokens, loss.chunk or drafter.num_layers, or take a smaller target"
+                f"{self.available:.1f} GiB. Lower batch.num_sequences, batch.max_tokens, loss.chunk or "
+                "drafter.num_layers, or take a smaller target"
             )
 
     def lines(self, recipe: Recipe, counts: dict[str, int], num_held_out: int, num_workers: int) -> list[str]:
         """What is printed. counts: `PackedBatches.counts`."""
         batch, schedule = recipe.batch, recipe.schedule
-        step = batch.num_sequences * batch.max_tokens * batch.num_accumulated * num_workers
+        step = batch.num_sequences * batch.max_tokens * num_workers
         passes = schedule.max_steps * step / counts["num_tokens"]
         limit = "" if schedule.max_minutes is None else f" or {schedule.max_minutes:g} minutes"
         return [

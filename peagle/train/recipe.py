@@ -53,13 +53,7 @@ class DrafterRecipe(Section):
     ptd_token_id: int | None = Field(
         None, ge=0, description="Mask token, an unused id of the target's vocabulary; P-EAGLE only."
     )
-    aux_layer_ids: list[int] | None = Field(
-        None, min_length=1, description="Target layers that are read; default: 2, L // 2, L - 3."
-    )
     fc_norm: bool = Field(True, description="Normalise each auxiliary hidden state before `fc` (EAGLE-3.1).")
-    norm_before_residual: bool = Field(
-        False, description="Take the residual behind the norm, as vLLM's key of this name."
-    )
     draft_vocab_size: int | None = Field(
         None, ge=16, description="Most frequent tokens that are drafted; default: the target's vocabulary."
     )
@@ -85,7 +79,6 @@ class BatchRecipe(Section):
     long: Literal["leave_out", "cut"] = Field(
         "leave_out", description="Conversations above `max_tokens`: left out, or cut (both counted)."
     )
-    num_accumulated: int = Field(1, ge=1, description="Passes whose gradients make one optimizer step.")
     joined_share: float = Field(0.0, ge=0, le=1, description="Share of the passes with all sequences as one document.")
 
 
@@ -139,7 +132,6 @@ class Recipe(Section):
     conversations: str | None = Field(None, description="Source of which `peagle train` makes `data` if it is missing.")
     output: str = Field(description="Folder of checkpoints and of the finished head.")
     seed: int = Field(0, description="Seed of data order and initialisation.")
-    device: Literal["auto", "cuda", "cpu"] = Field("auto", description="Where to train.")
     compile: bool = Field(True, description="`torch.compile` on a GPU; never used on a CPU.")
     states_dir: str | None = Field(None, description="Folder that keeps the target's hidden states; default: none.")
     log_every_steps: int = Field(50, ge=1, description="Steps between log lines.")

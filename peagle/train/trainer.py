@@ -30,6 +30,7 @@ from tqdm import tqdm
 from peagle.checkpoint import save_drafter
 from peagle.config import read_target_config
 from peagle.evaluate import evaluate, load_answers, table
+from peagle.model import Drafter
 from peagle.provenance import conditions
 from peagle.train.data import Batch, Conversations, PackedBatches, check_data_fits, read_manifest, write_manifest
 from peagle.train.passes import (
@@ -83,25 +84,19 @@ class Workers:
         self.share([shared])
         return float(shared)
 
-    def average(self, parameters: Iterable[Tensor], num_passes: int) -> None:
-        """Gradients become the mean over `num_passes` passes of every worker; one message for all of them.
+    def average(self, parameters: list[nn.Parameter]) -> None:
+        """Gradients become the mean over all workers; one message for all of them.
 
         A parameter that no row of this worker reached counts as zero.
         """
-        parameters = list(parameters)
-        count = num_passes * self.size
-        if count == 1:
+        if self.size == 1:
             return
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if self.size > 1:
-            flat = torch.cat([gradient.flatten() for gradient in gradients])
-            dist.all_reduce(flat)
-            pieces = flat.split([gradient.numel() for gradient in gradients])
-            torch._foreach_copy_(gradients, [p.view_as(g) for p, g in zip(pieces, gradients, strict=True)])
-        torch._foreach_mul_(gradients, 1 / count)
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat)
+        pieces = (flat / self.size).split([parameter.numel() for parameter in parameters])
+        for parameter, piece in zip(parameters, pieces, strict=True):
+            parameter.grad = piece.view_as(parameter)
 
 
 class _WithoutBfloat16(TorchFunctionMode):
@@ -197,17 +192,48 @@ class MovingAverage:
             self.values[name].copy_(kept)
 
 
-class Trainer:
+class HeadTraining:
+    """A drafter with its passes, optimizer and moving average; `step` counts the optimizer's steps."""
+
+    def __init__(self, recipe: Recipe, drafter: Drafter, random: torch.Generator, workers: Workers) -> None:
+        """random: where rows are drawn from, on the drafter's device."""
+        self.recipe, self.drafter, self.random, self.workers, self.step = recipe, drafter, random, workers, 0
+        on_gpu, owned = random.device.type == "cuda", drafter.trainable()
+        self.optimizer = Optimizer(owned, recipe.optimizer, fused=on_gpu)
+        self.average = MovingAverage(owned, recipe.optimizer.ema_decay)
+        self._pass: PEaglePass | Eagle3Pass
+        if drafter.config.ptd_token_id is None:
+            self._pass = Eagle3Pass(recipe, compiled=recipe.compile and on_gpu)
+        else:
+            self._pass = PEaglePass(recipe, random, compiled=recipe.compile and on_gpu)
+
+    def add_gradients(self, batch: Batch, states: States) -> PassReport:
+        """Runs a batch of the drafter's device through a pass; where attention scores are clipped, they are before."""
+        batch, states = seen_by_drafter(batch, states, self.recipe.batch.joined_share, self.step)
+        max_score = None if self.drafter.config.qk_norm else self.recipe.optimizer.max_attention_score
+        if max_score is not None and self.step % EVERY_STEPS == 0:
+            scores_WLA = torch.stack(self.workers.gather(attention_scores(self.drafter, batch, states.aux_BNX)))
+            clip_attention(self.drafter, scores_WLA.amax(0), max_score)
+        return self._pass(self.drafter, batch, states)
+
+    def update(self, scale: float) -> float:
+        """Takes a step of the optimizer; returns the gradient norm. Raises FloatingPointError as `Optimizer.step`."""
+        self.workers.average(self.optimizer.parameters)
+        norm = self.optimizer.step(scale)
+        self.average.update(self.step)
+        self.step += 1
+        return norm
+
+
+class Trainer(HeadTraining):
     """State of one worker's run, and the loop. With several workers rank 0 evaluates and writes."""
 
     def __init__(self, recipe: Recipe, device: str | None = None) -> None:
-        """device: overrides the recipe's, for a worker that is given one GPU of several."""
+        """device: by default a GPU where there is one; a worker is given one GPU of several."""
         self.recipe, self.workers = recipe, Workers()
-        self.step, self.elapsed_s, self.timed_tokens = 0, 0.0, 0
-        automatic = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = torch.device(device or (automatic if recipe.device == "auto" else recipe.device))
+        self.elapsed_s, self.timed_tokens = 0.0, 0
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         on_gpu = self.device.type == "cuda"
-        self.compiled = recipe.compile and on_gpu
         dtype = torch.bfloat16 if on_gpu else torch.float32
         self.output = Path(recipe.output)
         target_dir = recipe.target_dir()
@@ -226,25 +252,17 @@ class Trainer:
                 check_data_fits(self.answers, target_dir)
             for line in plan.lines(recipe, self.batches.counts, num_held_out, self.workers.size):
                 logger.info(line)
-        self.target = Target(target_dir, device=str(self.device), dtype=dtype, compiled=self.compiled)
-        self.random = torch.Generator(self.device).manual_seed(recipe.seed)
-        self.drafter = new_drafter(recipe, self.target, self.batches, self.random)
-        owned = self.drafter.trainable()
-        self.workers.share(owned.values())
+        self.target = Target(target_dir, device=str(self.device), dtype=dtype, compiled=recipe.compile and on_gpu)
+        random = torch.Generator(self.device).manual_seed(recipe.seed)
+        drafter = new_drafter(recipe, self.target, self.batches, random)
+        self.workers.share(drafter.trainable().values())
         if not self.workers.leads:  # workers start from one drafter and then drop different rows
-            self.random.manual_seed(hash((recipe.seed, self.workers.rank)) % 2**63)
-        self.optimizer = Optimizer(owned, recipe.optimizer, fused=on_gpu)
-        self.average = MovingAverage(owned, recipe.optimizer.ema_decay)
-        self._pass: PEaglePass | Eagle3Pass
-        if recipe.drafter.method == "eagle3":
-            self._pass = Eagle3Pass(recipe, compiled=self.compiled)
-        else:
-            self._pass = PEaglePass(recipe, self.random, compiled=self.compiled)
+            random.manual_seed(hash((recipe.seed, self.workers.rank)) % 2**63)
+        super().__init__(recipe, drafter, random, self.workers)
         self._events: SummaryWriter | None = None
         self._kept: KeptStates | None = None
         if recipe.states_dir is not None:
-            layers = self.drafter.config.aux_layer_ids
-            self._kept = KeptStates(recipe.states_dir, self.target, self.batches.data, layers)
+            self._kept = KeptStates(recipe.states_dir, self.target, self.batches.data, drafter.config.aux_layer_ids)
 
     def _split_data(self) -> tuple[Conversations, int]:
         """The conversations to train on, and the number of those held out, which rank 0 writes into
@@ -274,23 +292,14 @@ class Trainer:
         batch = next(batches)
         return batch, None if self._kept is None else self._kept.read(batch)
 
-    def run_pass(self, batch: Batch, kept_BNX: Tensor | None = None, *, is_first: bool = True) -> PassReport:
-        """Adds the gradients of one batch. Where scores are clipped, they are before the first pass of a step.
-
-        kept_BNX: what `KeptStates.read` gave for the batch.
-        """
+    def run_pass(self, batch: Batch, kept_BNX: Tensor | None = None) -> PassReport:
+        """Adds the gradients of one batch. kept_BNX: what `KeptStates.read` gave for it."""
         if self._kept is not None:
             aux_BNX, last_BNS = self._kept.make(batch) if kept_BNX is None else self._kept.to_device(kept_BNX)
         else:
             layers = self.drafter.config.aux_layer_ids
             aux_BNX, last_BNS = self.target.states(batch.tokens_BN, batch.position_BN, layers)
-        states = States(aux_BNX, last_BNS, self.target.lm_head_VS)
-        batch, states = seen_by_drafter(batch, states, self.recipe.batch.joined_share, self.step)
-        max_score = self.recipe.optimizer.max_attention_score
-        if max_score is not None and is_first and self.step % EVERY_STEPS == 0:
-            scores_WLA = torch.stack(self.workers.gather(attention_scores(self.drafter, batch, states.aux_BNX)))
-            clip_attention(self.drafter, scores_WLA.amax(0), max_score)
-        return self._pass(self.drafter, batch, states)
+        return self.add_gradients(batch, States(aux_BNX, last_BNS, self.target.lm_head_VS))
 
     def run(self) -> Path:
         """Trains to the end of the schedule and writes the head. Returns its directory.
@@ -314,32 +323,27 @@ class Trainer:
             batch = self.recipe.batch
             raise torch.OutOfMemoryError(
                 f"out of memory: raise batch.num_segments (now {batch.num_segments}), or lower batch.num_sequences "
-                f"(now {batch.num_sequences}; batch.num_accumulated keeps the step's size), batch.max_tokens (now "
-                f"{batch.max_tokens}) or loss.chunk (now {self.recipe.loss.chunk}) ({error})"
+                f"(now {batch.num_sequences}), batch.max_tokens (now {batch.max_tokens}) or loss.chunk (now "
+                f"{self.recipe.loss.chunk}) ({error})"
             ) from error
         return self.finish()
 
     def _loop(self) -> None:
         schedule, workers = self.recipe.schedule, self.workers
-        num_passes = self.recipe.batch.num_accumulated
         tally = LossTally(self.drafter.config.num_depths, self.device)
         bar = tqdm(total=schedule.max_steps, initial=self.step, unit="step", mininterval=5, disable=not workers.leads)
         compiled_from, read_at = self.step + WARMUP_STEPS, (self.timed_tokens, self.elapsed_s)
-        batches = self.batches(self.step * num_passes * workers.size, workers.rank, workers.size)
+        batches = self.batches(self.step * workers.size, workers.rank, workers.size)
         with bar, ThreadPoolExecutor(1) as ahead:
             # A run that ended may have been cut short before its head was written: no step comes on top.
             _, over = schedule_scale(schedule, self.step, workers.agree(self.elapsed_s, self.device))
             pending, last = ahead.submit(self._next, batches), time.monotonic()
             while not over:
-                for number in range(num_passes):
-                    (batch, kept_BNX), pending = pending.result(), ahead.submit(self._next, batches)
-                    tally.add(self.run_pass(batch.to(self.device), kept_BNX, is_first=number == 0))
-                num_tokens = batch.tokens_BN.numel() * num_passes * workers.size
-                workers.average(self.optimizer.parameters, num_passes)
+                (batch, kept_BNX), pending = pending.result(), ahead.submit(self._next, batches)
+                tally.add(self.run_pass(batch.to(self.device), kept_BNX))
+                num_tokens = batch.tokens_BN.numel() * workers.size
                 scale, over = schedule_scale(schedule, self.step + 1, workers.agree(self.elapsed_s, self.device))
-                norm = self.optimizer.step(scale)
-                self.average.update(self.step)
-                self.step += 1
+                norm = self.update(scale)
                 bar.update()
                 now = time.monotonic()
                 # The first steps compile; they are not training time.

@@ -140,17 +140,21 @@ def test_a_directory_becomes_an_absolute_path(
 BAD_INPUTS: list[tuple[Any, ...]] = [
     (changed(modle={"source": "x"}), "modle", "did you mean model"),
     (changed(depth__defualt=5), "depth.defualt", "did you mean default"),
-    (changed(num_cpus=1), "num_cpus", "target.num_cpus"),
+    (changed(num_cpus=1), "unknown key num_cpus. Valid keys here: model,"),
     (changed(drafter__num_draft_tokens=5), "drafter.num_draft_tokens", "max_draft_tokens"),
     (changed(engine__max_modl_len=5), "engine.max_modl_len", "did you mean max_model_len"),
     (changed(engine__speculative_config={}), "engine.speculative_config", "set drafter"),
     (changed(engine__max_model_len=0), "engine.max_model_len", "from 1"),
     (changed(engine__max_num_seqs="8"), "engine.max_num_seqs must be an integer from 1, not '8'"),
-    (changed(engine__gpu_memory_utilization=90), "gpu_memory_utilization must be less than or equal to 1, not 90"),
-    (changed(engine__hf_token=[1]), "engine.hf_token must be true or false or a string, not [1]"),
+    (
+        changed(engine__gpu_memory_utilization=90),
+        "gpu_memory_utilization: Input should be less",
+        "not 90",
+    ),
+    (changed(engine__hf_token=[1]), "engine.hf_token: Input should be a valid boolean or a valid string"),
     (changed(engine__tool_call_parser="hermess"), "'llama3_json', not 'hermess'; did you mean hermes?"),
-    (changed(depth__default="5"), "depth.default", "expected an integer", "the string '5'"),
-    (changed(depth=None), "depth", "expected a mapping"),
+    (changed(depth__default="5"), "depth.default: Input should be a valid integer, not '5'"),
+    (changed(depth=None), "depth: Input should be a valid dictionary"),
     (changed(model=...), "missing key model"),
     (changed(model__source=...), "missing key model.source"),
     (changed(model__source="embeded-model"), "model.source", "did you mean embedded-model"),
@@ -379,9 +383,15 @@ def test_a_user_config_that_cannot_be_is_refused(user_config: Any, words: list[s
 BAD_LIVE: list[tuple[Any, list[str]]] = [
     ("limits", ["user_config must be a mapping with aliases, depth, limits and callers, not 'limits'"]),
     ({"limit": {}}, ["unknown key user_config.limit", "did you mean limits"]),
-    ({"limits": {"max_num_sequences": 0}}, ["user_config.limits.max_num_sequences must be at least 1"]),
-    ({"aliases": {"coder": 3}}, ["user_config.aliases.coder", "expected a string"]),
-    ({"callers": {"web": {**KEY, "max_k": -1}}}, ["user_config.callers.web.max_k must be at least 0"]),
+    (
+        {"limits": {"max_num_sequences": 0}},
+        ["user_config.limits.max_num_sequences: Input should be greater"],
+    ),
+    ({"aliases": {"coder": 3}}, ["user_config.aliases.coder: Input should be a valid string"]),
+    (
+        {"callers": {"web": {**KEY, "max_k": -1}}},
+        ["user_config.callers.web.max_k: Input should be greater"],
+    ),
     ({"engine": {"max_num_seqs": 8}}, ["unknown key user_config.engine"]),
 ]
 

@@ -305,7 +305,10 @@ def test_checkpoints_that_only_the_cluster_has(make: Any, tmp_path: Path, capsys
         ({"volumes": {"/models": "My_Claim"}}, "kubernetes.volumes./models is 'My_Claim': the name of a claim"),
         ({"workers": {"memory": "64 GB"}}, "kubernetes.workers.memory is '64 GB': write an amount of memory"),
         ({"workers": {"node_selectors": {}}}, "unknown key kubernetes.workers.node_selectors; did you mean node_sel"),
-        ({"head": {"tolerations": [{"key": "a", "effect": "No"}]}}, "kubernetes.head.tolerations.0.effect must be"),
+        (
+            {"head": {"tolerations": [{"key": "a", "effect": "No"}]}},
+            "head.tolerations.0.effect: Input should be",
+        ),
     ],
 )
 def test_wrong_settings_of_pods(make: Any, section: Any, message: str) -> None:

@@ -103,15 +103,15 @@ def test_unknown_tensors_and_settings_are_named(source: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"speculators_model_type": "dflash"}, "speculators_model_type must be 'peagle' or 'eagle3'"),
+        ({"speculators_model_type": "dflash"}, "speculators_model_type: Input should be 'peagle' or 'eagle3'"),
         ({"speculators_model_type": ...}, "missing hidden_size, intermediate_size, num_hidden_layers"),
         ({"mask_token_id": None}, "mask_token_id = None, a peagle checkpoint needs a token"),
         (
             {"transformer_layer_config": {"model_type": "qwen3_next"}},
-            "model_type must be 'llama' or 'qwen3', not 'qwen3_next'",
+            "model_type: Input should be 'llama' or 'qwen3', not 'qwen3_next'",
         ),
         ({"fc_norm": False}, r"spare fc_norm.0.weight.*; and 1 more"),
-        ({"layer": {"hidden_act": "gelu"}}, "hidden_act must be 'silu', not 'gelu'"),
+        ({"layer": {"hidden_act": "gelu"}}, "hidden_act: Input should be 'silu', not 'gelu'"),
         ({"layer": {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}}, "partial_rotary_fac.* 0.5"),
     ],
 )

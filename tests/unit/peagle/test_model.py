@@ -17,7 +17,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from peagle.config import DrafterConfig, Llama3Rope
 from peagle.draft import DraftSession
-from peagle.model import Drafter, Layer, rotary_tables
+from peagle.model import Drafter, Layer, Rotary
 from peagle.train.cod import CodRows, attend_under, chain_lengths, draft_rows, sample_rows
 from peagle.train.masks import AttentionMask
 from tests.support.head_factory import random_drafter
@@ -124,7 +124,8 @@ def test_layers_after_the_first_are_those_of_transformers(kind: str) -> None:
     settings = SHAPE | {"rms_norm_eps": 1e-5, "attn_implementation": "eager", "rope_parameters": rope}
     reference_config = (Qwen3Config if kind == "qwen3" else LlamaConfig)(**settings)
     reference = (Qwen3DecoderLayer if kind == "qwen3" else LlamaDecoderLayer)(reference_config, 0)
-    layer = Layer(dataclasses.replace(CONFIG, qk_norm=kind == "qwen3"), 1)
+    config = dataclasses.replace(CONFIG, qk_norm=kind == "qwen3", rope_scaling=scaling)
+    layer = Layer(config, 1)
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 0.3)
@@ -134,6 +135,6 @@ def test_layers_after_the_first_are_those_of_transformers(kind: str) -> None:
     causal = torch.full((7, 7), float("-inf")).triu(1)[None, None]
     expected = reference(stream_BTH, attention_mask=causal, position_embeddings=cos_sin)
     expected = expected[0] if isinstance(expected, tuple) else expected
-    rotary = rotary_tables(positions_BT, 8, 10000.0, scaling)
+    rotary = Rotary(config).tables(positions_BT)
     attend = attend_under(torch.ones(2, 7, 7, dtype=torch.bool).tril())
     torch.testing.assert_close(layer(stream_BTH, stream_BTH, rotary, attend), expected, rtol=1e-4, atol=1e-4)

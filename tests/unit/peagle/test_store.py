@@ -64,7 +64,7 @@ def test_disk_that_fills_up_while_writing_leaves_nothing(tmp_path: Path) -> None
         (directory / "weights").symlink_to("/dev/full")  # every write fails as on a full disk
         write_bytes(directory / "weights", b"w" * 1000)
 
-    with pytest.raises(CacheError, match=r"no room: [\d,]+ bytes are free .*PEAGLE_CACHE") as caught:
+    with pytest.raises(CacheError, match=r"No space left on device .*PEAGLE_CACHE") as caught:
         prepare_directory(tmp_path, "thing", build_on_full_disk)
     assert caught.value.errno == errno.ENOSPC
     assert leftovers(tmp_path) == []
@@ -76,7 +76,7 @@ def test_a_library_that_tells_of_a_full_disk_in_words_alone(tmp_path: Path) -> N
     def save(directory: Path) -> None:
         Tokenizer(WordLevel({"a" * 10_000: 0}, unk_token="a")).save(str(directory / "tokenizer.json"))
 
-    with full_disk(100), pytest.raises(CacheError, match=r"no room: .*File too large.*PEAGLE_CACHE"):
+    with full_disk(100), pytest.raises(CacheError, match=r"File too large.*PEAGLE_CACHE"):
         prepare_directory(tmp_path, "thing", save)
     assert leftovers(tmp_path) == []
     assert prepare_directory(tmp_path, "thing", save).is_dir()
@@ -99,7 +99,7 @@ def test_directory_without_write_permission() -> None:
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         root.chmod(0o555)
-        with ordinary_user(), pytest.raises(CacheError, match=r"not writable \(Permission denied\).*PEAGLE_CACHE"):
+        with ordinary_user(), pytest.raises(CacheError, match=r"Permission denied.*PEAGLE_CACHE"):
             prepare(root / "cache")
         root.chmod(0o755)
         prepare(root)

@@ -18,11 +18,11 @@ def load(small, name: str, *overrides: str) -> Recipe:
 
 def test_a_loss_that_is_no_number_stops_and_keeps_the_last_checkpoint(small) -> None:
     class Poisoned(Trainer):
-        def run_pass(self, batch: Batch, *kept: Tensor | None, **which: bool) -> PassReport:
+        def run_pass(self, batch: Batch, *kept: Tensor | None) -> PassReport:
             if self.step == 12:
                 with torch.no_grad():
                     self.drafter.norm.weight.fill_(float("nan"))
-            return super().run_pass(batch, *kept, **which)
+            return super().run_pass(batch, *kept)
 
     with pytest.raises(FloatingPointError, match=r"step 13: .*nan.*checkpoint\.pt.*optimizer\.lr"):
         Poisoned(load(small, "nan", "save_every_steps=10")).run()
@@ -34,7 +34,7 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_last_checkpoint(small) -> 
 
 def test_out_of_memory_names_the_settings(small) -> None:
     class Full(Trainer):
-        def run_pass(self, batch: Batch, *kept: Tensor | None, **which: bool) -> PassReport:
+        def run_pass(self, batch: Batch, *kept: Tensor | None) -> PassReport:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(

@@ -24,8 +24,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from cluster.counts import WorkloadCounts
-from peagle.config import read_rope
-from peagle.model import rotary_tables
+from peagle.config import DrafterConfig
+from peagle.model import Rotary
 from peagle.vllm import compat
 from peagle.vllm.engine import (
     ASYNC_SCHEDULER,
@@ -141,25 +141,30 @@ def test_engines_that_a_remote_drafter_cannot_serve() -> None:
     check_config(config(is_multimodal_model=True, multimodal_config=text))
 
 
+LONG = {"factor": 8.0, "original_max_position_embeddings": 64}
+YARN = {"rope_type": "yarn", **LONG}
+
+
 @pytest.mark.parametrize(
     "given",
     [
-        {},
-        {"attention_factor": 0.5},
-        {"mscale": 1.0, "mscale_all_dim": 1.0},
-        {"mscale": 0.5, "mscale_all_dim": 2.0},
-        {"truncate": False, "beta_fast": 16},
+        {"rope_type": "default"},
+        {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **LONG},
+        YARN,
+        YARN | {"attention_factor": 0.5},
+        YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        YARN | {"mscale": 0.5, "mscale_all_dim": 2.0},
+        YARN | {"truncate": False, "beta_fast": 16.0},
     ],
     ids=str,
 )
-def test_yarn_is_vllm_s(given: dict[str, Any]) -> None:
-    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0} | given
+def test_rope_is_vllm_s(given: dict[str, Any]) -> None:
     with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
-        expected = get_rope(32, 512, True, yarn, torch.float32).cos_sin_cache
-    written = dataclasses.replace(CONFIG, rope_scaling=read_rope({"rope_parameters": yarn})[1]).to_dict()
-    theta, scaling = read_rope(written)
-    cos, sin = rotary_tables(torch.arange(512)[None], 32, theta, scaling)
-    torch.testing.assert_close(torch.cat([cos[0, 0, :, :16], sin[0, 0, :, :16]], dim=-1), expected, atol=1e-4, rtol=0)
+        expected = get_rope(32, 512, True, {"rope_theta": 10000.0, **given}, torch.float32).cos_sin_cache
+    raw = CONFIG.to_dict() | {"head_dim": 32, "rope_parameters": {"rope_theta": 10000.0, **given}}
+    rotary = Rotary(DrafterConfig.from_dict(DrafterConfig.from_dict(raw).to_dict())).bfloat16()
+    cos, sin = rotary.tables(torch.arange(512)[None])
+    assert torch.equal(torch.cat([cos[0, 0, :, :16], sin[0, 0, :, :16]], dim=-1), expected)
 
 
 @pytest.mark.parametrize(("mask_token", "parallel"), [({"pard_token": 9}, True), ({}, False)])
