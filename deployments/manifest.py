@@ -2,8 +2,9 @@
 and PodDisruptionBudgets.
 
 What enters: a Serve config file of `configs/`. What leaves: manifests whose `serveConfigV2` is that file and whose pods
-are sized from its settings, so nothing is written twice. No secret is in them: pods refer to Kubernetes Secrets. By
-default memory and CPUs of pods with GPUs are room to start with, not measured: the section `kubernetes` sets them.
+are sized from its settings, so nothing is written twice. The objects stand in `manifest.yaml.j2`. No secret is in them:
+pods refer to Kubernetes Secrets. By default memory and CPUs of pods with GPUs are room to start with, not measured: the
+section `kubernetes` sets them.
 """
 
 import importlib.metadata
@@ -12,6 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import yaml
 
 from cluster.settings import ClusterSettings, PodSettings, key_variables
@@ -81,11 +83,7 @@ def render(path: Path) -> str:
         header += (
             "# Needs NVIDIA's device plugin on the nodes; for gated models a secret hf-token with the key token.\n"
         )
-    budgets = [service.disruption_budget("headgroup", 1)] + [
-        service.disruption_budget(group["groupName"], max(1, group["minReplicas"] - 1))
-        for group in service.worker_groups()
-    ]
-    return header + _dump(service.rayservice(), service.network_policy(), *budgets)
+    return header + _dump(*yaml.safe_load_all(service.render()))
 
 
 class Manifest:
@@ -95,36 +93,44 @@ class Manifest:
         self._name, self._config, self._settings, self._pods = name, config, settings, settings.kubernetes
         self._args: Json = model_applications(config)[0].get("args") or {}
         self._port = int(config.get("http_options", {}).get("port", 8000))
-        self._labels = {"peagle-service": name}  # of every pod, besides KubeRay's
         self.key_variables = key_variables(self._args)
         self.key_files = [Path(one.key_file) for one in (settings.callers or {}).values() if one.key_file]
         self._defaults = GPU if settings.target.has_gpu else CPU
         self.image = settings.kubernetes.image or self._defaults["image"]
 
-    def rayservice(self) -> Json:
-        # Serve scales replicas, and KubeRay's autoscaler the pods that they ask for.
-        autoscaling = {
-            "enableInTreeAutoscaling": True,
-            "autoscalerOptions": {"version": "v2", "idleTimeoutSeconds": MAX_IDLE_S, "securityContext": SECURITY},
-        }
-        return {
-            "apiVersion": "ray.io/v1",
-            "kind": "RayService",
-            "metadata": {"name": self._name, "labels": {"app.kubernetes.io/name": "peagle-serve"}},
-            "spec": {
-                "serveConfigV2": _dump(self.serve_config()),
-                # Time of the old cluster to finish its streams after a change of pods.
-                "rayClusterDeletionDelaySeconds": int(MAX_STREAM_S),
-                "rayClusterConfig": {
-                    "rayVersion": importlib.metadata.version("ray"),
-                    # A client of the dashboard can run code: KubeRay makes a token and hands it to every pod.
-                    "authOptions": {"mode": "token"},
-                    **({} if self._settings.autoscaling is None else autoscaling),
-                    "headGroupSpec": self._head(),
-                    "workerGroupSpecs": self.worker_groups(),
-                },
-            },
-        }
+    def render(self) -> str:
+        """The objects, as the template has them."""
+        templates = jinja2.Environment(
+            loader=jinja2.FileSystemLoader(Path(__file__).parent),
+            undefined=jinja2.StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            autoescape=False,  # YAML
+        )
+        templates.policies["json.dumps_kwargs"] = {"sort_keys": False}
+        head, groups = self._pods.head, self.worker_groups()
+        resources = {"cpu": f"{head.cpus or 1:g}", "memory": head.memory or self._defaults["head"]}
+        return templates.get_template("manifest.yaml.j2").render(
+            name=self._name,
+            image=self.image,
+            port=self._port,
+            pods=self._pods,
+            has_gpu=self._settings.target.has_gpu,
+            is_autoscaled=self._settings.autoscaling is not None,
+            serve_config=_dump(self.serve_config()),
+            ray_version=importlib.metadata.version("ray"),
+            environment={"RAY_USAGE_STATS_ENABLED": "0", **RAY_ENVIRONMENT},
+            key_variables=self.key_variables,
+            keys_secret=KEYS_SECRET,
+            security=SECURITY,
+            drain=DRAIN,
+            agent_port=AGENT_PORT,
+            max_stream_s=int(MAX_STREAM_S),
+            max_idle_s=MAX_IDLE_S,
+            head=self._pod(resources, head),
+            groups=groups,
+            budgets={"headgroup": 1} | {group["name"]: max(1, group["fewest"] - 1) for group in groups},
+        )
 
     def serve_config(self) -> Json:
         """The Serve config as it runs in a cluster: the proxy on every node, reachable from outside its pod, drafters
@@ -143,56 +149,6 @@ class Manifest:
         drafter = application["args"].get("drafter") or {}
         (drafter.get("replicas") or {}).pop("host", None)
         return made
-
-    def network_policy(self) -> Json:
-        """Opens the HTTP port to everyone, and all ports to the pods of the service and to KubeRay. What else listens
-        in the pods (replicas behind HAProxy, drafters, Ray) asks for no API key."""
-        kuberay = {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}}
-        return {
-            "apiVersion": "networking.k8s.io/v1",
-            "kind": "NetworkPolicy",
-            "metadata": {"name": self._name},
-            "spec": {
-                "podSelector": {"matchLabels": self._labels},
-                "policyTypes": ["Ingress"],
-                "ingress": [
-                    {"ports": [{"protocol": "TCP", "port": self._port}]},
-                    {
-                        "from": [
-                            {"podSelector": {"matchLabels": self._labels}},
-                            {"namespaceSelector": {}, "podSelector": kuberay},
-                        ]
-                    },
-                ],
-            },
-        }
-
-    def disruption_budget(self, group: str, min_available: int) -> Json:
-        """How many pods of a group the drain of a node leaves running. An integer: Kubernetes knows no share of the
-        pods of a custom resource. Pods that are not ready may always go."""
-        return {
-            "apiVersion": "policy/v1",
-            "kind": "PodDisruptionBudget",
-            "metadata": {"name": f"{self._name}-{group}"},
-            "spec": {
-                "minAvailable": min_available,
-                "unhealthyPodEvictionPolicy": "AlwaysAllow",
-                "selector": {"matchLabels": self._of_group(group)},
-            },
-        }
-
-    def _of_group(self, group: str) -> dict[str, str]:
-        return {**self._labels, "ray.io/group": group}
-
-    def _head(self) -> Json:
-        """The head pod keeps the cluster's books and runs no replica: losing a replica must not take the cluster along.
-        KubeRay makes the Kubernetes service of HTTP only where the head names its port."""
-        ports = {"gcs-server": 6379, "dashboard": 8265, "client": 10001, "serve": self._port}
-        head = self._pods.head
-        resources = {"cpu": f"{head.cpus or 1:g}", "memory": head.memory or self._defaults["head"]}
-        pod = self._pod("ray-head", ports, resources, head)
-        pod["spec"]["containers"][0]["readinessProbe"] = _probe("/api/healthz", AGENT_PORT, 10)
-        return {"rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0"}, "template": pod}
 
     def worker_groups(self) -> list[Json]:
         """One pod a target replica, all its engine's workers in it, with room for the drafters, so that Ray can place
@@ -227,36 +183,10 @@ class Manifest:
         resources = {"cpu": f"{wanted:g}", "memory": given.memory or self._defaults["worker"]}
         if num_gpus:
             resources["nvidia.com/gpu"] = str(num_gpus)
-        pod = self._pod("ray-worker", {"serve": self._port}, resources, given)
-        # Ready: HAProxy on this node has a replica to go to; nodes without a replica have no HAProxy. KubeRay's own
-        # probe asks the same, and takes a pod out of the service for one slow answer.
-        pod["spec"]["containers"][0]["readinessProbe"] = _probe("/-/healthz", "serve", 3)
-        pod["spec"]["containers"][0]["lifecycle"] = {"preStop": {"exec": {"command": ["bash", "-c", DRAIN]}}}
-        pod["spec"]["terminationGracePeriodSeconds"] = int(MAX_STREAM_S) + 30
-        # Replicas on different nodes where there are several: a lost node takes one along.
-        spread = {
-            "maxSkew": 1,
-            "topologyKey": "kubernetes.io/hostname",
-            "whenUnsatisfiable": "ScheduleAnyway",
-            "labelSelector": {"matchLabels": self._of_group(group)},
-        }
-        pod["spec"] |= {"automountServiceAccountToken": False, "topologySpreadConstraints": [spread]}
-        if self._pods.service_account is not None:
-            pod["spec"]["serviceAccountName"] = self._pods.service_account
-        return {
-            "groupName": group,
-            "replicas": fewest,
-            "minReplicas": fewest,
-            "maxReplicas": most,
-            "rayStartParams": {},
-            "template": pod,
-        }
+        return {"name": group, "fewest": fewest, "most": most, **self._pod(resources, given)}
 
-    def _pod(self, name: str, ports: dict[str, int], resources: dict[str, str], nodes: PodSettings) -> Json:
-        """A pod template of one container, `name`."""
-        environment = {"RAY_USAGE_STATS_ENABLED": "0", **RAY_ENVIRONMENT}
-        variables: list[Json] = [{"name": variable, "value": value} for variable, value in environment.items()]
-        variables += [_secret(variable, KEYS_SECRET, variable) for variable in self.key_variables]
+    def _pod(self, resources: dict[str, str], nodes: PodSettings) -> Json:
+        """Resources, nodes and volumes of a pod."""
         # A container has 64 MB of /dev/shm by default.
         memory = {"medium": "Memory", "sizeLimit": self._pods.shared_memory or self._defaults["shared_memory"]}
         claims = self._pods.volumes
@@ -267,45 +197,18 @@ class Manifest:
             mounts |= {str(path.parent): "keys" for path in self.key_files}
             volumes["keys"] = {"secret": {"secretName": KEYS_SECRET}}
         tolerations = [toleration.as_kubernetes() for toleration in nodes.tolerations]
-        if self._settings.target.has_gpu:
-            variables.append(_secret("HF_TOKEN", "hf-token", "token", optional=True))
         if "nvidia.com/gpu" in resources:
             tolerations.insert(0, {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"})
             if CACHE not in claims:
                 mounts[CACHE] = "cache"
                 volumes["cache"] = {"emptyDir": {}}
-        container = {
-            "name": name,
-            "image": self.image,
-            "ports": [{"name": port, "containerPort": number} for port, number in ports.items()],
-            "env": variables,
-            # Requests equal limits: an engine that is squeezed for CPU or memory drags every request of its replica.
-            "resources": {"requests": resources, "limits": resources},
-            "securityContext": SECURITY,
-            "volumeMounts": [{"name": volume, "mountPath": path} for path, volume in mounts.items()],
-            # A dead Ray ends its container by itself. A hung one has 10 minutes, as KubeRay gives it: an engine that
-            # compiles leaves other processes little time.
-            "livenessProbe": _probe("/api/healthz", AGENT_PORT, 120),
-        }
-        found = {
-            "imagePullSecrets": [{"name": secret} for secret in self._pods.image_pull_secrets],
-            "nodeSelector": nodes.node_selector,
+        return {
+            "resources": resources,
+            "node_selector": nodes.node_selector,
             "tolerations": tolerations,
-            "securityContext": {"fsGroup": 1000},  # the group of the image's user may write to mounted volumes
-            "containers": [container],
-            "volumes": [{"name": volume, **source} for volume, source in volumes.items()],
+            "mounts": mounts,
+            "volumes": volumes,
         }
-        return {"metadata": {"labels": self._labels}, "spec": {key: value for key, value in found.items() if value}}
-
-
-def _probe(path: str, port: int | str, max_failures: int) -> Json:
-    get = {"path": path, "port": port}
-    times = {"initialDelaySeconds": 10, "periodSeconds": 5, "timeoutSeconds": 5}
-    return {"httpGet": get, **times, "failureThreshold": max_failures}
-
-
-def _secret(variable: str, secret: str, key: str, **options: bool) -> Json:
-    return {"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": key, **options}}}
 
 
 class _Dumper(yaml.SafeDumper):
