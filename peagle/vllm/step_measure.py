@@ -30,15 +30,13 @@ MAX_STEPS_AHEAD = 2
 """Steps that the host may be ahead of the GPU, as in an engine: the runner's buffers are made for this number."""
 
 
-def write_steps(config: Any, points: list[dict[str, Any]], *, chooses: bool = False) -> None:
-    """Write the document: {"device", "max_draft_tokens", "context_tokens", "points", "chooses"}. chooses: whether the
-    worker can choose a step's drafts (`peagle.vllm.adaptive_verification`)."""
+def write_steps(config: Any, points: list[dict[str, Any]]) -> None:
+    """Write the document: {"device", "max_draft_tokens", "context_tokens", "points"}."""
     document = {
         "device": torch.cuda.get_device_name(),
         "max_draft_tokens": config.num_speculative_tokens,
         "context_tokens": CONTEXT_TOKENS,
         "points": points,
-        "chooses": chooses,
     }
     document_path(config.instance_id).write_text(json.dumps(document), encoding="utf-8")
 

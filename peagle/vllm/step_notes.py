@@ -28,15 +28,10 @@ class SchedulerPlan:
             prompts need the drafter's pass: a later request may find them in the prefix cache.
         num_rejected: forecast of this step's rejected drafts (`peagle.vllm.rejections`). It is made here and not by
             each worker, so that all ranks of a group run passes of one size.
-        ranks_drafts: the next step may verify the best drafts of this step's pass, so the worker counts them by
-            acceptance (`StepResult.acceptance_counts`).
-        draft_budget: number of this step's drafts that are verified; the worker chooses which. None: all.
     """
 
     num_drafts_ahead: int | None = None
     num_rejected: int = 0
-    ranks_drafts: bool = False
-    draft_budget: int | None = None
 
     def limit_drafts_ahead(self, k_max: int) -> int:
         """`num_drafts_ahead`, at most `k_max`."""
@@ -51,16 +46,9 @@ class StepResult:
         num_ready: drafts that a remote drafter had for each request, 0..K_max; -1 where it was not asked. None: the
             drafter is colocated and always has K_max. Planned drafts that were not there count neither as verified nor
             as rejected. A request gets no planned drafts while its drafter has none.
-        num_admitted: verified drafts of each request, where the worker chose them; else None. A tensor whose copy to
-            the host is complete when the output is there.
-        acceptance_counts: (counts, number of requests) of the step before. Count i is the number of drafts whose
-            expected accepted tokens, the cumulative probability of acceptance, are at least level i of
-            `cluster.step_allocation.PROBABILITY_LEVELS`. Such a tensor too.
     """
 
     num_ready: list[int] | None = None
-    num_admitted: Any = None
-    acceptance_counts: tuple[Any, int] | None = None
 
 
 def read_plan(scheduled: Any) -> SchedulerPlan:
@@ -80,43 +68,29 @@ def update_result(model_runner_output: Any, **changes: Any) -> None:
 
 
 STEPS_HEADER = "x-peagle-steps"
-"""A request's `VerifiedStep`s that were not reported yet, oldest first: "7,3 7,0 5,5c"."""
+"""A request's `VerifiedStep`s that were not reported yet, oldest first: "7,3 7,0 5,5"."""
 
 STEP_COSTS_HEADER = "x-peagle-step-costs"
 """What the scheduler has learned of its step times, in the form of `cluster.step_latency`."""
 
 
 class VerifiedStep(NamedTuple):
-    """One request in one engine step: drafts verified, 1..K, and accepted, 0..verified.
-
-    is_chosen: the worker chose how many (`peagle.vllm.adaptive_verification`). It chooses late positions where
-    acceptance is likely, so such a step is no sample of the acceptance rate by position.
-    """
+    """One request in one engine step: drafts verified, 1..K, and accepted, 0..verified."""
 
     num_verified: int
     num_accepted: int
-    is_chosen: bool = False
-
-
-CHOSEN = "c"
 
 
 def steps_text(steps: Iterable[VerifiedStep]) -> str:
     """The text under `STEPS_HEADER`. Words and not JSON: `DraftingRecorder` counts them as they are, and its process is
     the first that is full."""
-    return " ".join([f"{verified},{accepted}{CHOSEN if is_chosen else ''}" for verified, accepted, is_chosen in steps])
+    return " ".join([f"{verified},{accepted}" for verified, accepted in steps])
 
 
-def counts_of_steps(steps: Mapping[str, int], *, of_survival: bool = False) -> Counts:
-    """Counts of steps.
-
-    Args:
-        steps: word of a `steps_text` -> how often it came.
-        of_survival: leave out steps whose drafts the worker chose.
-    """
+def counts_of_steps(steps: Mapping[str, int]) -> Counts:
+    """Counts of steps: word of a `steps_text` -> how often it came."""
     counts = Counts()
     for step, number in steps.items():
-        if not (of_survival and step.endswith(CHOSEN)):
-            num_verified, num_accepted = step.removesuffix(CHOSEN).split(",")
-            counts.add_step(int(num_verified), int(num_accepted), number)
+        num_verified, num_accepted = step.split(",")
+        counts.add_step(int(num_verified), int(num_accepted), number)
     return counts

@@ -33,7 +33,7 @@ class AsyncRemoteRunner(RemoteCPURunner):
         num_requests = self.input_batch.num_reqs
         drafts_BK = torch.zeros(num_requests, self.num_spec_tokens, dtype=torch.int32)
         if self.remote is not None:
-            drafts_BK = self.remote.wait(self._sent, num_requests)[0].int()
+            drafts_BK = self.remote.wait(self._sent, num_requests).int()
             num_drafts = self.remote.num_drafts(self._sent, num_requests)
             counts = zip(self.input_batch.req_ids, self.step.num_drafts_B, num_drafts, strict=True)
             self.num_drafts = {request_id: count for request_id, depth, count in counts if depth}

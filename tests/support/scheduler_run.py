@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
@@ -19,7 +18,6 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from cluster.step_allocation import PROBABILITY_LEVELS
 from peagle.vllm.draft_budget import document_path
 from peagle.vllm.engine import engine_kwargs
 from peagle.vllm.request_args import DEPTH_KEY, SURVIVAL_KEY
@@ -29,7 +27,6 @@ from peagle.vllm.step_notes import STEPS_HEADER, SchedulerPlan, read_plan, updat
 BLOCK_SIZE, NUM_BLOCKS = 16, 1000
 TOKEN = 5
 """The token of all prompts, drafts and answers."""
-SURVIVAL = [0.5, 0.3, 0.2, 0.1, 0.1, 0.1, 0.1]
 ANY_TEXT: Any = SimpleNamespace(
     accept_tokens=lambda *_: True, validate_tokens=lambda tokens: tokens, is_terminated=lambda: False
 )
@@ -118,18 +115,6 @@ class SchedulerRun:
         return found
 
 
-def decode(run: SchedulerRun, sure_share: float, *names: str) -> None:
-    """Bring requests to decoding, of whose drafts so many a request are nearly sure, and the others hopeless."""
-    run.add("before")
-    counts = [round(10 * sure_share) if level <= 0.95 else 0 for level in PROBABILITY_LEVELS]
-    for _ in range(2):
-        run.step(acceptance_counts=(np.array(counts), 10))
-    run.abort("before")
-    for name in names:
-        run.add(name, survival=SURVIVAL)
-    run.step()
-
-
 def steps_of(output: EngineCoreOutput) -> str:
     """The verified steps that an output reports."""
     return (output.trace_headers or {}).get(STEPS_HEADER, "")
@@ -144,14 +129,14 @@ def scheduler_config(target_dir: Path, head_dir: Path, k_max: int) -> Any:
 
 @contextmanager
 def measured_at_start(config: Any) -> Iterator[None]:
-    """As if the engine had measured steps of 10 ms and 0.1 ms a row, and its worker could choose drafts."""
+    """As if the engine had measured steps of 10 ms and 0.1 ms a row."""
     points = [
         {"num_requests": size, "num_tokens": size * (1 + k), "step_s": 0.01 + 1e-4 * size * (1 + k)}
         for size in (1, 2, 4, 8, 16, 32)
         for k in (0, 1, 3, 7)
     ]
     path = document_path(config.instance_id)
-    path.write_text(json.dumps({"points": points, "context_tokens": 100, "chooses": True}))
+    path.write_text(json.dumps({"points": points, "context_tokens": 100}))
     try:
         yield
     finally:
