@@ -22,7 +22,7 @@ from peagle.drafter.protocol import Int32Array
 from peagle.vllm.draft_rows import TargetRows, accepted_rows
 from peagle.vllm.remote import EngineStep, RemoteControl, StepSender, check_config, make_sender
 from peagle.vllm.request_args import drafts_wanted, head_of
-from peagle.vllm.step_notes import read_plan, update_result
+from peagle.vllm.step_notes import read_plan, write_num_ready
 from peagle.vllm.v2_worker import V2Worker
 
 if TYPE_CHECKING:
@@ -161,11 +161,11 @@ class RemoteV2Worker(RemoteControl, V2Worker):
         return runner
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """vLLM's own; its output says which drafts, planned for this step, there were (`StepResult`)."""
+        """vLLM's own; its output says which drafts, planned for this step, there were (`read_num_ready`)."""
         speculator: RemoteSpeculator = self.model_runner.speculator
         before, speculator.num_drafts = speculator.num_drafts, {}
         output: Any = super().sample_tokens(grammar_output)
         inner = getattr(output, "model_runner_output", output)
         if speculator.sender is not None and (request_ids := getattr(inner, "req_ids", None)) is not None:
-            update_result(inner, num_ready=[before.get(request_id, -1) for request_id in request_ids])
+            write_num_ready(inner, [before.get(request_id, -1) for request_id in request_ids])
         return output

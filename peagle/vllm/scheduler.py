@@ -32,10 +32,11 @@ from peagle.vllm.request_args import ALL_OF_CLIENT, drafts_wanted
 from peagle.vllm.step_notes import (
     STEP_COSTS_HEADER,
     STEPS_HEADER,
+    SchedulerPlan,
     VerifiedStep,
-    read_result,
+    read_num_ready,
     steps_text,
-    update_plan,
+    write_plan,
 )
 from peagle.vllm.turns import count_overtaken, group_of, order_by_turns
 
@@ -133,7 +134,7 @@ class _PerRequestDepth(_Base):
     def _plan_pass(self, scheduled: "SchedulerOutput", num_ahead: int) -> None:
         """Plan the drafter's pass of this step. num_ahead: most drafts of a request that the next step verifies."""
         num_rejected = self._rejections.forecast(map(len, scheduled.scheduled_spec_decode_tokens.values()))
-        update_plan(scheduled, num_drafts_ahead=num_ahead, num_rejected=num_rejected)
+        write_plan(scheduled, SchedulerPlan(num_ahead, num_rejected))
 
     def make_spec_decoding_stats(
         self,
@@ -165,7 +166,7 @@ class _PerRequestDepth(_Base):
         unreported steps. About twice a second the first output of each client carries the step latency model."""
         if self._draft_budget is not None:
             self._draft_budget.arrived(time.perf_counter(), scheduler_output)
-        if (num_ready := read_result(model_runner_output).num_ready) is not None:
+        if (num_ready := read_num_ready(model_runner_output)) is not None:
             found = dict(zip(model_runner_output.req_ids, num_ready, strict=True))
             self._mark_missing(found, scheduler_output)
         outputs_by_client = self._coalesce(super().update_from_output(scheduler_output, model_runner_output))

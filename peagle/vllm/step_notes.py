@@ -3,7 +3,7 @@
 | record | travels on | from, to |
 | --- | --- | --- |
 | `SchedulerPlan` | vLLM's `SchedulerOutput`, which it pickles | scheduler, worker |
-| `StepResult` | vLLM's `ModelRunnerOutput`, which it pickles | worker, scheduler |
+| drafts that were ready | vLLM's `ModelRunnerOutput`, which it pickles | worker with a remote drafter, scheduler |
 | `VerifiedStep` | trace headers of a request's `EngineCoreOutput`, as text | scheduler, `peagle.vllm.recorder` |
 
 Trace headers are the one free-form field that is made for each output and that no HTTP response repeats. OpenTelemetry
@@ -11,7 +11,6 @@ reads only the names it knows. vLLM's own `per_request_spec_decode_metrics` come
 and aborted requests, and those ended by a stop string, would not be counted. Imports no vLLM.
 """
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -38,33 +37,26 @@ class SchedulerPlan:
         return k_max if self.num_drafts_ahead is None else min(self.num_drafts_ahead, k_max)
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """The worker's result of one step; each list is in the order of the output's `req_ids`.
-
-    Attributes:
-        num_ready: drafts that a remote drafter had for each request, 0..K_max; -1 where it was not asked. None: the
-            drafter is colocated and always has K_max. Planned drafts that were not there count neither as verified nor
-            as rejected. A request gets no planned drafts while its drafter has none.
-    """
-
-    num_ready: list[int] | None = None
-
-
 def read_plan(scheduled: Any) -> SchedulerPlan:
     return getattr(scheduled, "peagle_plan", SchedulerPlan())
 
 
-def update_plan(scheduled: Any, **changes: Any) -> None:
-    scheduled.peagle_plan = dataclasses.replace(read_plan(scheduled), **changes)
+def write_plan(scheduled: Any, plan: SchedulerPlan) -> None:
+    scheduled.peagle_plan = plan
 
 
-def read_result(model_runner_output: Any) -> StepResult:
-    return getattr(model_runner_output, "peagle_result", StepResult())
+def read_num_ready(model_runner_output: Any) -> list[int] | None:
+    """Drafts that a remote drafter had for each request, 0..K_max, in the order of the output's `req_ids`; -1 where it
+    was not asked. None: the drafter is colocated and always has K_max.
+
+    Planned drafts that were not there count neither as verified nor as rejected. A request gets no planned drafts while
+    its drafter has none.
+    """
+    return getattr(model_runner_output, "peagle_num_ready", None)
 
 
-def update_result(model_runner_output: Any, **changes: Any) -> None:
-    model_runner_output.peagle_result = dataclasses.replace(read_result(model_runner_output), **changes)
+def write_num_ready(model_runner_output: Any, num_ready: list[int]) -> None:
+    model_runner_output.peagle_num_ready = num_ready
 
 
 STEPS_HEADER = "x-peagle-steps"

@@ -22,7 +22,7 @@ from peagle.vllm.draft_budget import document_path
 from peagle.vllm.engine import engine_kwargs
 from peagle.vllm.request_args import DEPTH_KEY, SURVIVAL_KEY
 from peagle.vllm.scheduler import PerRequestDepthAsyncScheduler, PerRequestDepthScheduler
-from peagle.vllm.step_notes import STEPS_HEADER, SchedulerPlan, read_plan, update_result
+from peagle.vllm.step_notes import STEPS_HEADER, SchedulerPlan, read_plan, write_num_ready
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 1000
 TOKEN = 5
@@ -83,9 +83,9 @@ class SchedulerRun:
         return Step(output, rows, {name: len(drafts.get(name, ())) for name in rows})
 
     def finish(
-        self, step: Step, accepted: Mapping[str, int] | None = None, **result: Any
+        self, step: Step, accepted: Mapping[str, int] | None = None, num_ready: list[int] | None = None
     ) -> dict[str, EngineCoreOutput]:
-        """Hand in the step's result: accepted drafts of each request, at most those planned, and `StepResult`'s fields.
+        """Hand in the step's result: accepted drafts of each request, at most those planned, and those that were ready.
 
         Returns:
             The outputs that go out, by request.
@@ -97,8 +97,8 @@ class SchedulerRun:
             num_accepted = min((accepted or {}).get(name, 0), step.drafts[name])
             sampled.append([] if is_chunk else [TOKEN] * (1 + num_accepted))
         runner_output = ModelRunnerOutput(names, {name: n for n, name in enumerate(names)}, sampled)
-        if result:
-            update_result(runner_output, **result)
+        if num_ready is not None:
+            write_num_ready(runner_output, num_ready)
         found = self.scheduler.update_from_output(step.output, runner_output)
         if not self._is_async:
             k_max = self.scheduler.num_spec_tokens
@@ -108,10 +108,10 @@ class SchedulerRun:
                 self.stats.append(client.scheduler_stats.spec_decoding_stats)
         return {output.request_id: output for client in found.values() for output in client.outputs}
 
-    def step(self, accepted: Mapping[str, int] | None = None, **result: Any) -> Step:
+    def step(self, accepted: Mapping[str, int] | None = None, num_ready: list[int] | None = None) -> Step:
         """A whole step."""
         found = self.schedule()
-        self.finish(found, accepted, **result)
+        self.finish(found, accepted, num_ready)
         return found
 
 

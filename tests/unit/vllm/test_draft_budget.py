@@ -19,7 +19,7 @@ from peagle.vllm.draft_budget import (
     timed_step,
 )
 from peagle.vllm.request_args import SURVIVAL_KEY, WORKLOAD_KEY
-from peagle.vllm.step_notes import update_plan
+from peagle.vllm.step_notes import SchedulerPlan, write_plan
 from tests.unit.cluster.test_step_latency import cpu, dear_drafter
 
 K_MAX = 5
@@ -148,8 +148,8 @@ def test_a_step_says_what_decoded_and_what_was_prompt() -> None:
 
 def test_a_step_pays_the_pass_that_makes_the_drafts_of_the_next() -> None:
     last, first = scheduled({"a": 4}, {"a": 3}), scheduled({"a": 1}, {})
-    update_plan(last, num_drafts_ahead=0)
-    update_plan(first, num_drafts_ahead=K_MAX)
+    write_plan(last, SchedulerPlan(0))
+    write_plan(first, SchedulerPlan(K_MAX))
     assert timed_step(0.5, last) == TimedStep(0.5, 1, 4, 0, False)
     assert timed_step(0.5, first) == TimedStep(0.5, 1, 1, 0, True)
 
