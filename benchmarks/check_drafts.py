@@ -53,9 +53,6 @@ TARGET: dict[str, Any] = {
 }  # fmt: skip
 
 
-CHOOSING_SCHEDULER = "benchmarks.choosing_scheduler.ChoosingScheduler"
-
-
 class Recorder:
     """vLLM's `worker_extension_cls`: what the drafter read and proposed, and drafts that are verified in its place."""
 
@@ -94,7 +91,6 @@ class Recorder:
             step = {
                 "req_ids": list(batch.req_ids),
                 "first": batch.query_start_loc[: count + 1].tolist(),
-                "is_chosen": int(batch.num_scheduled_tokens.sum()) != num_rows,
                 "tokens": batch.input_ids[:num_rows].tolist(),
                 "positions": batch.positions[:num_rows].tolist(),
                 "num_sampled": num_sampled.tolist(),
@@ -220,7 +216,7 @@ def engine(folder: Path, args: argparse.Namespace) -> Any:
     }
     if args.phase != "plain":
         kwargs |= {
-            "scheduler_cls": CHOOSING_SCHEDULER if args.choice else ASYNC_SCHEDULER,
+            "scheduler_cls": ASYNC_SCHEDULER,
             "worker_cls": V2_WORKER,
             "worker_extension_cls": "benchmarks.check_drafts.Recorder",
         }
@@ -333,9 +329,6 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/check"))
     parser.add_argument("--backend", default="TRITON_ATTN")
-    parser.add_argument(
-        "--choice", action="store_true", help="any number of drafts, chosen by the drafter's probabilities"
-    )
     parser.add_argument("--sampled", action="store_true", help="with seeds, instead of greedy")
     parser.add_argument("--qwen", action="store_true", help="a head of Qwen 3's layers with its own embedding table")
     parser.add_argument("--dtype", default="float32")
@@ -361,7 +354,7 @@ def main() -> int:
     llm.collective_rpc("count_replays")
     if args.phase == "drafts":
         llm.collective_rpc("start_recording", args=({str(index): one for index, one in enumerate(expected)},))
-    outputs = generate(llm, args.max_model_len, args.phase == "drafts" and not args.choice, args.sampled)
+    outputs = generate(llm, args.max_model_len, args.phase == "drafts", args.sampled)
     first_wrong = [
         next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
         for one, other in zip(outputs, expected, strict=True)
@@ -390,7 +383,6 @@ def judge(steps: list[dict[str, Any]], head_dir: Path, target_dir: Path, max_mod
         "tokens_a_step": dict(sorted(accepted.items())),
         "steps_by_drafts_ahead": dict(sorted(Counter(step["num_ahead"] for step in steps).items())),
         "steps_with_too_few_rows": sum(min(step["num_made"], default=NUM_DRAFTS) < step["num_ahead"] for step in steps),
-        "steps_chosen": sum(step["is_chosen"] for step in steps),
         "steps_with_requests_left_out": sum(len(step["members"]) < len(step["req_ids"]) for step in steps),
     }
 

@@ -9,8 +9,8 @@ Steps, tokens and accepted drafts are vLLM's own counters over a window of time.
 sizes, the same sampling and the same acceptance, and the worker in a process of its own, as in service; else stock arms
 are vLLM as it comes. Acceptance is by position (`SURVIVAL`) or, with `--traces`, each request's that of an answer which
 a real head drafted (`benchmarks.replayed`), two workloads mixed. Several arms start together, their engines all on the
-GPU, and are measured in turn, round by round: ratios are then of one host and of the same minutes. `peagle-Kt` verifies
-each request's first drafts where `peagle-K` may choose the best of the batch; `peagle-Kfp8` has its drafter in FP8.
+GPU, and are measured in turn, round by round: ratios are then of one host and of the same minutes. `peagle-Kfp8` has
+its drafter in FP8.
 """
 
 import argparse
@@ -56,9 +56,8 @@ COUNTERS = {
 class Arm:
     """kind: none, eagle3 (stock), stock (P-EAGLE as vLLM runs it, on its V1 runner), peagle (ours, colocated) or remote
     (ours, the drafter on another GPU). k: K_max. Of `benchmarks.headline`: fixed_k, K that every request asks for;
-    is_fp8, whether the drafter's weights and activations are in FP8; rule, what other than the best drafts of the batch
-    is verified, or which graphs are left out (`benchmarks.headline`); front_ends, processes for HTTP and text;
-    num_targets, engines with a GPU each."""
+    is_fp8, whether the drafter's weights and activations are in FP8; rule, vLLM's rule of drafts, or which graphs are
+    left out (`benchmarks.headline`); front_ends, processes for HTTP and text; num_targets, engines with a GPU each."""
 
     kind: str
     k: int = 0
@@ -70,8 +69,8 @@ class Arm:
 
     @classmethod
     def parse(cls, text: str) -> "Arm":
-        kind, _, k = text.rstrip("t").removesuffix("fp8").partition("-")
-        return cls(kind, int(k or 0), is_fp8="fp8" in text, rule="t" if text.endswith("t") else "")
+        kind, _, k = text.removesuffix("fp8").partition("-")
+        return cls(kind, int(k or 0), is_fp8="fp8" in text)
 
     @property
     def num_gpus(self) -> int:
@@ -166,7 +165,6 @@ def engine_settings(arm: Arm, folder: Path, shape: dict[str, Any], kv_gib: int, 
     """Keyword arguments of vLLM's `AsyncEngineArgs`. replays: acceptance is not vLLM's synthetic one."""
     from benchmarks.models import write_embedding, write_head, write_target
     from peagle.vllm import compat
-    from peagle.vllm.draft_budget import CHOICE_KEY
     from peagle.vllm.engine import RemoteSettings, capture_sizes, engine_kwargs
 
     name = str(arm)
@@ -192,7 +190,6 @@ def engine_settings(arm: Arm, folder: Path, shape: dict[str, Any], kv_gib: int, 
         write_head(head_dir, arm.k, shape, num_layers=4 if parallel else 1, parallel=parallel)
     if arm.kind in ("peagle", "remote"):
         compat.allow_v2()
-        common["additional_config"] = {CHOICE_KEY: arm.rule != "t"}
         remote = None
         if arm.kind == "remote":
             write_embedding(target_dir, shape)  # the drafter's process reads it there
@@ -513,11 +510,9 @@ async def measure_cells(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--arm", nargs="+", required=True, help="none, eagle3-K, stock-K, peagle-K, peagle-Kt or remote-K"
-    )
+    parser.add_argument("--arm", nargs="+", required=True, help="none, eagle3-K, stock-K, peagle-K or remote-K")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--traces", type=Path, help="acceptance of these answers (`benchmarks.traces --chances`)")
+    parser.add_argument("--traces", type=Path, help="acceptance of these answers (`benchmarks.traces`)")
     parser.add_argument("--kv-gib", type=int, default=20, help="KV cache of each engine")
     parser.add_argument("--turn", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--drafter-gpu", default="1", help="of a remote drafter")

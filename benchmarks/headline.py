@@ -15,7 +15,6 @@ Arms, all but `ours-` and `remote-` ones plain `vllm serve`; K is K_max:
     remote-K    the same, the drafter a replica of its own: on the next one of `--gpus`, where there are some
     ours-KkF    the server of ours-K, asked for F drafts a step by each request; likewise remote-KkF
     ours-Kfp8   the drafter's weights and activations in FP8; likewise eagle3-Kfp8, stock-Kfp8, ours-KkFfp8
-    ours-Kt     drafts verified in turn: each request's first ones, not the best of the batch
     ours-Kg     without full graphs for steps with prompts; ours-Kc without those of verification
     eagle3-Kv   vLLM's adaptive verification (`enable_adaptive_verification`) chooses its drafts
     ARMxN       N processes for HTTP and text: vLLM's `--api-server-count`, our `target.front_ends`
@@ -78,7 +77,6 @@ from peagle.heads import prepare_head
 from peagle.provenance import conditions
 from peagle.train.recipe import target_checkpoint
 from peagle.vllm.compat import PROMPT_GRAPHS_KEY, VERIFICATION_GRAPHS_KEY
-from peagle.vllm.draft_budget import CHOICE_KEY
 from peagle.vllm.engine import openmp_preload
 
 NAME, RANDOM, PREFIX = "model", "random", "prefix"
@@ -87,8 +85,8 @@ HEADS = {"eagle3": "eagle3_head", "stock": "peagle_head", "ours": "peagle_head",
 OTHERS = ("none", "ngram")
 OURS = ("ours", "remote")
 FP8 = ("eagle3", "stock", "ours")
-RULES = {"t": ("ours",), "g": ("ours",), "c": ("ours",), "v": ("eagle3",)}
-REFUSED = {"t": CHOICE_KEY, "g": PROMPT_GRAPHS_KEY, "c": VERIFICATION_GRAPHS_KEY}
+RULES = {"g": ("ours",), "c": ("ours",), "v": ("eagle3",)}
+REFUSED = {"g": PROMPT_GRAPHS_KEY, "c": VERIFICATION_GRAPHS_KEY}
 NGRAM_TOKENS = 4
 """Longest run of tokens that ngram looks up; from 2 on."""
 PERCENTILES = (50, 90, 99)
@@ -136,7 +134,7 @@ class Cell:
 
 def parse_arm(text: str, options: argparse.Namespace) -> Arm:
     """Raises ValueError for an arm that is not known, lacks its K or an option, or cannot run here."""
-    found = re.fullmatch(r"([a-z]+3?)(?:-(\d+)(?:k(\d+))?(fp8)?([tgcv])?)?(?:x(\d+))?(?:r(\d+))?", text)
+    found = re.fullmatch(r"([a-z]+3?)(?:-(\d+)(?:k(\d+))?(fp8)?([gcv])?)?(?:x(\d+))?(?:r(\d+))?", text)
     kind, k, fixed, fp8, rule, *counts = found.groups() if found else ("", None, None, None, None, None, None)
     if (fixed and kind not in OURS) or (fp8 and kind not in FP8) or (rule and kind not in RULES[rule]):
         kind = ""

@@ -1,11 +1,10 @@
 """For `benchmarks.engines --traces`: drafts of an engine of random weights, accepted as those of a real head were.
 
 A request replays one answer of a file of `benchmarks.traces`: in each step it accepts as many of its drafts as the
-target of the traces did at that token, and where drafts are chosen (`peagle.vllm.adaptive_verification`) they have the
-probabilities that the head gave them there. So acceptance differs from request to request and from token to token as it
-does in service, which synthetic rates do not. The engine verifies and samples as ever; its results are replaced.
+target of the traces did at that token. So acceptance differs from request to request and from token to token as it does
+in service, which synthetic rates do not. The engine verifies and samples as ever; its results are replaced.
 
-B requests, S places of requests in the runner, P tokens of all answers, K drafts at most.
+B requests, S places of requests in the runner, P tokens of all answers.
 """
 
 import re
@@ -38,7 +37,7 @@ class Replay:
 
 
 def load_replays(path: Path) -> list[Replay]:
-    """Answers of a file that `benchmarks.traces --chances` wrote, the shortest ones left out."""
+    """Answers of a file that `benchmarks.traces` wrote, the shortest ones left out."""
     with np.load(path, allow_pickle=False) as stored:
         ends, names = np.cumsum(stored["num_anchors"], dtype=np.int64).tolist(), stored["category"].tolist()
         lengths = stored["num_anchors"].tolist()
@@ -56,7 +55,7 @@ class Replayed(Segments):
         """From now on requests accept what the answers of this file did, each from the place in its id on."""
         runner = self.model_runner
         with np.load(path, allow_pickle=False) as stored:
-            accepted_P, chances_PK = stored["accepted"].astype(np.int32), stored["chances"].astype(np.float32)
+            accepted_P = stored["accepted"].astype(np.int32)
         self.accepted_P = torch.from_numpy(accepted_P).to(runner.device)
         self.place_S = torch.zeros(runner.max_num_reqs, dtype=torch.int32, device=runner.device)
         vocab_size, add, sample = runner.model_config.get_vocab_size(), runner.req_states.add_request, runner.sample
@@ -74,16 +73,6 @@ class Replayed(Segments):
             return output, num_sampled_B, num_rejected_B
 
         runner.req_states.add_request, runner.sample = add_request, replayed_sample
-        probabilities = getattr(getattr(runner, "speculator", None), "probabilities", None)
-        if probabilities is None:
-            return
-        k_max, record = probabilities.prob_SK.shape[1], probabilities.record
-        self.chances_PK = torch.from_numpy(chances_PK[:, :k_max].copy()).to(runner.device)
-
-        def replayed_record(prob_BK: Any, place_B: Any, depth: int) -> None:
-            record(self.chances_PK[self.place_S[place_B].long()], place_B, depth)
-
-        probabilities.record = replayed_record
 
 
 def accept(

@@ -10,7 +10,7 @@ The way of one hidden row, from a target's step to the draft tokens, and the for
     engine          PassBatch   the request's cache blocks (`kvcache`), and the address of each row
     parallel_pass   Rows        on a GPU in a CUDA graph (`graphs`): `rows` lays the pass out and picks the drafts,
                                 `peagle.model` is the network, `attention` reads and writes the paged cache
-    server          int32       [B, K] tokens with their probabilities, -1 where there is none, into the slot;
+    server          int32       [B, K] tokens, -1 where there is none, into the slot;
                                 `Link.wait` reads them, or goes on without when they are late
 
 `serving` loads heads; `deployments.drafter` runs the server as Ray Serve replicas. Nothing here imports vLLM or Ray.

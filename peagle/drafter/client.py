@@ -318,7 +318,7 @@ class Link:
         if session is not None and not session.is_awaited and not session.is_late:
             # So a drafter is at most one step behind: nobody wanted the drafts of that one.
             size = session.descriptor(session.sent).num_requests, session.ring.shape.max_draft_tokens
-            self.wait(torch.empty(size, dtype=torch.int64, device=self._device), torch.empty(size, device=self._device))
+            self.wait(torch.empty(size, dtype=torch.int64, device=self._device))
         if session is None or session.is_late or session.is_closed:
             self.stats.num_skipped += 1
             return False
@@ -356,21 +356,20 @@ class Link:
             prompts[slot], room = token_ids, room - len(token_ids)
         return prompts
 
-    def wait(self, out_MK: Tensor, prob_MK: Tensor) -> None:
-        """Wait for the drafts of the step sent last and put them into out_MK, int64 [M, K], and their probabilities
-        into prob_MK, float32: 0 all over when they do not come in time, or when the link went down since. With tensors
-        on a GPU its current stream waits, not the host."""
+    def wait(self, out_MK: Tensor) -> None:
+        """Wait for the drafts of the step sent last and put them into out_MK, int64 [M, K]: 0 all over when they do not
+        come in time, or when the link went down since. With a tensor on a GPU its current stream waits, not the
+        host."""
         if (session := self._current) is not None and session.sent:
             with session.lock:
                 if not session.is_closed:
-                    session.ring.wait(session.sent, self._deadline_s(session), out_MK, prob_MK)
+                    session.ring.wait(session.sent, self._deadline_s(session), out_MK)
                     if session.enqueued is not None:
                         session.enqueued.record()
                     session.waited.append(session.sent)
                     session.is_awaited = True
                     return
         out_MK.zero_()
-        prob_MK.zero_()
 
     def has_drafts(self, slots_B: Int32Array) -> npt.NDArray[np.bool_]:
         """Whether drafts are to be expected for these requests: the link is up, and the last answer held some for them

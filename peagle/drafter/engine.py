@@ -99,7 +99,7 @@ class DraftEngine:
             table.drop_session(session)
 
     def step(self, steps: Sequence[Step]) -> list[Int32Array]:
-        """Drafts of each step's requests, [B, K] each, as they travel, `NO_DRAFT` from a request's number of drafts on.
+        """Drafts of each step's requests, [B, K] each, `NO_DRAFT` from a request's number of drafts on.
 
         A request that is refused for lack of cache has none. Each session has one step at most.
         """

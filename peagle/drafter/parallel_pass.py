@@ -1,6 +1,6 @@
 """The drafter's one forward pass over a batch of requests and a paged cache of keys and values.
 
-Enters: `PassBatch`. Leaves: drafts [B, D] as they travel (`peagle.drafter.rows`), D of the request that wants the
+Enters: `PassBatch`. Leaves: drafts [B, D], tokens of the target's vocabulary, D of the request that wants the
 most, -1 from a request's number of drafts on; the rows given are in the cache. For each request the tokens are those of
 `peagle.draft.DraftSession.propose`: rows of the mask token leave no trace, because the next rows begin before them. On
 a CPU the pass runs at once; on a GPU as a CUDA graph of the batch's padded size (`peagle.drafter.graphs`).
@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from peagle.config import DrafterConfig, HeadError
 from peagle.drafter.attention import paged_attention
 from peagle.drafter.protocol import NO_DRAFT, Int32Array
-from peagle.drafter.rows import MAX_VOCABULARY, PassBatch, best_tokens, build_rows, pack, place_hidden
+from peagle.drafter.rows import PassBatch, best_tokens, build_rows, place_hidden
 from peagle.model import Drafter
 
 if TYPE_CHECKING:
     from peagle.drafter.graphs import GraphKey
 
-#: Waits for the drafts of a pass, as they travel: [B, D], -1 where none is wanted; an array of the caller's own.
+#: Waits for the drafts of a pass: [B, D], -1 where none is wanted; an array of the caller's own.
 PendingDrafts = Callable[[], Int32Array]
 
 
@@ -65,7 +65,7 @@ class ParallelPass:
         `peagle.heads.head_digest`, which keeps apart the cached prefixes of different heads. graph_keys: batches that
         run as a CUDA graph; without effect on a CPU.
 
-        Raises HeadError for an EAGLE-3 head, and for a target of more than 2**20 tokens.
+        Raises HeadError for an EAGLE-3 head.
         """
         config = self._config = drafter.config
         check_parallel(config, "the drafter")
@@ -104,7 +104,7 @@ class ParallelPass:
 
     @torch.no_grad()
     def compute(self, inputs: PassBatch[Tensor], num_rows: int, max_drafts: int) -> Tensor:
-        """Drafts [B, max_drafts] as they travel, -1 where none is wanted; waits for nothing.
+        """Drafts [B, max_drafts], int32, -1 where none is wanted; waits for nothing.
 
         num_rows may be more than the batch has.
         """
@@ -134,9 +134,9 @@ class ParallelPass:
         sampled_M = rows.sample_rows_BD.flatten()
         # Rows that are padded samples read the last row, whose draft is dropped below.
         logits_MV = drafter.logits(normed_1NH[0, sampled_M])
-        ids_M, prob_M = torch.empty_like(sampled_M), torch.empty_like(sampled_M, dtype=torch.float32)
-        best_tokens(logits_MV, ids_M, prob_M)
-        drafts_M = torch.where(sampled_M < 0, NO_DRAFT, pack(self._target_ids_V[ids_M], prob_M))
+        ids_M = torch.empty_like(sampled_M)
+        best_tokens(logits_MV, ids_M)
+        drafts_M = torch.where(sampled_M < 0, NO_DRAFT, self._target_ids_V[ids_M])
         return drafts_M.view(rows.sample_rows_BD.shape)
 
 
@@ -164,9 +164,4 @@ def check_parallel(config: DrafterConfig, source: str) -> None:
         raise HeadError(
             f"{source} has no mask token (ptd_token_id), so it is an EAGLE-3 head: a remote drafter runs P-EAGLE heads "
             "only, which propose all their tokens in one pass; run this head in the target's own engine"
-        )
-    if config.vocab_size > MAX_VOCABULARY:
-        raise HeadError(
-            f"{source} drafts for a target of {config.vocab_size} tokens, a remote drafter's drafts name at most "
-            f"{MAX_VOCABULARY}; run this head in the target's own engine"
         )

@@ -4,7 +4,7 @@ An engine's step is
 
     for link, members_M in pool.assign(slots_B, heads_B, new_slots):
         link.send(descriptor, starts, valid rows, next tokens, rows)  # projected by `link.projections`
-        link.wait(out_MK, prob_MK)  # on a GPU in the order of its stream
+        link.wait(out_MK)  # on a GPU in the order of its stream
 """
 
 from __future__ import annotations

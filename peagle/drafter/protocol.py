@@ -30,7 +30,7 @@ import torch
 import zmq
 from torch import Tensor
 
-PROTOCOL = b"peagle/7"  # the first frame of every message; another release may have another
+PROTOCOL = b"peagle/8"  # the first frame of every message; another release may have another
 MAX_NUM_HEADS = 63  # that a target may name
 MAX_PROMPT_TOKENS = 262_144  # of all new requests of one step; beyond, prompts travel empty
 MAX_PAYLOAD_BYTES = 1 << 30  # of one step's hidden rows
@@ -128,7 +128,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """The answer to a step. Frame: int32 [B, K], drafts as they travel (`peagle.drafter.rows`), `NO_DRAFT` from each
+    """The answer to a step. Frame: int32 [B, K], token ids of the target's vocabulary, `NO_DRAFT` from each
     request's number of drafts on."""
 
     number: int

@@ -196,83 +196,41 @@ def _place_hidden_kernel(
         tl.store(out_NH + row * hidden_size + column, shared.to(out_NH.dtype.element_ty), mask=is_column)
 
 
-# Drafts: how they travel, and how they are found
-#
-# A draft is one int32, from 0 on: the token and the drafter's probability of it, given the drafts before it. -1
-# (`NO_DRAFT`) is no draft.
-#
-#     bits 0 .. 19     token id in the target's vocabulary
-#     bits 20 .. 30    probability, rounded to steps of 1/2047
-#
-# Where code needs a number for no draft, it is token 0 with probability 0.
+# Drafts of a pass
 
 
-TOKEN_BITS = 20
-MAX_VOCABULARY = 1 << TOKEN_BITS
-PROB_STEPS = (1 << 31 - TOKEN_BITS) - 1
-
-_TOKEN_BITS, _TOKEN_MASK = tl.constexpr(TOKEN_BITS), tl.constexpr(MAX_VOCABULARY - 1)
-_PROB_STEPS, _PROB_STEP = tl.constexpr(PROB_STEPS), tl.constexpr(1.0 / PROB_STEPS)
 _DEPTH, _NUM_LANES, _NUM_WARPS = 4, 2048, 8  # a thread has eight lanes, whole
-_FLOOR = tl.constexpr(-3.0e38)
 
 
-def pack(ids: Tensor, probability: Tensor) -> Tensor:
-    """Drafts of these tokens, as they travel. A probability that is no number is 0."""
-    steps = (probability.float().nan_to_num(0.0) * PROB_STEPS + 0.5).int()
-    return steps << TOKEN_BITS | ids.int()
-
-
-def unpack(drafts: Tensor) -> tuple[Tensor, Tensor]:
-    """Token ids, int64, and probabilities, float32, of drafts as they travel; 0 and 0 where there is none."""
-    found = drafts.clamp(min=0)
-    return (found & MAX_VOCABULARY - 1).long(), (found >> TOKEN_BITS).float() * (1.0 / PROB_STEPS)
-
-
-@triton.jit
-def unpack_in_kernel(draft):
-    """As `unpack`."""
-    found = tl.maximum(draft, 0)
-    return (found & _TOKEN_MASK).to(tl.int64), (found >> _TOKEN_BITS).to(tl.float32) * _PROB_STEP
-
-
-def best_tokens(logits_NV: Tensor, ids_N: Tensor, prob_N: Tensor) -> None:
-    """Most likely token of each row (the first of equal ones) into ids_N, int64, its probability into prob_N,
-    float32."""
+def best_tokens(logits_NV: Tensor, ids_N: Tensor) -> None:
+    """Most likely token of each row (the first of equal ones) into ids_N, int64."""
     if not uses_kernel(logits_NV) or logits_NV.dtype == torch.float64:
-        best_N, ids = logits_NV.max(dim=-1)
-        ids_N.copy_(ids)
-        prob_N.copy_((best_N.float() - logits_NV.float().logsumexp(dim=-1)).exp())
+        ids_N.copy_(logits_NV.argmax(dim=-1))
         return
     num_rows, vocabulary = logits_NV.shape
     _best_tokens_kernel[(num_rows,)](
-        logits_NV, logits_NV.stride(0), ids_N, prob_N, vocabulary,
+        logits_NV, logits_NV.stride(0), ids_N, vocabulary,
         DEPTH=_DEPTH, NUM_LANES=_NUM_LANES, num_warps=_NUM_WARPS,
     )  # fmt: skip
 
 
 @triton.jit
-def _best_tokens_kernel(logits_NV, stride, ids_N, prob_N, vocabulary, DEPTH: tl.constexpr, NUM_LANES: tl.constexpr):
+def _best_tokens_kernel(logits_NV, stride, ids_N, vocabulary, DEPTH: tl.constexpr, NUM_LANES: tl.constexpr):
     """One program a row.
 
-    Each lane keeps the maximum, its token and the sum of the columns that it reads, DEPTH at a time. Lanes meet once,
-    at the end: a reduction over all of them at every block takes longer than the reading.
+    Each lane keeps the maximum and its token of the columns that it reads, DEPTH at a time. Lanes meet once, at the
+    end: a reduction over all of them at every block takes longer than the reading.
     """
     row = tl.program_id(0).to(tl.int64)
     depth_D, lane_L = tl.arange(0, DEPTH), tl.arange(0, NUM_LANES)
-    # Finite, so that a lane that has read nothing has a sum of 0 and not of no number.
-    best_L = tl.full([NUM_LANES], _FLOOR, tl.float32)
+    best_L = tl.full([NUM_LANES], float("-inf"), tl.float32)
     token_L = tl.zeros([NUM_LANES], tl.int32)
-    total_L = tl.zeros([NUM_LANES], tl.float32)
     for start in range(0, vocabulary, DEPTH * NUM_LANES):
         column_DL = start + depth_D[:, None] * NUM_LANES + lane_L[None, :]
         logit_DL = tl.load(logits_NV + row * stride + column_DL, mask=column_DL < vocabulary, other=float("-inf"))
         logit_DL = logit_DL.to(tl.float32)
         greatest_L, place_L = tl.max(logit_DL, axis=0, return_indices=True, return_indices_tie_break_left=True)
         token_L = tl.where(greatest_L > best_L, start + place_L * NUM_LANES + lane_L, token_L)
-        new_L = tl.maximum(best_L, greatest_L)
-        total_L = total_L * tl.exp(best_L - new_L) + tl.sum(tl.exp(logit_DL - new_L[None, :]), axis=0)
-        best_L = new_L
+        best_L = tl.maximum(best_L, greatest_L)
     best = tl.max(best_L, axis=0)
     tl.store(ids_N + row, tl.min(tl.where(best_L == best, token_L, 2147483647), axis=0))
-    tl.store(prob_N + row, 1.0 / tl.sum(total_L * tl.exp(best_L - best), axis=0))

@@ -52,7 +52,7 @@ from peagle.drafter.protocol import (
     decode,
     encode,
 )
-from peagle.drafter.rows import INTERPRETED, unpack, unpack_in_kernel, uses_kernel
+from peagle.drafter.rows import INTERPRETED, uses_kernel
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -176,11 +176,10 @@ class Ring:
         slot.payload_RH[: len(hidden_RH)].copy_(hidden_RH, non_blocking=True)
         publish_step(slot, number, torch.cat([start_B, num_valid_B, next_tokens_R]))
 
-    def wait(self, number: int, timeout_s: float, out_BK: Tensor, prob_BK: Tensor) -> None:
-        """Wait for the drafts of a step, at most this long, and put them into out_BK, int64, and their probabilities
-        into prob_BK, float32: 0 where there are none, or when they come later. With tensors on a GPU its stream
-        waits."""
-        wait_for_drafts(self.slot(number), self._abort, number, int(timeout_s * 1e9), out_BK, prob_BK)
+    def wait(self, number: int, timeout_s: float, out_BK: Tensor) -> None:
+        """Wait for the drafts of a step, at most this long, and put them into out_BK, int64: 0 where there are none, or
+        when they come later. With a tensor on a GPU its stream waits."""
+        wait_for_drafts(self.slot(number), self._abort, number, int(timeout_s * 1e9), out_BK)
 
     def is_done(self, number: int) -> bool:
         return int(self.slot(number).done[0]) >= number
@@ -215,7 +214,7 @@ class Ring:
         return step
 
     def write_drafts(self, number: int, drafts_BK: Int32Array, service_ns: int) -> None:
-        """Drafts of a step, [B, max_draft_tokens] as they travel; then `done`."""
+        """Drafts of a step, [B, max_draft_tokens]; then `done`."""
         slot = self.slot(number)
         slot.drafts_BK[: len(drafts_BK)] = drafts_BK
         slot.service_ns[0] = service_ns
@@ -254,7 +253,7 @@ class Ring:
             if will_wait:
                 ids_1K = torch.zeros(1, self.shape.max_draft_tokens, dtype=torch.int64, device=device)
                 publish_step(self.slot(0), 0, ids_1K[0].int())
-                self.wait(0, 0.0, ids_1K, ids_1K.float())
+                self.wait(0, 0.0, ids_1K)
                 torch.cuda.current_stream().synchronize()
                 self.slot(0).outcome[:] = 0
 
@@ -287,9 +286,7 @@ def publish_step(slot: Slot, number: int, integers: Tensor) -> None:
     slot.ready[0] = number
 
 
-def wait_for_drafts(
-    slot: Slot, abort: Int64Array, number: int, timeout_ns: int, out_BK: Tensor, prob_BK: Tensor
-) -> None:
+def wait_for_drafts(slot: Slot, abort: Int64Array, number: int, timeout_ns: int, out_BK: Tensor) -> None:
     """As `Ring.wait`, which ends also when the abort word is set. An answer that is there counts even then, or with no
     time left. `outcome` is written at the end.
 
@@ -300,16 +297,14 @@ def wait_for_drafts(
     if uses_kernel(out_BK):
         _wait_kernel[(1,)](
             slot.done.ctypes.data, abort.ctypes.data, slot.drafts_BK.ctypes.data, slot.outcome.ctypes.data,
-            number, timeout_ns, num_requests * num_columns, out_BK, prob_BK,
+            number, timeout_ns, num_requests * num_columns, out_BK,
             BLOCK=_BLOCK, ON_GPU=not INTERPRETED, num_warps=1,
         )  # fmt: skip
         return
     status, waited_ns = _wait(slot.done, number, abort, timeout_ns)
     out_BK.zero_()
-    prob_BK.zero_()
     if status == REACHED:
-        for filled_BK, found_BK in zip((out_BK, prob_BK), unpack(torch.from_numpy(slot.drafts_BK)), strict=True):
-            filled_BK.copy_(found_BK[:num_requests])
+        out_BK.copy_(torch.from_numpy(slot.drafts_BK[:num_requests]).clamp(min=0))
     slot.outcome[:] = status, waited_ns
 
 
@@ -358,7 +353,7 @@ def _publish_kernel(
 )
 def _wait_kernel(
     done_at: tl.int64, abort_at: tl.int64, drafts_at: tl.int64, outcome_at: tl.int64,
-    number: tl.int64, timeout_ns: tl.int64, count: tl.int64, out_BK, prob_BK,
+    number: tl.int64, timeout_ns: tl.int64, count: tl.int64, out_BK,
     BLOCK: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     done_1, abort_1 = done_at.to(tl.pointer_type(tl.int64)), abort_at.to(tl.pointer_type(tl.int64))
@@ -379,9 +374,7 @@ def _wait_kernel(
         at = i + tl.arange(0, BLOCK)
         # Volatile: past the caches, which may hold what an earlier step had here.
         draft = tl.load(drafts + at, mask=at < num_found, other=0, volatile=True)
-        token, probability = unpack_in_kernel(draft)
-        tl.store(out_BK + at, token, mask=at < count)
-        tl.store(prob_BK + at, probability, mask=at < count)
+        tl.store(out_BK + at, tl.maximum(draft, 0).to(tl.int64), mask=at < count)
     tl.store(outcome_2 + 1, waited)
     fence(ON_GPU)
     tl.store(outcome_2, status)

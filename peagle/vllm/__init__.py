@@ -6,7 +6,7 @@
 | scheduler | `scheduler_cls` | `scheduler`, `draft_budget`, `rejections` (forecast), `turns` |
 | scheduler's outputs | `scheduler_cls` | `outputs` (stream coalescing) |
 | V2 model runner (GPU) | `worker_cls` | `v2_worker`, `speculator`, `draft_rows`, `last_layer`, `step_measure` |
-| verification (V2) | the runner's sampler and manager | `verification`, `chosen` |
+| verification (V2) | the runner's sampler | `verification` |
 | V1 model runner (CPU) | `worker_cls` | `workers`, `coupling` (sampling), `cpu_drafting` |
 | both, remote drafter | `worker_cls` | `remote`, `remote_speculator` (V2), `remote_cpu` (V1) |
 | client (`AsyncLLM`) | wrapped methods | `limits`, `grammar_checker`, `rendering`, `recorder` |

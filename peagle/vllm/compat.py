@@ -18,8 +18,6 @@ from vllm import __version__ as vllm_version
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from peagle.vllm.draft_budget import CHOICE_KEY
-
 logger = logging.getLogger(__name__)
 
 TESTED_VERSION = "0.32"
@@ -104,7 +102,6 @@ PATCH_POINTS: Mapping[str, Mapping[str, Sequence[str]]] = {
             "add_requests(scheduler_output)",
             "finish_requests(scheduler_output)",
             "prepare_inputs(scheduler_output, batch_req_state, batch_desc, num_active_loras)",
-            "execute_model(scheduler_output)",
             "capture_model(profile_only)",
             "main_stream",
             "sample(hidden_states, input_batch, grammar_output) -> 3",
@@ -148,12 +145,6 @@ PATCH_POINTS: Mapping[str, Mapping[str, Sequence[str]]] = {
             "__init__(kernel_block_size)",
             "get_metadata_builder",
             "update_draft_decode_metadata(attn_metadata)",
-        ),
-        "vllm.v1.worker.gpu.spec_decode.adaptive_verification:AdaptiveVerificationManager": (
-            "add_request(req_idx)",
-            "get_num_tokens(num_tokens_per_req, draft_tokens)",
-            "compact_batch(num_draft_tokens_per_req, num_scheduled_tokens, cu_num_logits_np)",
-            "reallocate_drafts(req_ids, idx_mapping) -> 3",
         ),
         "vllm.v1.worker.gpu.sample.gumbel:gumbel_sample": (
             "(logits, expanded_idx_mapping, temperature, seed, pos, apply_temperature, is_drafting, use_fp64)",
@@ -234,7 +225,6 @@ ATTRIBUTES: Mapping[str, Sequence[str]] = {
     ),
     "client": ("input_processor", "model_config", "output_processor", "renderer", "vllm_config"),
     "v2 runner": (
-        "adaptive_verification",
         "input_buffers",
         "lora_capture_cases",
         "max_num_reqs",
@@ -368,24 +358,6 @@ def _is_wanted(config: VllmConfig, key: str) -> bool:
     if not isinstance(wanted, bool):
         raise ValueError(f"additional_config[{key!r}] must be true or false, not {wanted!r}")
     return wanted
-
-
-def chooses(config: VllmConfig) -> bool:
-    """Whether the worker may choose the best drafts of a batch (`peagle.vllm.adaptive_verification`).
-
-    Not if `additional_config` refuses it (`CHOICE_KEY`), or if acceptance is synthetic. Not on several GPUs: ranks
-    could choose differently. Not with LoRA: vLLM assigns adapters to rows on the host. Raises ValueError if the key is
-    no bool.
-    """
-    speculative = config.speculative_config
-    return (
-        _is_wanted(config, CHOICE_KEY)
-        and is_tested()
-        and speculative is not None
-        and speculative.rejection_sample_method != "synthetic"
-        and config.parallel_config.world_size_across_dp == 1
-        and config.lora_config is None
-    )
 
 
 def replays_prompts(config: VllmConfig) -> bool:

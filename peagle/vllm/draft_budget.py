@@ -17,15 +17,11 @@ import logging
 import math
 import tempfile
 from collections import OrderedDict
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from cluster.acceptance import check_rates
-from cluster.step_allocation import allocate, best_total
+from cluster.step_allocation import allocate
 from cluster.step_latency import StepLatency, StepLatencyModel, TimedStep
 from peagle.vllm.request_args import SURVIVAL_KEY, WORKLOAD_KEY
 from peagle.vllm.step_notes import read_plan
@@ -50,27 +46,6 @@ VERIFY_INTERVAL_STEPS = 200
 """Steps from one that verifies all its drafts although fewer pay, or runs a pass that would be left out, to the next:
 so acceptance stays known. All requests of such a step take part: a pass is as long as its longest request needs."""
 
-CHOICE_KEY = "peagle_choice"
-"""Key of vLLM's `additional_config`: bool, verify the best drafts of a batch rather than each request's first ones
-(`peagle.vllm.adaptive_verification`), where possible. Absent: true."""
-
-LEVELS_KEPT = 0.9
-"""Decay of the moving average of the counts of drafts by their cumulative probability, per step."""
-
-SPARE_DRAFTS = 3
-"""Drafts beyond the mean that a request may have in a step whose drafts are chosen. The drafter's pass makes as many,
-and few of the best drafts have a later position."""
-
-CHOICE_INTERVAL_STEPS = 50
-"""Replaces `VERIFY_INTERVAL_STEPS` where drafts are chosen: only these steps then show acceptance by position."""
-
-MIN_CHOICE_GAIN = 0.02
-"""Relative gain of tokens per second from which drafts are chosen: choosing takes time that no model knows."""
-
-LEVELS_INTERVAL_STEPS = 8
-"""Steps from one that counts drafts by their cumulative probability to the next, while first drafts are verified: it
-takes time."""
-
 MIN_DRAFTED = 100
 """Requests with drafts, summed over steps, before a pass may be left out: acceptance has been measured by then."""
 
@@ -81,8 +56,7 @@ MIN_GAIN = 0.03
 def document_path(instance_id: str) -> Path:
     """The file of the step times that the engine with vLLM's `instance_id` measures at its start:
 
-    {"device", "max_draft_tokens", "context_tokens", "points": [{"num_requests", "num_tokens", "step_s"}, ...],
-    "chooses": whether the worker can choose a step's drafts}
+    {"device", "max_draft_tokens", "context_tokens", "points": [{"num_requests", "num_tokens", "step_s"}, ...]}
     """
     return Path(tempfile.gettempdir()) / f"peagle-steps-{instance_id}.json"
 
@@ -94,8 +68,7 @@ def make_draft_budget(config: "VllmConfig", max_draft_tokens: int) -> "DraftBudg
     on_gpu, path = config.device_config.device_type != "cpu", document_path(config.instance_id)
     if path.exists():
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
-            return DraftBudget(StepLatencyModel(on_gpu, document), chooses=bool(document.get("chooses")))
+            return DraftBudget(StepLatencyModel(on_gpu, json.loads(path.read_text(encoding="utf-8"))))
         except (OSError, ValueError) as error:
             logger.warning("step times measured at the start are not used: %s: %s", path, error)
     return DraftBudget(StepLatencyModel(on_gpu))
@@ -107,8 +80,6 @@ def timed_step(seconds: float, scheduled: "SchedulerOutput") -> TimedStep | None
     drafts, cached = scheduled.scheduled_spec_decode_tokens, scheduled.scheduled_cached_reqs
     num_drafts = sum(map(len, drafts.values()))
     num_requests, num_tokens = len(scheduled.num_scheduled_tokens), scheduled.total_num_scheduled_tokens
-    num_chosen = read_plan(scheduled).draft_budget
-    num_spared = 0 if num_chosen is None else num_drafts - num_chosen
     if scheduled.scheduled_new_reqs or cached.resumed_req_ids or num_tokens > num_requests + num_drafts:
         begun = {request.req_id for request in scheduled.scheduled_new_reqs} | set(cached.resumed_req_ids)
         decoding = [
@@ -121,26 +92,21 @@ def timed_step(seconds: float, scheduled: "SchedulerOutput") -> TimedStep | None
         return None
     prompt_tokens = scheduled.total_num_scheduled_tokens - num_tokens
     is_drafted = read_plan(scheduled).limit_drafts_ahead(1) > 0
-    return TimedStep(seconds, num_requests, num_tokens - num_spared, prompt_tokens, is_drafted)
+    return TimedStep(seconds, num_requests, num_tokens, prompt_tokens, is_drafted)
 
 
 class DraftBudget:
     """Decides the drafts of one step after another. One for each engine."""
 
-    def __init__(self, model: StepLatencyModel, *, chooses: bool = False) -> None:
-        """chooses: the worker can choose which drafts of a step are verified (`peagle.vllm.adaptive_verification`)."""
-        self.model, self.chooses = model, chooses
+    def __init__(self, model: StepLatencyModel) -> None:
+        self.model = model
         self._last_s: float | None = None
         self._reported_s, self._reported_steps = -math.inf, -1
         self._latency, self._latency_at_step = model.latency, 0
         self._verified_at_step = self._left_out_at_step = self._num_drafted = 0
         self._verifies_all = False
         self._leaves_out = False
-        self._decided: tuple[object, list[int], int | None] = None, [], None
-        self.num_chosen: int | None = None
-        """Drafts that the worker should choose, by the last call of `depths`. None if each request's first drafts are
-        as good, and in steps that verify all."""
-        self._at_level: NDArray[np.float64] | None = None  # drafts of a request, by cumulative probability
+        self._decided: tuple[object, list[int]] = None, []
         # Requests of a workload share the survival of its newest request: it is the best estimate, and requests with
         # the same survival are decided together.
         self._newest: OrderedDict[str | None, tuple[float, ...]] = OrderedDict()
@@ -152,13 +118,11 @@ class DraftBudget:
         A result is kept until the batch or the step latency changes: this runs between two steps. One step in
         `VERIFY_INTERVAL_STEPS` verifies all.
         """
-        self.num_chosen = None
         if prompt_tokens and self._verifies_all:
             return max_ks
         self._verifies_all = False
         batch = ([request.request_id for request in requests], max_ks, prompt_tokens, self._newest_latency())
         if batch == self._decided[0]:
-            self.num_chosen = self._decided[2]
             return self._decided[1]
         survivals = self._survivals(requests)
         typical = next((survival for survival in survivals if survival is not None), None)
@@ -167,43 +131,18 @@ class DraftBudget:
         # Requests that keep their K load the step too; they count with the survival of one of the others.
         valued = [typical if survival is None else survival for survival in survivals]
         limits = [min(max_k, len(survival)) for max_k, survival in zip(max_ks, valued, strict=True)]
-        depths, rate = allocate(valued, limits, self._newest_latency(), prompt_tokens)
+        depths = allocate(valued, limits, self._newest_latency(), prompt_tokens)
         depths = [
             max_k if survival is None else depth
             for max_k, survival, depth in zip(max_ks, survivals, depths, strict=True)
         ]
-        num_chosen = None
-        if None not in survivals:
-            num_chosen = self._best_choice(len(requests), sum(max_ks), prompt_tokens, rate)
-        interval = VERIFY_INTERVAL_STEPS if num_chosen is None else CHOICE_INTERVAL_STEPS
-        if depths == max_ks and num_chosen is None:
+        if depths == max_ks:
             self._verified_at_step = self.model.num_steps
-        elif not prompt_tokens and self.model.num_steps - self._verified_at_step >= interval:
+        elif not prompt_tokens and self.model.num_steps - self._verified_at_step >= VERIFY_INTERVAL_STEPS:
             self._verified_at_step, self._verifies_all = self.model.num_steps, True
             return max_ks
-        self.num_chosen, self._decided = num_chosen, (batch, depths, num_chosen)
+        self._decided = batch, depths
         return depths
-
-    def _best_choice(self, num: int, most: int, prompt_tokens: int, rate: float) -> int | None:
-        """Number of drafts that the worker should choose, of at most `most` drafts of `num` requests. None if that is
-        hardly better than the first drafts of each request, which give `rate` tokens per second."""
-        if not self.chooses or self._at_level is None:
-            return None
-        seconds = self._newest_latency().curve(num, most, prompt_tokens, is_drafted=True)
-        num_chosen, chosen_rate = best_total((num * self._at_level).tolist(), num, most, seconds)
-        return num_chosen if chosen_rate > (1.0 + MIN_CHOICE_GAIN) * rate else None
-
-    @property
-    def counts_levels(self) -> bool:
-        """Whether the next step's drafts are counted by their cumulative probability although none will be chosen."""
-        return self.model.num_steps % LEVELS_INTERVAL_STEPS == 0
-
-    def record_level_counts(self, counts: Sequence[int], num_requests: int) -> None:
-        """Record how many of a step's drafts have at least each of `PROBABILITY_LEVELS` of
-        `cluster.step_allocation`."""
-        newest = np.array(counts, np.float64) / num_requests
-        before = newest if self._at_level is None else self._at_level
-        self._at_level = LEVELS_KEPT * before + (1.0 - LEVELS_KEPT) * newest
 
     def makes_drafts(self, requests: "list[Request]", max_ks: list[int], prompt_tokens: int) -> bool:
         """Whether the drafter's pass runs in the step of these requests, so that the next one has drafts to verify.
@@ -220,7 +159,7 @@ class DraftBudget:
         survivals = [survival or () for survival in found]
         limits = [min(max_k, len(survival)) for max_k, survival in zip(max_ks, survivals, strict=True)]
         num, latency = len(requests), self._newest_latency()
-        depths, _ = allocate(survivals, limits, latency)
+        depths = allocate(survivals, limits, latency)
         num_drafts = sum(depths)
         length = 1.0 + sum(sum(survival[:k]) for survival, k in zip(survivals, depths, strict=True)) / num
         drafted_s = float(latency.curve(num, num_drafts, is_drafted=True)[-1])

@@ -1,5 +1,5 @@
 """Rows of P-EAGLE's one pass over a batch of vLLM's V2 model runner, laid out by one kernel on the GPU. For a remote
-drafter: the part of the target's rows that is sent (`accepted_rows`).
+drafter: what of the target's rows is sent (`accepted_rows`).
 
 Enters: the runner's state after sampling, on the GPU: the target's rows, numbers of sampled and rejected tokens.
 Leaves: tokens, positions, cache slots, sources of hidden states, and the rows that propose drafts.
@@ -153,58 +153,45 @@ def write_rows(
     )  # fmt: skip
 
 
-def accepted_rows(
-    target: TargetRows,
-    max_query_len: int,
-    travel_B1: Tensor | None = None,
-    num_travelling: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The part of the target's rows that is sent to a remote drafter.
+def accepted_rows(target: TargetRows, max_query_len: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What is sent to a remote drafter beside the target's hidden states.
 
     Args:
-        max_query_len: the largest q, and most places of a request among the sent rows, known to the host.
-        travel_B1, num_travelling: int32, first place of each request among the sent rows, and their number R; None:
-            all rows are sent, in their order. A request may have more places than rows; the last places are then empty.
+        max_query_len: the largest q, known to the host.
 
     Returns:
-        int32: position of each request's first row [B]; number of its rows that are accepted [B]; of each sent row the
-        token after it [R], undefined after a rejected row; the target row that it is [R]. Empty places have token 0 and
-        row -1.
+        int32: position of each request's first row [B]; number of its rows that are accepted [B]; the token after each
+        row [N], undefined after a rejected row.
     """
-    num_requests, device = len(target.place_B), target.input_ids_N.device
-    if travel_B1 is None or num_travelling is None:
-        travel_B1, num_travelling = target.first_row_B1, len(target.input_ids_N)
-    sizes = num_requests, num_requests, num_travelling
-    out = torch.empty(sum(sizes), dtype=torch.int32, device=device)
-    sources_R = torch.empty(num_travelling, dtype=torch.int32, device=device)
+    num_requests = len(target.place_B)
+    sizes = num_requests, num_requests, len(target.input_ids_N)
+    out = torch.empty(sum(sizes), dtype=torch.int32, device=target.input_ids_N.device)
     _accepted_rows_kernel[(num_requests, triton.cdiv(max_query_len, BLOCK_ROWS))](
         target.first_row_B1, target.input_ids_N, target.positions_N, target.place_B,
         target.num_sampled_B, target.num_rejected_B, target.last_sampled_S, target.next_prefill_S,
-        travel_B1, out, sources_R, BLOCK=BLOCK_ROWS,
+        out, BLOCK=BLOCK_ROWS,
     )  # fmt: skip
-    start_B, num_valid_B, next_tokens_R = out.split(sizes)
-    return start_B, num_valid_B, next_tokens_R, sources_R
+    start_B, num_valid_B, next_tokens_N = out.split(sizes)
+    return start_B, num_valid_B, next_tokens_N
 
 
 @triton.jit
 def _accepted_rows_kernel(
     first_row_B1, input_ids_N, positions_N, place_B,
     num_sampled_B, num_rejected_B, last_sampled_S, next_prefill_S,
-    travel_B1, out, sources_R, BLOCK: tl.constexpr,
+    out, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (b, i): block i of request b."""
     request, num_requests = tl.program_id(0), tl.num_programs(0)
-    num_valid_B, next_tokens_R = out + num_requests, out + 2 * num_requests
+    num_valid_B, next_tokens_N = out + num_requests, out + 2 * num_requests
     first, end = tl.load(first_row_B1 + request), tl.load(first_row_B1 + request + 1)
-    travel, travel_end = tl.load(travel_B1 + request), tl.load(travel_B1 + request + 1)
     num_valid = end - first - tl.load(num_rejected_B + request)
     newest = _newest_token(request, place_B, num_sampled_B, last_sampled_S, next_prefill_S)
     offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    row, is_place = first + offset, travel + offset < travel_end
+    row = first + offset
     given = tl.load(input_ids_N + row + 1, mask=row < end - 1, other=0).to(tl.int32)
     token = tl.where(offset == num_valid - 1, newest, given)
-    tl.store(next_tokens_R + travel + offset, token, mask=is_place)
-    tl.store(sources_R + travel + offset, tl.where(row < end, row, -1), mask=is_place)
+    tl.store(next_tokens_N + row, token, mask=row < end)
     if tl.program_id(1) == 0:
         tl.store(out + request, tl.load(positions_N + first).to(tl.int32))
         tl.store(num_valid_B + request, num_valid)

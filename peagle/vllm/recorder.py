@@ -153,8 +153,7 @@ class DraftingRecorder:
         )
 
     def workloads(self) -> dict[str, WorkloadCounts]:
-        """Counts of each workload since `attach`, of finished, aborted and running requests. Steps whose drafts the
-        worker chose are left out: they are no sample of the acceptance rate by position.
+        """Counts of each workload since `attach`, of finished, aborted and running requests.
 
         Of an aborted request, the step that runs in the engine and steps with buffered tokens are not counted.
         """
@@ -163,7 +162,7 @@ class DraftingRecorder:
         for request_id, live in self._live.items():
             running.setdefault(live.workload, Counter()).update(self._steps[request_id])
         for workload, steps in running.items():
-            found[workload].counts += counts_of_steps(steps, of_survival=True)
+            found[workload].counts += counts_of_steps(steps)
         return found
 
     def take_delta(self) -> RecorderDelta:
@@ -237,10 +236,9 @@ class DraftingRecorder:
         for internal_id in internal_ids:
             if internal_id in still_open or (record := self._live.pop(internal_id, None)) is None:
                 continue
-            steps = self._steps.pop(internal_id)
-            record.counts = counts_of_steps(steps)
+            record.counts = counts_of_steps(self._steps.pop(internal_id))
             totals = self._workloads[record.workload]
-            totals.counts += counts_of_steps(steps, of_survival=True)
+            totals.counts += record.counts
             totals.num_finished += not is_aborted
             totals.num_aborted += is_aborted
             totals.num_output_tokens += record.num_output_tokens

@@ -17,23 +17,11 @@ class RejectionForecast:
 
     def __init__(self, k_max: int) -> None:
         self._num_verified, self._num_accepted = [0.0] * (k_max + 1), [0.0] * (k_max + 1)
-        self._num_chosen = self._num_chosen_rejected = 0.0
 
     def record_step(self, num_verified: int, num_accepted: int) -> None:
         """Count one request's step: drafts verified, 1..k_max, and accepted."""
         self._num_verified[num_verified] += 1.0
         self._num_accepted[num_accepted] += 1.0
-
-    def record_chosen_step(self, num_verified: int, num_accepted: int) -> None:
-        """Count a whole step whose drafts the worker chose: drafts of all its requests."""
-        self._num_chosen = self.DECAY * self._num_chosen + num_verified
-        self._num_chosen_rejected = self.DECAY * self._num_chosen_rejected + num_verified - num_accepted
-
-    def forecast_chosen(self, num_drafts: int) -> int:
-        """As `forecast`, for `num_drafts` drafts that the worker chooses; 0 before the first such step."""
-        if not self._num_chosen:
-            return 0
-        return max(0, int(num_drafts * self._num_chosen_rejected / self._num_chosen - 2.0 * math.sqrt(num_drafts)))
 
     def forecast(self, num_drafts: Iterable[int]) -> int:
         """A number of rejected drafts that the step rarely stays below: the mean less one standard deviation.

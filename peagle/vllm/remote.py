@@ -74,8 +74,7 @@ class EngineStep:
     start_B, num_valid_B: int32, position of each request's first row, and how many of its rows stay, its first ones.
     next_tokens_R: int32, the token after each row. The rows of request b begin at row_offset_B[b]; the first
     num_sent_B[b] of them travel: all that may stay, as far as the host knows.
-    aux: auxiliary hidden states of each layer, [>= R, S]. sources_R: int32, which of the rows of `aux` each row is, -1
-    for none; None: all as they stand.
+    aux: auxiliary hidden states of each layer, [>= R, S].
     """
 
     request_ids: Sequence[str]
@@ -90,7 +89,6 @@ class EngineStep:
     num_valid_B: Tensor
     next_tokens_R: Tensor
     aux: Sequence[Tensor]
-    sources_R: Tensor | None = None
 
 
 class SentStep(NamedTuple):
@@ -140,10 +138,7 @@ class StepSender:
             num_rows=num_rows,
             prompts=prompts,
         )
-        sources_R = index_R
-        if step.sources_R is not None:
-            sources_R = _take(step.sources_R, index_R).clamp(min=0).long()
-        aux_RX = torch.cat([_take(layer, sources_R)[:num_rows] for layer in step.aux], dim=-1)
+        aux_RX = torch.cat([_take(layer, index_R)[:num_rows] for layer in step.aux], dim=-1)
         is_sent: bool = one.link.send(
             descriptor,
             _take(step.start_B, one.index_M),
@@ -153,19 +148,18 @@ class StepSender:
         )
         return is_sent
 
-    def wait(self, sent: Sequence[SentStep], num_requests: int) -> tuple[Tensor, Tensor]:
-        """Drafts [B, K], int64 on the device, and their probabilities, float32; 0 where there are none. Waits no longer
-        than the links' deadlines: on a GPU its stream, else the host."""
+    def wait(self, sent: Sequence[SentStep], num_requests: int) -> Tensor:
+        """Drafts [B, K], int64 on the device; 0 where there are none. Waits no longer than the links' deadlines: on a
+        GPU its stream, else the host."""
         drafts_BK = torch.zeros(num_requests, self.shape.max_draft_tokens, dtype=torch.int64, device=self.device)
-        prob_BK = torch.zeros_like(drafts_BK, dtype=torch.float32)
         for one in sent:
             if one.index_M is None:
-                one.link.wait(drafts_BK, prob_BK)
+                one.link.wait(drafts_BK)
                 break
             found_MK = drafts_BK.new_empty(len(one.members_M), self.shape.max_draft_tokens)
-            one.link.wait(found_MK, found_prob_MK := torch.empty_like(found_MK, dtype=torch.float32))
-            drafts_BK[one.index_M], prob_BK[one.index_M] = found_MK, found_prob_MK
-        return drafts_BK, prob_BK
+            one.link.wait(found_MK)
+            drafts_BK[one.index_M] = found_MK
+        return drafts_BK
 
     def num_drafts(self, sent: Sequence[SentStep], num_requests: int) -> list[int]:
         """How many drafts each of the batch's requests gets, as far as is known: those that it wants where its step was

@@ -112,7 +112,7 @@ class RemoteDrafts(Runner):
         """vLLM's own, after waiting for drafts that are under way."""
         sent, self._sent = self._sent, []
         if sent and self.remote is not None:
-            drafts = self.remote.wait(sent, num_requests := self.input_batch.num_reqs)[0].tolist()
+            drafts = self.remote.wait(sent, num_requests := self.input_batch.num_reqs).tolist()
             num_drafts = self.remote.num_drafts(sent, num_requests)
             self._draft_token_ids = [row[:n] for row, n in zip(drafts, num_drafts, strict=True)]
         return super().take_draft_token_ids()

@@ -4,9 +4,6 @@ The engine loads no head and has no cache for one; all else is as with a colocat
 order of the GPU's stream: the host waits for nothing, and tokens have left for the client when the stream waits for
 drafts.
 
-In a step whose drafts the GPU chose (`peagle.vllm.adaptive_verification`), the host does not know where a request's
-rows begin. What travels then has a place for each row that a request may have, and the places without a row stay empty.
-
 The first rank of a tensor-parallel group sends; the others get its drafts by a broadcast.
 """
 
@@ -18,16 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.distributed.parallel_state import get_tp_group
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from peagle.drafter.protocol import Int32Array
-from peagle.vllm.adaptive_verification import DraftProbabilities
 from peagle.vllm.draft_rows import TargetRows, accepted_rows
 from peagle.vllm.remote import EngineStep, RemoteControl, StepSender, check_config, make_sender
 from peagle.vllm.request_args import drafts_wanted, head_of
-from peagle.vllm.step_notes import read_plan, update_result
+from peagle.vllm.step_notes import read_plan, write_num_ready
 from peagle.vllm.v2_worker import V2Worker
 
 if TYPE_CHECKING:
@@ -48,14 +43,11 @@ class RemoteSpeculator(BaseSpeculator):
 
     supports_mm_inputs = False
     draft_logits = None
-    _is_choice = False
-    """The next step may choose among the drafts of this one."""
 
-    def __init__(self, sender: StepSender | None, max_requests: int, k_max: int, device: torch.device) -> None:
+    def __init__(self, sender: StepSender | None, k_max: int, device: torch.device) -> None:
         """sender: None on ranks that do not send."""
         self.sender, self._device, self._k_max = sender, device, k_max
         self._known: dict[str, _Known] = {}
-        self.probabilities = DraftProbabilities(max_requests, k_max, device)
         self._num_ahead = self._k_max
         self.num_drafts: dict[str, int] = {}
         """By request that the last step wanted drafts for: how many will come, as far as the last answers say."""
@@ -79,7 +71,6 @@ class RemoteSpeculator(BaseSpeculator):
             known.tokens = new.prefill_token_ids or ()
         # A request whose drafter had none gets 0 drafts until an answer holds some: at least one is asked for.
         self._num_ahead = max(1, read_plan(scheduled).limit_drafts_ahead(self._k_max))
-        self._is_choice = read_plan(scheduled).ranks_drafts
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop requests that have ended. A preempted one keeps its place at the drafter."""
@@ -114,9 +105,7 @@ class RemoteSpeculator(BaseSpeculator):
             assert aux_hidden_states, "the target returned no auxiliary hidden states"
             step = self._engine_step(input_batch, target, aux_hidden_states)
             sent = self.sender.send(step)
-            drafts_BK, prob_BK = self.sender.wait(sent, num_requests)
-            if self._is_choice:
-                self.probabilities.record(prob_BK, input_batch.idx_mapping, self._num_ahead)
+            drafts_BK = self.sender.wait(sent, num_requests)
             asked = zip(step.request_ids, step.num_drafts_B, self.sender.num_drafts(sent, num_requests), strict=True)
             self.num_drafts = {request_id: count for request_id, depth, count in asked if depth}
         if get_tp_group().world_size > 1:
@@ -125,15 +114,8 @@ class RemoteSpeculator(BaseSpeculator):
 
     def _engine_step(self, batch: InputBatch, target: TargetRows, aux: Sequence[Tensor]) -> EngineStep:
         """The step as `StepSender` takes it."""
-        # Rows of each request; where the GPU chose the drafts, the most that each may have.
         lengths_B = batch.num_scheduled_tokens
-        num_rows, travel_B1 = int(lengths_B.sum()), None
-        if num_rows != batch.num_tokens:
-            first_B1 = np.concatenate([[0], np.cumsum(lengths_B)]).astype(np.int32)
-            travel_B1 = async_tensor_h2d(first_B1, device=self._device)
-        start_B, num_valid_B, next_tokens_R, sources_R = accepted_rows(
-            target, int(lengths_B.max()), travel_B1, num_rows
-        )
+        start_B, num_valid_B, next_tokens_R = accepted_rows(target, int(lengths_B.max()))
         known = [self._known[request_id] for request_id in batch.req_ids]
         k_B = np.array([request.depth for request in known], dtype=np.int32)
         ends_B = batch.num_computed_tokens_np + lengths_B
@@ -156,7 +138,6 @@ class RemoteSpeculator(BaseSpeculator):
             num_valid_B=num_valid_B,
             next_tokens_R=next_tokens_R,
             aux=aux,
-            sources_R=None if travel_B1 is None else sources_R,
         )
 
 
@@ -172,7 +153,7 @@ class RemoteV2Worker(RemoteControl, V2Worker):
         if not config.scheduler_config.async_scheduling:
             raise ValueError("a remote drafter on a GPU needs async_scheduling: leave it on")
         sender = make_sender(config, device) if get_tp_group().rank_in_group == 0 else None
-        return RemoteSpeculator(sender, config.scheduler_config.max_num_seqs, config.num_speculative_tokens, device)
+        return RemoteSpeculator(sender, config.num_speculative_tokens, device)
 
     def _make_model_runner(self) -> Any:
         runner = super()._make_model_runner()
@@ -180,11 +161,11 @@ class RemoteV2Worker(RemoteControl, V2Worker):
         return runner
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """vLLM's own; its output says which drafts, planned for this step, there were (`StepResult`)."""
+        """vLLM's own; its output says which drafts, planned for this step, there were (`read_num_ready`)."""
         speculator: RemoteSpeculator = self.model_runner.speculator
         before, speculator.num_drafts = speculator.num_drafts, {}
         output: Any = super().sample_tokens(grammar_output)
         inner = getattr(output, "model_runner_output", output)
         if speculator.sender is not None and (request_ids := getattr(inner, "req_ids", None)) is not None:
-            update_result(inner, num_ready=[before.get(request_id, -1) for request_id in request_ids])
+            write_num_ready(inner, [before.get(request_id, -1) for request_id in request_ids])
         return output

@@ -8,13 +8,11 @@ only. So fewer verified drafts cost no draft quality and keep the distribution o
 
 Given to vLLM as an import string, `scheduler_cls=SYNC_SCHEDULER` or `ASYNC_SCHEDULER` of `peagle.vllm.engine`, for its
 V1 and its V2 model runner. Where requests bring cumulative acceptance rates and the engine knows its step times, a
-draft budget also leaves out the drafts that do not pay in the next step (`peagle.vllm.draft_budget`). Where the worker
-can choose which drafts are verified (`peagle.vllm.adaptive_verification`), somewhat more drafts are planned than pay,
-and the plan says how many the step verifies. The scheduler knows nothing of how K is decided.
+draft budget also leaves out the drafts that do not pay in the next step (`peagle.vllm.draft_budget`). The scheduler
+knows nothing of how K is decided.
 """
 
 import copy
-import math
 import secrets
 import time
 from itertools import islice
@@ -26,7 +24,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from peagle.vllm import compat
-from peagle.vllm.draft_budget import SPARE_DRAFTS, DraftBudget, make_draft_budget
+from peagle.vllm.draft_budget import DraftBudget, make_draft_budget
 from peagle.vllm.limits import use_own_backends
 from peagle.vllm.outputs import OutputCoalescer
 from peagle.vllm.rejections import RejectionForecast
@@ -34,11 +32,11 @@ from peagle.vllm.request_args import drafts_wanted
 from peagle.vllm.step_notes import (
     STEP_COSTS_HEADER,
     STEPS_HEADER,
+    SchedulerPlan,
     VerifiedStep,
-    read_plan,
-    read_result,
+    read_num_ready,
     steps_text,
-    update_plan,
+    write_plan,
 )
 from peagle.vllm.turns import count_overtaken, group_of, order_by_turns
 
@@ -58,13 +56,6 @@ compat.allow_v2()
 
 class _PerRequestDepth(_Base):
     """What both schedulers share: reading K, admission padding, reports of verified steps."""
-
-    _is_choice = False
-    """The worker chooses among the drafts of the next step."""
-    _chosen_share = 0.0
-    """Drafts that it then chooses, per request of the step."""
-    _chosen_step: list[VerifiedStep] | None = None
-    """The requests' steps of a step whose drafts were chosen, while its output is processed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -124,8 +115,7 @@ class _PerRequestDepth(_Base):
         return [0 if request.request_id in self._without_drafts else self.read_max_k(request) for request in requests]
 
     def _limit_drafts(self, requests: list[Any], prompt_tokens: int = 0) -> int:
-        """Keep the first drafts of each request: at most K, and within the draft budget of the step. If the worker
-        chooses which drafts are verified, somewhat more are kept.
+        """Keep the first drafts of each request: at most K, and within the draft budget of the step.
 
         Returns:
             The greatest K.
@@ -133,13 +123,6 @@ class _PerRequestDepth(_Base):
         max_ks = depths = self._max_ks(requests)
         if self._draft_budget is not None:
             depths = self._draft_budget.depths(requests, max_ks, prompt_tokens)
-        num_chosen = self._draft_budget.num_chosen if self._draft_budget is not None and self._is_choice else None
-        self._is_choice = num_chosen is not None
-        if num_chosen is not None:
-            self._chosen_share = num_chosen / len(requests)
-            most = math.ceil(self._chosen_share) + SPARE_DRAFTS
-            depths = [min(most, max_k) for max_k in max_ks]
-            self._is_choice = num_chosen < sum(depths)
         for request, depth in zip(requests, depths, strict=True):
             request.spec_token_ids = request.spec_token_ids[:depth]
         return max(max_ks, default=0)
@@ -148,19 +131,10 @@ class _PerRequestDepth(_Base):
         compat.drop_admission_padding(scheduler_output)
         super()._update_after_schedule(scheduler_output)
 
-    def _plan_pass(self, scheduled: "SchedulerOutput", num_ahead: int, is_choice: bool = False) -> None:
-        """Plan the drafter's pass of this step.
-
-        Args:
-            num_ahead: most drafts of a request that the next step verifies.
-            is_choice: the pass is to rank its drafts (`SchedulerPlan.ranks_drafts`).
-        """
-        drafts, num_chosen = scheduled.scheduled_spec_decode_tokens.values(), read_plan(scheduled).draft_budget
-        if num_chosen is None:
-            num_rejected = self._rejections.forecast(map(len, drafts))
-        else:
-            num_rejected = self._rejections.forecast_chosen(num_chosen)
-        update_plan(scheduled, num_drafts_ahead=num_ahead, num_rejected=num_rejected, ranks_drafts=is_choice)
+    def _plan_pass(self, scheduled: "SchedulerOutput", num_ahead: int) -> None:
+        """Plan the drafter's pass of this step. num_ahead: most drafts of a request that the next step verifies."""
+        num_rejected = self._rejections.forecast(map(len, scheduled.scheduled_spec_decode_tokens.values()))
+        write_plan(scheduled, SchedulerPlan(num_ahead, num_rejected))
 
     def make_spec_decoding_stats(
         self,
@@ -179,12 +153,8 @@ class _PerRequestDepth(_Base):
         num_verified = num_draft_tokens - (num_invalid_spec_tokens or {}).get(request_id, 0)
         if num_verified > 0:
             num_accepted = min(num_accepted_tokens, num_verified)
-            step = VerifiedStep(num_verified, num_accepted, is_chosen=self._chosen_step is not None)
-            self._steps.setdefault(request_id, []).append(step)
-            if self._chosen_step is not None:
-                self._chosen_step.append(step)
-            else:
-                self._rejections.record_step(num_verified, num_accepted)
+            self._steps.setdefault(request_id, []).append(VerifiedStep(num_verified, num_accepted))
+            self._rejections.record_step(num_verified, num_accepted)
         return super().make_spec_decoding_stats(
             spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id
         )
@@ -194,24 +164,12 @@ class _PerRequestDepth(_Base):
     ) -> "dict[int, EngineCoreOutputs]":
         """vLLM's own update; then outputs are coalesced (`peagle.vllm.outputs`). Each output carries its request's
         unreported steps. About twice a second the first output of each client carries the step latency model."""
-        result = read_result(model_runner_output)
         if self._draft_budget is not None:
             self._draft_budget.arrived(time.perf_counter(), scheduler_output)
-        if result.num_ready is not None:
-            num_ready = dict(zip(model_runner_output.req_ids, result.num_ready, strict=True))
-            self._mark_missing(num_ready, scheduler_output)
-        if self._draft_budget is not None and result.acceptance_counts is not None:
-            counts, num_requests = result.acceptance_counts
-            self._draft_budget.record_level_counts(counts.tolist(), num_requests)
-        if result.num_admitted is not None:
-            num_admitted = dict(zip(model_runner_output.req_ids, result.num_admitted.tolist(), strict=True))
-            self._mark_unverified(num_admitted, scheduler_output)
-            self._chosen_step = []
+        if (num_ready := read_num_ready(model_runner_output)) is not None:
+            found = dict(zip(model_runner_output.req_ids, num_ready, strict=True))
+            self._mark_missing(found, scheduler_output)
         outputs_by_client = self._coalesce(super().update_from_output(scheduler_output, model_runner_output))
-        if self._chosen_step is not None:
-            num_verified = sum(step.num_verified for step in self._chosen_step)
-            self._rejections.record_chosen_step(num_verified, sum(step.num_accepted for step in self._chosen_step))
-            self._chosen_step = None
         if self._draft_budget is not None:
             self._report_costs(self._draft_budget, outputs_by_client)
             if not self.has_requests():
@@ -253,29 +211,23 @@ class _PerRequestDepth(_Base):
                 first.trace_headers = {**(first.trace_headers or {}), STEP_COSTS_HEADER: costs}
 
     def _mark_missing(self, num_drafts: dict[str, int], scheduled: "SchedulerOutput") -> None:
-        """Mark the planned drafts that the remote drafter did not have.
+        """Count the planned drafts that the remote drafter did not have as vLLM counts those that a grammar ruled out.
 
         Args:
             num_drafts: drafts that it had for each request; -1 where it was not asked.
         """
+        invalid = dict(scheduled.num_invalid_spec_tokens or {})
         for request_id, num_ready in num_drafts.items():
             if num_ready > 0:
                 self._without_drafts.discard(request_id)
             elif num_ready == 0 and request_id in self.requests:
                 self._without_drafts.add(request_id)
-        self._mark_unverified({request_id: ready for request_id, ready in num_drafts.items() if ready >= 0}, scheduled)
+            num_planned = len(scheduled.scheduled_spec_decode_tokens.get(request_id, ()))
+            if 0 <= num_ready < num_planned:
+                invalid[request_id] = max(invalid.get(request_id, 0), num_planned - num_ready)
+        scheduled.num_invalid_spec_tokens = invalid
         if self._without_drafts:
             self._without_drafts &= self.requests.keys()
-
-    @staticmethod
-    def _mark_unverified(num_verified: dict[str, int], scheduled: "SchedulerOutput") -> None:
-        """Count planned drafts beyond `num_verified` as vLLM counts those that a grammar ruled out."""
-        invalid = dict(scheduled.num_invalid_spec_tokens or {})
-        for request_id, num in num_verified.items():
-            num_planned = len(scheduled.scheduled_spec_decode_tokens.get(request_id, ()))
-            if num < num_planned:
-                invalid[request_id] = max(invalid.get(request_id, 0), num_planned - num)
-        scheduled.num_invalid_spec_tokens = invalid
 
 
 def _prompt_tokens(output: "SchedulerOutput") -> int:
@@ -321,33 +273,10 @@ class PerRequestDepthAsyncScheduler(_PerRequestDepth, AsyncScheduler):
     """
 
     def _update_after_schedule(self, scheduler_output: "SchedulerOutput") -> None:
-        found: list[Any] = [self.requests[request_id] for request_id in scheduler_output.num_scheduled_tokens]
-        budget = self._draft_budget
-        may_choose = budget is not None and budget.chooses and len(found) > 1 and all(map(self._is_plain, found))
-        # A request that is new in this step was not in the plan of the step before.
-        if self._is_choice and may_choose:
-            self._choose(scheduler_output)
         super()._update_after_schedule(scheduler_output)
-        self._is_choice = may_choose
+        found: list[Any] = [self.requests[request_id] for request_id in scheduler_output.num_scheduled_tokens]
         drafting = [request for request in found if not request.is_prefill_chunk and request.spec_token_ids]
         max_k = self._limit_drafts(drafting)
-        ranks_drafts = self._is_choice or (may_choose and budget is not None and budget.counts_levels)
         # This step's pass makes the drafts of the next one; if none are verified there, it fills the drafter's cache.
         deepest = max((len(request.spec_token_ids) for request in drafting), default=0)
-        self._plan_pass(scheduler_output, max(deepest, min(max_k, 1)), ranks_drafts)
-
-    def _choose(self, scheduled: "SchedulerOutput") -> None:
-        """Plan how many of the step's drafts are verified, if that is fewer than are planned."""
-        drafts = scheduled.scheduled_spec_decode_tokens
-        num_chosen = round(self._chosen_share * len(drafts))
-        if num_chosen < sum(map(len, drafts.values())):
-            update_plan(scheduled, draft_budget=num_chosen)
-
-    def _is_plain(self, request: Any) -> bool:
-        """Whether the worker may choose drafts of a step with this request. Not if it has K = 0, a grammar or log
-        probabilities: vLLM then finds rows of logits by the host's view of the step."""
-        if (kept := getattr(request, "peagle_is_plain", None)) is None:
-            params = request.sampling_params
-            kept = not request.use_structured_output and params is not None and params.logprobs is None
-            request.peagle_is_plain = kept
-        return bool(kept) and self.read_max_k(request) > 0
+        self._plan_pass(scheduler_output, max(deepest, min(max_k, 1)))

@@ -54,7 +54,6 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from peagle.drafter.rows import best_tokens
 from peagle.vllm import compat
-from peagle.vllm.adaptive_verification import DraftProbabilities
 from peagle.vllm.draft_rows import DraftRows, TargetRows, write_rows
 from peagle.vllm.engine import capture_sizes
 from peagle.vllm.last_layer import COMPILED_KEY, LastLayer
@@ -223,8 +222,6 @@ class PEagleSpeculator(DraftModelSpeculator):
         """Most drafts of a request that the next step verifies."""
         self._num_rejected = 0
         """Drafts of this step that are expected to be rejected."""
-        self._is_choice = False
-        """The next step may choose among the drafts of this step's pass."""
         self.max_rows = most_rows(vllm_config)
         self.mask_token_id = get_parallel_drafting_token_id(self.draft_model_config.hf_config)
         self.graphs = self.choices = None
@@ -253,9 +250,6 @@ class PEagleSpeculator(DraftModelSpeculator):
         self.attended_SA = torch.zeros(most_drafts, self.last_layer.input_size, **shape)
         self.stream_SH = torch.zeros(most_drafts, self.hidden_size, **shape)
         self.draft_ids_S = torch.zeros(most_drafts, dtype=self.draft_tokens.dtype, device=self.device)
-        self.prob_S = torch.zeros(most_drafts, dtype=torch.float32, device=self.device)
-        self.prob_BK = torch.zeros(self.max_num_reqs, self.num_speculative_steps, device=self.device)
-        self.probabilities = DraftProbabilities(self.max_num_reqs, self.num_speculative_steps, self.device)
         # Row 0 is the shared hidden state of mask rows, the others are the target's rows after `fc`.
         self.reduced_NH = torch.zeros(1 + most_targets, self.hidden_size, **shape)
         with torch.inference_mode():
@@ -313,7 +307,7 @@ class PEagleSpeculator(DraftModelSpeculator):
                 self._never_drafted.add(new.req_id)
         plan = read_plan(scheduled)
         self._num_ahead = plan.limit_drafts_ahead(self.num_speculative_steps)
-        self._num_rejected, self._is_choice = plan.num_rejected, plan.ranks_drafts
+        self._num_rejected = plan.num_rejected
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop requests that have ended."""
@@ -393,31 +387,24 @@ class PEagleSpeculator(DraftModelSpeculator):
         if members_M is not None and not len(members_M):
             return self.draft_tokens[:num_requests]
         target = TargetRows.from_batch(input_batch, num_sampled, num_rejected, last_sampled, next_prefill_tokens)
-        # If the GPU chose the drafts, the host knows only the sum of the requests' rows, and the most of each.
         lengths_B, most_keys_B = input_batch.num_scheduled_tokens, input_batch.seq_lens_cpu_upper_bound[:num_requests]
-        max_query_len = int(lengths_B.max())
-        lengths_B = np.diff(input_batch.query_start_loc_np[: num_requests + 1])
         if members_M is None:
             self._copy_aux_states(aux_hidden_states, input_batch.num_tokens)
         else:
             lengths_B, most_keys_B = lengths_B[members_M], most_keys_B[torch.from_numpy(members_M)]
             target, member_rows_N = _only(target, members_M, input_batch.query_start_loc_np, lengths_B, self.device)
             self._copy_aux_states(aux_hidden_states, len(member_rows_N), member_rows_N)
-            max_query_len = int(lengths_B.max())
         depth = k_max if dummy_run else max(1, self._num_ahead)
-        self._run_pass(target, lengths_B, most_keys_B, max_query_len, depth, members_M is not None, is_profile)
+        self._run_pass(target, lengths_B, most_keys_B, depth, members_M is not None, is_profile)
         if members_M is None:
-            if self._is_choice:
-                self.probabilities.record(self.prob_BK, input_batch.idx_mapping, depth)
             return self.draft_tokens[:num_requests]
         drafts_BK = torch.zeros(num_requests, k_max, dtype=self.draft_tokens.dtype, device=self.device)
         drafts_BK[async_tensor_h2d(members_M, device=self.device)] = self.draft_tokens[: len(members_M)]
         return drafts_BK
 
     def _members(self, batch: InputBatch) -> np.ndarray[Any, Any] | None:
-        """Indices of the requests that take part in the pass; None: all. All do in a step whose rows the GPU laid out:
-        the host then knows only their sum."""
-        if not self._never_drafted or batch.num_tokens < batch.num_scheduled_tokens.sum():
+        """Indices of the requests that take part in the pass; None: all."""
+        if not self._never_drafted:
             return None
         drafts_B = [request_id not in self._never_drafted for request_id in batch.req_ids]
         takes_part_B = np.array(drafts_B) | batch.is_prefilling_np
@@ -439,7 +426,6 @@ class PEagleSpeculator(DraftModelSpeculator):
         target: TargetRows,
         lengths_B: np.ndarray[Any, Any],
         most_keys_B: Tensor,
-        max_query_len: int,
         depth: int,
         is_part: bool,
         is_profile: bool,
@@ -447,11 +433,11 @@ class PEagleSpeculator(DraftModelSpeculator):
         """Lay out the rows and make `depth` drafts of each request, or more in a full graph for more.
 
         Args:
-            lengths_B: target rows of each request, by the host's view.
-            most_keys_B, max_query_len: bounds of each request's keys, and of the target rows of a request.
+            lengths_B: target rows of each request.
+            most_keys_B: bounds of each request's keys.
             is_part: some requests of the batch do not take part.
         """
-        num_requests, num_targets = len(lengths_B), int(lengths_B.sum())
+        num_requests, num_targets, max_query_len = len(lengths_B), int(lengths_B.sum()), int(lengths_B.max())
         graphs, stride, num_padded = None if is_profile else self.graphs, 0, num_requests
         desc = None
         if graphs is not None:
@@ -527,10 +513,8 @@ class PEagleSpeculator(DraftModelSpeculator):
         return first_row_B1, context_B
 
     def _lay_out_drafts(self, num_requests: int, depth: int) -> None:
-        """Copy `draft_ids_S` [B * D], one request after another, to the first D columns of `draft_tokens` [B, K_max],
-        and the drafts' probabilities to those of `prob_BK`."""
-        for out_BK, given_S in ((self.draft_tokens, self.draft_ids_S), (self.prob_BK, self.prob_S)):
-            out_BK[:num_requests, :depth] = given_S[: num_requests * depth].view(num_requests, depth)
+        """Copy `draft_ids_S` [B * D], one request after another, to the first D columns of `draft_tokens`."""
+        self.draft_tokens[:num_requests, :depth] = self.draft_ids_S[: num_requests * depth].view(num_requests, depth)
 
     def _replay_choice(self, num_drafts: int) -> None:
         """`_choose`, as a graph if one is large enough."""
@@ -608,11 +592,11 @@ class PEagleSpeculator(DraftModelSpeculator):
 
     def _choose(self, num_drafts: int) -> None:
         """Run the rest of the last layer for the first `num_drafts` rows that propose drafts. Draft tokens go to
-        `draft_ids_S`, their probabilities to `prob_S`."""
+        `draft_ids_S`."""
         model = self.model
         normed_SH = self.last_layer(self.attended_SA[:num_drafts], self.stream_SH[:num_drafts])
         draft_ids_S = self.draft_ids_S[:num_drafts]
-        best_tokens(model.logits_processor(model.lm_head, normed_SH), draft_ids_S, self.prob_S[:num_drafts])
+        best_tokens(model.logits_processor(model.lm_head, normed_SH), draft_ids_S)
         if model.draft_id_to_target_id is not None:
             draft_ids_S += model.draft_id_to_target_id[draft_ids_S]
 

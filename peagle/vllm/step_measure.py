@@ -19,7 +19,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 
 from peagle.vllm.draft_budget import document_path
 from peagle.vllm.request_args import DEPTH_KEY
-from peagle.vllm.step_notes import update_plan
+from peagle.vllm.step_notes import SchedulerPlan, write_plan
 
 logger = logging.getLogger(__name__)
 
@@ -30,15 +30,13 @@ MAX_STEPS_AHEAD = 2
 """Steps that the host may be ahead of the GPU, as in an engine: the runner's buffers are made for this number."""
 
 
-def write_steps(config: Any, points: list[dict[str, Any]], *, chooses: bool = False) -> None:
-    """Write the document: {"device", "max_draft_tokens", "context_tokens", "points", "chooses"}. chooses: whether the
-    worker can choose a step's drafts (`peagle.vllm.adaptive_verification`)."""
+def write_steps(config: Any, points: list[dict[str, Any]]) -> None:
+    """Write the document: {"device", "max_draft_tokens", "context_tokens", "points"}."""
     document = {
         "device": torch.cuda.get_device_name(),
         "max_draft_tokens": config.num_speculative_tokens,
         "context_tokens": CONTEXT_TOKENS,
         "points": points,
-        "chooses": chooses,
     }
     document_path(config.instance_id).write_text(json.dumps(document), encoding="utf-8")
 
@@ -158,7 +156,7 @@ class _Batch:
             output.scheduled_spec_decode_tokens = {request_id: [-1] * depth for request_id in self._ids}
         output.num_spec_tokens_to_schedule = self._runner.num_speculative_steps
         # Drafts of random tokens are all rejected. The pass is measured with as many rows as if half of them were.
-        update_plan(output, num_drafts_ahead=depth, num_rejected=depth * len(self._ids) // 2)
+        write_plan(output, SchedulerPlan(depth, num_rejected=depth * len(self._ids) // 2))
         self._worker.execute_model(output)
         self._worker.sample_tokens(None)
         self._computed += 1 + depth

@@ -18,27 +18,23 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-import triton
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionCGSupport
-from vllm.v1.worker.gpu.attn_utils import get_attn_cg_support, get_query_lens_mismatch_unsupported_backend
+from vllm.v1.worker.gpu.attn_utils import get_attn_cg_support
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
-from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import AttentionGroup
 
 from peagle.vllm import compat
-from peagle.vllm.adaptive_verification import MAX_DRAFTS, AdaptiveVerification, DraftProbabilities
 from peagle.vllm.device import describe_device
 from peagle.vllm.speculator import PEagleSpeculator, can_renew
 from peagle.vllm.step_measure import measure_steps, write_steps
-from peagle.vllm.step_notes import read_plan, update_result
 from peagle.vllm.verification import CoupledSampler, Verification
 
 if TYPE_CHECKING:
@@ -186,16 +182,11 @@ class RaggedModelRunner(GPUModelRunner):
 class PEagleRunner(RaggedModelRunner):
     """`RaggedModelRunner` with a P-EAGLE speculator, and with graphs for the verification of its drafts."""
 
-    adaptive_verification: Any = None
-    """`selection`, in a step whose drafts it chooses: vLLM's runner then calls it in place of its own manager."""
     verification: Verification | None = None
-    selection: AdaptiveVerification | None = None
-    """Chooses a step's drafts; None where that is not possible (`_make_selection`)."""
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """vLLM's. The target's graphs then write auxiliary hidden states into the drafter's buffer."""
         super().initialize_kv_cache(*args, **kwargs)
-        self.selection = self._make_selection()
         graphs, views = self.cudagraph_manager, self.speculator.aux_views()
         most_rows = max((desc.num_tokens for descs in graphs._capture_descs.values() for desc in descs), default=0)
         if views and most_rows <= len(views[0]):
@@ -209,55 +200,7 @@ class PEagleRunner(RaggedModelRunner):
         if (verification := Verification.create(self)) is not None:
             num_bytes += verification.capture(num_sampled)
         self.verification = None if profile_only else verification
-        if self.selection is not None:
-            self.selection.warm()
         return num_bytes
-
-    def _make_selection(self) -> AdaptiveVerification | None:
-        """None where `compat.chooses` says no, and where attention plans by the host's view of the rows."""
-        if not compat.chooses(self.vllm_config):
-            return None
-        layers = {name for group in self.kv_cache_config.kv_cache_groups for name in group.layer_names}
-        is_usual = (
-            get_query_lens_mismatch_unsupported_backend(self.attn_groups, checked_layer_names=layers) is None
-            and isinstance(self.model_state, RenewedState)
-            and self.cudagraph_manager.varlen_decode
-            and self.max_num_reqs * triton.next_power_of_2(self.num_speculative_steps) <= MAX_DRAFTS
-        )
-        if not is_usual:
-            return None
-        probabilities: DraftProbabilities = self.speculator.probabilities
-        return AdaptiveVerification(
-            probabilities, self.input_buffers.query_start_loc, get_max_chunk_logits(self.vocab_size)
-        )
-
-    def execute_model(self, scheduler_output: "SchedulerOutput", *args: Any, **kwargs: Any) -> Any:
-        num_drafts = read_plan(scheduler_output).draft_budget
-        if num_drafts is None:
-            return super().execute_model(scheduler_output, *args, **kwargs)
-        assert self.selection is not None
-        manager: Any = self.selection
-        self.selection.num_drafts, self.adaptive_verification = num_drafts, manager
-        try:
-            return super().execute_model(scheduler_output, *args, **kwargs)
-        finally:
-            self.adaptive_verification = None
-
-    def sample_tokens(self, grammar_output: Any) -> Any:
-        """vLLM's own. Its output gets a `StepResult`: the drafts of this step that were chosen, and the acceptance
-        counts of the step before, whose copy to the host began behind that step's output."""
-        if self.selection is None:
-            return super().sample_tokens(grammar_output)
-        probabilities = self.selection.probabilities
-        counts, probabilities.counts = probabilities.counts, None
-        output = super().sample_tokens(grammar_output)
-        inner = getattr(output, "model_runner_output", output)
-        if counts is not None and inner is not None:
-            update_result(inner, acceptance_counts=counts)
-        if self.selection.admitted_B is not None:
-            admitted_B, self.selection.admitted_B = self.selection.admitted_B, None
-            update_result(inner, num_admitted=admitted_B)
-        return output
 
     def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
         """vLLM's: the sampled tokens, and the numbers of tokens and of rejected drafts of each request. From a graph,
@@ -319,5 +262,5 @@ class V2Worker(Worker):
         times = super().compile_or_warm_up_model()
         points = measure_steps(self)
         if self.rank == 0:
-            write_steps(self.vllm_config, points, chooses=getattr(self.model_runner, "selection", None) is not None)
+            write_steps(self.vllm_config, points)
         return times

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from peagle.drafter.protocol import TargetShape
-from peagle.drafter.rows import MAX_VOCABULARY, pack, unpack
 from peagle.drafter.shared_memory import ABORTED, REACHED, TIMED_OUT, Ring, Slot, publish_step, wait_for_drafts
 from tests.support.kernel_device import DEVICE, needs_kernel, twin
 
@@ -40,7 +39,7 @@ DRAFTS_BK = torch.tensor([[5, 6, -1], [-1, -1, -1], [9, 9, 9]], dtype=torch.int3
 
 
 class WaitCase:
-    """A wait for the drafts of the first requests; those of probability 0 are token ids."""
+    """A wait for the drafts of the first requests."""
 
     def __init__(
         self, wait: Wait, done: int = 0, abort: int = 0, drafts_BK: Tensor = DRAFTS_BK, num_waiting: int = 2
@@ -51,10 +50,9 @@ class WaitCase:
         self.slot.drafts_BK[:] = drafts_BK.numpy()
         device = "cpu" if wait is plain_wait else DEVICE
         self.out_BK = torch.full((num_waiting, drafts_BK.shape[1]), 77, device=device)
-        self.prob_BK = self.out_BK.float()
 
     def enqueue(self, number: int, timeout_ns: int) -> None:
-        self._wait(self.slot, self.abort_1, number, timeout_ns, self.out_BK, self.prob_BK)
+        self._wait(self.slot, self.abort_1, number, timeout_ns, self.out_BK)
 
     def __call__(self, number: int, timeout_ns: int) -> list[list[int]]:
         """The drafts found."""
@@ -89,20 +87,6 @@ def test_more_drafts_than_are_moved_at_once(wait: Wait) -> None:
     drafts_BK = torch.arange(-1, 4199, dtype=torch.int32).view(600, 7)
     case = WaitCase(wait, done=1, drafts_BK=drafts_BK, num_waiting=500)
     assert case(1, 0) == drafts_BK[:500].clamp(min=0).tolist()
-
-
-@pytest.mark.parametrize("wait", WAITS)
-def test_drafts_come_with_their_probabilities(wait: Wait) -> None:
-    ids_BK = torch.tensor([[5, MAX_VOCABULARY - 1, 0], [7, 8, 9]])
-    drafts_BK = pack(ids_BK, torch.tensor([[0.25, 1.0, 0.0], [0.5, 0.75, 1e-9]]))
-    drafts_BK[0, 2] = -1
-    case = WaitCase(wait, done=1, drafts_BK=drafts_BK)
-    assert case(1, 0) == ids_BK.tolist()
-    assert torch.equal(case.prob_BK.cpu(), unpack(drafts_BK)[1])
-    torch.testing.assert_close(case.prob_BK[:, 0].cpu(), torch.tensor([0.25, 0.5]), rtol=0.0, atol=3e-4)
-    case(2, 0)
-    assert not case.out_BK.any()
-    assert not case.prob_BK.any()
 
 
 def test_sequence_numbers_beyond_32_bits_are_compared_whole() -> None:

@@ -11,7 +11,7 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 
 from peagle.vllm.remote import EngineStep
-from peagle.vllm.step_notes import update_result
+from peagle.vllm.step_notes import write_num_ready
 from peagle.vllm.workers import RemoteCPURunner, RemoteCPUWorker
 
 
@@ -33,7 +33,7 @@ class AsyncRemoteRunner(RemoteCPURunner):
         num_requests = self.input_batch.num_reqs
         drafts_BK = torch.zeros(num_requests, self.num_spec_tokens, dtype=torch.int32)
         if self.remote is not None:
-            drafts_BK = self.remote.wait(self._sent, num_requests)[0].int()
+            drafts_BK = self.remote.wait(self._sent, num_requests).int()
             num_drafts = self.remote.num_drafts(self._sent, num_requests)
             counts = zip(self.input_batch.req_ids, self.step.num_drafts_B, num_drafts, strict=True)
             self.num_drafts = {request_id: count for request_id, depth, count in counts if depth}
@@ -47,7 +47,7 @@ class AsyncRemoteRunner(RemoteCPURunner):
         output: Any = super().sample_tokens(grammar_output)
         inner = getattr(output, "_model_runner_output", output)
         if self.remote is not None and (request_ids := getattr(inner, "req_ids", None)) is not None:
-            update_result(inner, num_ready=[before.get(request_id, -1) for request_id in request_ids])
+            write_num_ready(inner, [before.get(request_id, -1) for request_id in request_ids])
         return output
 
 

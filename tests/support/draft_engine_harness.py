@@ -24,7 +24,7 @@ from peagle.drafter.parallel_pass import ParallelPass, PassLimits
 from peagle.drafter.protocol import Int32Array, Step, StepDescriptor, TargetShape, check_sizes, check_step
 from peagle.model import Drafter
 from tests.support.head_factory import TARGET, random_drafter
-from tests.support.pass_requests import ints, token_ids
+from tests.support.pass_requests import ints
 
 CONFIG = DrafterConfig.for_target(TARGET, num_layers=2, ptd_token_id=99, num_depths=5)
 BLOCK = 4
@@ -169,7 +169,7 @@ def check_answer(engine: DraftEngine, session: int, work: Mapping[int, Rows], an
     """Every request got the drafts of the rows that the engine says it holds. Returns how many got none."""
     num_refused = 0
     assert answer_BK.shape == (len(work), engine.max_draft_tokens)
-    for (slot, rows), drafts_K in zip(work.items(), token_ids(answer_BK).tolist(), strict=True):
+    for (slot, rows), drafts_K in zip(work.items(), answer_BK.tolist(), strict=True):
         end, cached = rows.start + rows.num_valid, cached_range(engine, session, slot)
         if cached is None:
             assert drafts_K == [-1] * engine.max_draft_tokens

@@ -14,7 +14,7 @@ from peagle.config import DrafterConfig, Llama3Rope
 from peagle.draft import DraftSession
 from peagle.drafter.parallel_pass import ParallelPass, PassLimits, row_addresses
 from peagle.drafter.protocol import NO_DRAFT, Int32Array
-from peagle.drafter.rows import MAX_VOCABULARY, PassBatch
+from peagle.drafter.rows import PassBatch
 from peagle.drafter.serving import input_projection
 from peagle.model import Drafter
 from tests.unit.peagle.test_draft import CONFIG
@@ -122,14 +122,9 @@ class Requests:
 
 
 def run(parallel_pass: ParallelPass, batch: PassBatch[np.ndarray[Any, Any]]) -> Int32Array:
-    """Drafts [B, MAX_DEPTH] as they travel."""
+    """Drafts [B, MAX_DEPTH]."""
     drafts_BD = parallel_pass.launch(batch)()
     return np.pad(drafts_BD, ((0, 0), (0, MAX_DEPTH - drafts_BD.shape[1])), constant_values=NO_DRAFT)
-
-
-def token_ids(drafts: Int32Array) -> Int32Array:
-    """Token ids of drafts as they travel; `NO_DRAFT` stays."""
-    return np.where(drafts < 0, NO_DRAFT, drafts & MAX_VOCABULARY - 1).astype(np.int32)
 
 
 #: Batches of three requests: prompts of one and of two chunks, other depths and orders, and steps back.

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
@@ -19,17 +18,15 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from cluster.step_allocation import PROBABILITY_LEVELS
 from peagle.vllm.draft_budget import document_path
 from peagle.vllm.engine import engine_kwargs
 from peagle.vllm.request_args import DEPTH_KEY, SURVIVAL_KEY
 from peagle.vllm.scheduler import PerRequestDepthAsyncScheduler, PerRequestDepthScheduler
-from peagle.vllm.step_notes import STEPS_HEADER, SchedulerPlan, read_plan, update_result
+from peagle.vllm.step_notes import STEPS_HEADER, SchedulerPlan, read_plan, write_num_ready
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 1000
 TOKEN = 5
 """The token of all prompts, drafts and answers."""
-SURVIVAL = [0.5, 0.3, 0.2, 0.1, 0.1, 0.1, 0.1]
 ANY_TEXT: Any = SimpleNamespace(
     accept_tokens=lambda *_: True, validate_tokens=lambda tokens: tokens, is_terminated=lambda: False
 )
@@ -86,9 +83,9 @@ class SchedulerRun:
         return Step(output, rows, {name: len(drafts.get(name, ())) for name in rows})
 
     def finish(
-        self, step: Step, accepted: Mapping[str, int] | None = None, **result: Any
+        self, step: Step, accepted: Mapping[str, int] | None = None, num_ready: list[int] | None = None
     ) -> dict[str, EngineCoreOutput]:
-        """Hand in the step's result: accepted drafts of each request, at most those planned, and `StepResult`'s fields.
+        """Hand in the step's result: accepted drafts of each request, at most those planned, and those that were ready.
 
         Returns:
             The outputs that go out, by request.
@@ -100,8 +97,8 @@ class SchedulerRun:
             num_accepted = min((accepted or {}).get(name, 0), step.drafts[name])
             sampled.append([] if is_chunk else [TOKEN] * (1 + num_accepted))
         runner_output = ModelRunnerOutput(names, {name: n for n, name in enumerate(names)}, sampled)
-        if result:
-            update_result(runner_output, **result)
+        if num_ready is not None:
+            write_num_ready(runner_output, num_ready)
         found = self.scheduler.update_from_output(step.output, runner_output)
         if not self._is_async:
             k_max = self.scheduler.num_spec_tokens
@@ -111,23 +108,11 @@ class SchedulerRun:
                 self.stats.append(client.scheduler_stats.spec_decoding_stats)
         return {output.request_id: output for client in found.values() for output in client.outputs}
 
-    def step(self, accepted: Mapping[str, int] | None = None, **result: Any) -> Step:
+    def step(self, accepted: Mapping[str, int] | None = None, num_ready: list[int] | None = None) -> Step:
         """A whole step."""
         found = self.schedule()
-        self.finish(found, accepted, **result)
+        self.finish(found, accepted, num_ready)
         return found
-
-
-def decode(run: SchedulerRun, sure_share: float, *names: str) -> None:
-    """Bring requests to decoding, of whose drafts so many a request are nearly sure, and the others hopeless."""
-    run.add("before")
-    counts = [round(10 * sure_share) if level <= 0.95 else 0 for level in PROBABILITY_LEVELS]
-    for _ in range(2):
-        run.step(acceptance_counts=(np.array(counts), 10))
-    run.abort("before")
-    for name in names:
-        run.add(name, survival=SURVIVAL)
-    run.step()
 
 
 def steps_of(output: EngineCoreOutput) -> str:
@@ -144,14 +129,14 @@ def scheduler_config(target_dir: Path, head_dir: Path, k_max: int) -> Any:
 
 @contextmanager
 def measured_at_start(config: Any) -> Iterator[None]:
-    """As if the engine had measured steps of 10 ms and 0.1 ms a row, and its worker could choose drafts."""
+    """As if the engine had measured steps of 10 ms and 0.1 ms a row."""
     points = [
         {"num_requests": size, "num_tokens": size * (1 + k), "step_s": 0.01 + 1e-4 * size * (1 + k)}
         for size in (1, 2, 4, 8, 16, 32)
         for k in (0, 1, 3, 7)
     ]
     path = document_path(config.instance_id)
-    path.write_text(json.dumps({"points": points, "context_tokens": 100, "chooses": True}))
+    path.write_text(json.dumps({"points": points, "context_tokens": 100}))
     try:
         yield
     finally:

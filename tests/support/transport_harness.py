@@ -179,7 +179,7 @@ class Target:
                 self.homes[slot] = link.drafter.address
         for link, slots in sent:
             out_MK = torch.full((len(slots), MAX_DEPTH), 77, dtype=torch.int64, device=self.pool.device)
-            link.wait(out_MK, out_MK.float())
+            link.wait(out_MK)
             has_drafts_M = link.has_drafts(np.array(slots, np.int32))
             for slot, drafts_K, has_drafts in zip(slots, out_MK.tolist(), has_drafts_M, strict=True):
                 if link.state == "up":

@@ -77,7 +77,7 @@ HELLO = Hello("target", SHAPE, CONFIG.aux_layer_ids, {0: "digest0"}, "another ho
 @pytest.mark.parametrize(
     ("frames", "reason"),
     [
-        ([b"hello"], "it speaks b'hello', this side b'peagle/7': run the same release"),
+        ([b"hello"], "it speaks b'hello', this side b'peagle/8': run the same release"),
         ([PROTOCOL], "it speaks"),
         ([PROTOCOL, b"\xff" * 50], "a message that does not fit"),
         ([PROTOCOL, msgspec.msgpack.encode({"type": "Hello"})], "missing required field `name`"),

@@ -15,7 +15,7 @@ from peagle.drafter.serving import DrafterLimits, load_runtime_head, load_served
 from peagle.heads import prepare_head, shipped_heads
 from peagle.train.target import Target
 from tests.support.head_factory import CONFIG, REDUCED, head_tensors, reconfigure
-from tests.support.pass_requests import Requests, Step, run, token_ids
+from tests.support.pass_requests import Requests, Step, run
 from tests.unit.peagle.test_draft_vocabulary import make_target
 
 
@@ -55,9 +55,7 @@ def test_the_shipped_head_drafts_as_its_session(target_dir: Path) -> None:
     requests.tokens = torch.cat([tokens_BN[:, 1:], tokens_BN[:, :1]], dim=1)
     parallel_pass = requests.new_pass()
     for steps in ([Step(0, 0, 30, 5), Step(1, 0, 11, 0)], [Step(0, 30, 2, 3), Step(1, 11, 4, 5)], [Step(0, 31, 1, 5)]):
-        assert token_ids(run(parallel_pass, requests.batch(steps))).tolist() == [
-            requests.expected(step) for step in steps
-        ]
+        assert run(parallel_pass, requests.batch(steps)).tolist() == [requests.expected(step) for step in steps]
 
 
 def test_a_cache_that_holds_no_request_is_named(head_dir: Path, target_dir: Path) -> None:

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from peagle.config import DrafterConfig, HeadError
+from peagle.config import DrafterConfig
 from peagle.drafter.graphs import graph_keys
-from peagle.drafter.parallel_pass import PassLimits, check_parallel
-from peagle.drafter.rows import unpack
+from peagle.drafter.parallel_pass import PassLimits
 from peagle.model import Drafter
 from tests.support.head_factory import random_drafter
-from tests.support.pass_requests import MAX_DEPTH, STEPS, SWITCHES, Requests, Step, run, token_ids
+from tests.support.pass_requests import MAX_DEPTH, STEPS, SWITCHES, Requests, Step, run
 from tests.unit.peagle.test_draft import CONFIG
 
 LIMITS = PassLimits(
@@ -39,35 +38,22 @@ def test_drafts_equal_the_sessions(name: str) -> None:
     for steps in STEPS:
         found = run(parallel_pass, requests.batch(steps))
         assert found.dtype == np.int32
-        assert token_ids(found).tolist() == [requests.expected(step) for step in steps]
-
-
-def test_drafts_come_with_the_chances_that_the_session_gives_them() -> None:
-    requests, step = Requests(random_drafter(CONFIG), 1), Step(0, 0, 9, 5)
-    found = run(requests.new_pass(), requests.batch([step]))
-    expected_K = requests.sessions[0].propose(*requests.rows(step), step.depth).logits_KV.softmax(-1).amax(-1)
-    torch.testing.assert_close(unpack(torch.from_numpy(found))[1][0].double(), expected_K, rtol=0.0, atol=3e-4)
+        assert found.tolist() == [requests.expected(step) for step in steps]
 
 
 def test_a_request_without_rows_gets_no_drafts() -> None:
     requests = Requests(random_drafter(CONFIG), 2)
     steps = [Step(0, 0, 0, 5), Step(1, 0, 6, 2)]
     found = run(requests.new_pass(), requests.batch(steps))
-    assert token_ids(found).tolist() == [[-1] * MAX_DEPTH, requests.expected(steps[1])]
+    assert found.tolist() == [[-1] * MAX_DEPTH, requests.expected(steps[1])]
 
 
 def test_in_float32_drafts_are_the_sessions_and_in_bfloat16_tokens_of_the_target() -> None:
     requests, step = Requests(random_drafter(CONFIG).float(), 1), Step(0, 0, 9, 5)
     found = run(requests.new_pass(), requests.batch([step]))
-    assert token_ids(found).tolist() == [requests.expected(step)]
-    low = token_ids(run(requests.new_pass(dtype=torch.bfloat16), requests.batch([step], dtype=torch.bfloat16)))
+    assert found.tolist() == [requests.expected(step)]
+    low = run(requests.new_pass(dtype=torch.bfloat16), requests.batch([step], dtype=torch.bfloat16))
     assert ((low >= 0) & (low < CONFIG.vocab_size)).all()
-
-
-def test_a_head_of_a_target_with_more_tokens_than_a_draft_can_name_is_refused() -> None:
-    check_parallel(dataclasses.replace(CONFIG, vocab_size=1 << 20), "head a")
-    with pytest.raises(HeadError, match="head a drafts for a target of 1048577 tokens, .* name at most 1048576"):
-        check_parallel(dataclasses.replace(CONFIG, vocab_size=(1 << 20) + 1), "head a")
 
 
 def test_graphs_hold_every_batch_and_pad_drafting_ones_little() -> None:

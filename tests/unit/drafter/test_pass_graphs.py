@@ -12,7 +12,7 @@ from triton import knobs
 
 from peagle.drafter.graphs import GraphKey, empty_inputs, move
 from tests.support.head_factory import CONFIG, random_drafter
-from tests.support.pass_requests import MAX_DEPTH, STEPS, SWITCHES, Requests, Step, run, token_ids
+from tests.support.pass_requests import MAX_DEPTH, STEPS, SWITCHES, Requests, Step, run
 
 FEW = list(itertools.product((8, 16, 32), (2, 3), (1, MAX_DEPTH)))
 
@@ -30,7 +30,7 @@ def test_drafts_equal_the_sessions(name: str, keys: list[GraphKey] | None) -> No
     assert (parallel_pass.warm_up() > 0) == (keys != [])
     for steps in STEPS:
         expected = [requests.expected(step) for step in steps]
-        assert token_ids(run(parallel_pass, requests.batch(steps))).tolist() == expected
+        assert run(parallel_pass, requests.batch(steps)).tolist() == expected
 
 
 @pytest.mark.gpu
@@ -41,7 +41,7 @@ def test_padded_requests_and_rows_touch_nothing() -> None:
     assert parallel_pass.warm_up() == 1
     for steps in STEPS:
         for step in steps:
-            assert token_ids(run(parallel_pass, requests.batch([step]))).tolist() == [requests.expected(step)]
+            assert run(parallel_pass, requests.batch([step])).tolist() == [requests.expected(step)]
 
 
 @pytest.mark.gpu
@@ -55,7 +55,7 @@ def test_launches_may_overtake_their_answers() -> None:
     pending = [parallel_pass.launch(batch) for batch in pinned]
     expected = [requests.expected(step)[: step.depth] for step in steps]  # in the order of the passes
     # An answer is as wide as its graph, and padded.
-    found = [token_ids(drafts())[0].tolist() for drafts in reversed(pending)][::-1]
+    found = [drafts()[0].tolist() for drafts in reversed(pending)][::-1]
     assert [drafts[: step.depth] for step, drafts in zip(steps, found, strict=True)] == expected
 
 
@@ -84,7 +84,7 @@ def test_in_bfloat16_most_drafts_are_those_of_float32() -> None:
     found, expected = [], []
     for steps in STEPS:
         expected += [requests.expected(step) for step in steps]
-        found += token_ids(run(parallel_pass, requests.batch(steps))).tolist()
+        found += run(parallel_pass, requests.batch(steps)).tolist()
     same = np.array(found) == np.array(expected)
     assert same[np.array(expected) >= 0].mean() > 0.7
 
@@ -105,5 +105,5 @@ def test_a_batch_at_the_places_of_the_largest_drafts_as_it_does(num_padding: int
         move(batch, inputs)
         padded = inputs.first_requests(len(steps) + num_padding)
         found_BK = parallel_pass.compute(padded, batch.num_rows + 5, MAX_DEPTH)
-        assert token_ids(found_BK[: len(steps)].cpu().numpy()).tolist() == expected
+        assert found_BK[: len(steps)].cpu().numpy().tolist() == expected
         assert (found_BK[len(steps) :] == -1).all(), "a request that pads the batch drafted"

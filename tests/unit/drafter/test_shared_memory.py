@@ -125,10 +125,7 @@ class StreamTarget(Target):
         ((link, members_M),) = self.pool.assign(slots_B, np.zeros_like(slots_B), new)
         assert self._send(link, members_M.tolist(), num_rows, SERVED_SHAPE.max_draft_tokens, 0, new)
         drafts_MK = torch.full((len(self.tokens), SERVED_SHAPE.max_draft_tokens), 77, device=self.pool.device)
-        link.wait(drafts_MK, prob_MK := drafts_MK.float())
-        if drafts_MK.is_cpu:  # where they are there: of a random head each has some
-            assert prob_MK.gt(0).all()
-            assert prob_MK.lt(1).all()
+        link.wait(drafts_MK)
         self.ends = [end + num_rows for end in self.ends]
         return drafts_MK, [self.expected(slot) for slot in range(len(self.tokens))]
 

@@ -1,17 +1,14 @@
 """The scheduler's draft budget by load: never above K, least where least is lost, and what it learns from steps."""
 
 import logging
-import random
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from cluster.step_allocation import PROBABILITY_LEVELS
 from cluster.step_latency import StepLatency, StepLatencyModel, TimedStep
 from peagle.vllm.draft_budget import (
-    CHOICE_INTERVAL_STEPS,
     MIN_DRAFTED,
     REPORT_INTERVAL_S,
     STEPS_PER_LATENCY,
@@ -22,7 +19,7 @@ from peagle.vllm.draft_budget import (
     timed_step,
 )
 from peagle.vllm.request_args import SURVIVAL_KEY, WORKLOAD_KEY
-from peagle.vllm.step_notes import update_plan
+from peagle.vllm.step_notes import SchedulerPlan, write_plan
 from tests.unit.cluster.test_step_latency import cpu, dear_drafter
 
 K_MAX = 5
@@ -151,8 +148,8 @@ def test_a_step_says_what_decoded_and_what_was_prompt() -> None:
 
 def test_a_step_pays_the_pass_that_makes_the_drafts_of_the_next() -> None:
     last, first = scheduled({"a": 4}, {"a": 3}), scheduled({"a": 1}, {})
-    update_plan(last, num_drafts_ahead=0)
-    update_plan(first, num_drafts_ahead=K_MAX)
+    write_plan(last, SchedulerPlan(0))
+    write_plan(first, SchedulerPlan(K_MAX))
     assert timed_step(0.5, last) == TimedStep(0.5, 1, 4, 0, False)
     assert timed_step(0.5, first) == TimedStep(0.5, 1, 1, 0, True)
 
@@ -231,8 +228,8 @@ def test_the_start_document_is_read_and_one_without_points_left_out(caplog: pyte
     assert make_draft_budget(config, 0) is None
     try:
         for text, has_points in (
-            ('{"points": [{"num_requests": 1, "num_tokens": 8, "step_s": 0.01}], "chooses": false}', True),
-            ('{"points": [], "chooses": false}', False),
+            ('{"points": [{"num_requests": 1, "num_tokens": 8, "step_s": 0.01}]}', True),
+            ('{"points": []}', False),
         ):
             path.write_text(text)
             found = make_draft_budget(config, K_MAX)
@@ -242,30 +239,3 @@ def test_the_start_document_is_read_and_one_without_points_left_out(caplog: pyte
     finally:
         path.unlink()
     assert make_draft_budget(config, K_MAX) is not None
-
-
-SPREAD = [0.8, 0.64, 0.5, 0.4, 0.3]
-AT_PROBABILITY = {0.95: 1.9, 0.5: 1.4, 0.1: 1.4}
-"""Drafts of a request by cumulative probability; their sum is that of `SPREAD`."""
-
-
-def test_drafts_are_chosen_where_that_brings_more() -> None:
-    """It brings 18 % of a step of 14 ms."""
-    num_steps = 1000
-    found, rng, chosen = draft_budget(base_s=0.005, per_token_s=0.0001), random.Random(0), []
-    found.chooses = True
-    batch = [request(SPREAD) for _ in range(32)]
-    for _ in range(num_steps):
-        depths = found.depths(batch, [5] * 32)
-        num_chosen = found.num_chosen
-        num_tokens = 32 + (sum(depths) if num_chosen is None else num_chosen)
-        chosen.append(num_chosen is not None)
-        seconds = (0.005 + 0.0001 * num_tokens) * rng.uniform(0.95, 1.05)
-        found.model.observe(TimedStep(seconds, 32, num_tokens))
-        if chosen[-1] or found.counts_levels:
-            counts = [
-                32 * sum(num for cumulative, num in AT_PROBABILITY.items() if cumulative >= level)
-                for level in PROBABILITY_LEVELS
-            ]
-            found.record_level_counts([int(count) for count in counts], 32)
-    assert sum(chosen[num_steps // 2 :]) > (1 - 2 / CHOICE_INTERVAL_STEPS) * (num_steps - num_steps // 2)

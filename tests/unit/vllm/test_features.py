@@ -14,7 +14,7 @@ from peagle.vllm import compat
 from peagle.vllm.engine import REMOTE_KEY
 from peagle.vllm.v2_worker import PEagleRunner, RaggedModelRunner, StepGraphs, runner_class
 from tests.support.graph_config import graph_config, outside_an_engine
-from tests.support.scheduler_run import SURVIVAL, SchedulerRun, decode, measured_at_start, scheduler_config
+from tests.support.scheduler_run import SchedulerRun, scheduler_config
 
 K_MAX = 7
 ENGINES: dict[str, dict[str, Any]] = {
@@ -81,7 +81,6 @@ def test_an_engine_does_what_its_row_says(feature: str) -> None:
     dispatched = graphs.dispatch(3, 6, None, int(bool(config.lora_config)), max_query_len=1 + K_MAX)
     found = {
         "drafts": runner_class(config, is_last_stage=True) is PEagleRunner,
-        "best drafts": compat.chooses(config),
         "graphs of decoding": dispatched.cg_mode == CUDAGraphMode.FULL,
         "graphs of prompts": compat.replays_prompts(config),
         "graph of verification": compat.captures_verification(config),
@@ -92,48 +91,39 @@ def test_an_engine_does_what_its_row_says(feature: str) -> None:
 @pytest.mark.parametrize("feature", REQUESTS)
 def test_a_request_gets_what_its_row_says(feature: str, target_dir: Path, head_dir: Path, environment: None) -> None:
     """test_kernels_verification has the graphs."""
-    config = scheduler_config(target_dir, head_dir, K_MAX)
-    with measured_at_start(config):
-        run = SchedulerRun(config, is_async=True)
-    decode(run, 2.5, "plain", "plain too")
-    run.add("other", survival=SURVIVAL, **REQUESTS[feature])
+    run = SchedulerRun(scheduler_config(target_dir, head_dir, K_MAX), is_async=True)
+    run.add("plain")
+    run.add("other", **REQUESTS[feature])
     run.step()
     steps = [run.step() for _ in range(3)]
     assert (TABLE[feature]["drafts"] == "yes") == all(step.drafts["other"] > 0 for step in steps)
-    is_chosen = all(step.plan.draft_budget is not None for step in steps)
-    assert is_chosen == (TABLE[feature]["best drafts"] == "yes")
 
 
 @pytest.mark.parametrize(
-    ("change", "chooses", "replays"),
+    ("change", "replays"),
     [
-        ({"additional_config": {REMOTE_KEY: {}}}, True, True),
-        ({"additional_config": {compat.CHOICE_KEY: False}}, False, True),
-        ({"additional_config": {compat.PROMPT_GRAPHS_KEY: False}}, True, False),
-        ({"rejection_sample_method": "synthetic"}, False, True),
-        ({"speculative_config": None}, False, True),
-        ({"kv_transfer_config": object()}, True, False),
-        ({"data_parallel_size": 2, "world_size_across_dp": 2}, False, False),
-        ({"decode_context_parallel_size": 2}, True, False),
-        ({"prefill_context_parallel_size": 2}, True, False),
-        ({"is_multimodal_model": True}, True, False),
-        ({"is_encoder_decoder": True}, True, False),
-        ({"use_mla": True}, True, False),
-        ({"rswa_window": 128}, True, False),
+        ({"additional_config": {REMOTE_KEY: {}}}, True),
+        ({"additional_config": {compat.PROMPT_GRAPHS_KEY: False}}, False),
+        ({"rejection_sample_method": "synthetic"}, True),
+        ({"speculative_config": None}, True),
+        ({"kv_transfer_config": object()}, False),
+        ({"data_parallel_size": 2, "world_size_across_dp": 2}, False),
+        ({"decode_context_parallel_size": 2}, False),
+        ({"prefill_context_parallel_size": 2}, False),
+        ({"is_multimodal_model": True}, False),
+        ({"is_encoder_decoder": True}, False),
+        ({"use_mla": True}, False),
+        ({"rswa_window": 128}, False),
     ],
 )
-def test_other_settings(change: dict[str, Any], chooses: bool, replays: bool) -> None:
-    config = engine(**change)
-    assert (compat.chooses(config), compat.replays_prompts(config)) == (chooses, replays)
+def test_other_settings(change: dict[str, Any], replays: bool) -> None:
+    assert compat.replays_prompts(engine(**change)) == replays
 
 
-@pytest.mark.parametrize("key", [compat.PROMPT_GRAPHS_KEY, compat.CHOICE_KEY])
 @pytest.mark.parametrize("wrong", ["yes", 1, None])
-def test_a_wrong_setting_is_refused(key: str, wrong: object) -> None:
-    with pytest.raises(ValueError, match=key):
-        (compat.replays_prompts if key == compat.PROMPT_GRAPHS_KEY else compat.chooses)(
-            engine(additional_config={key: wrong})
-        )
+def test_a_wrong_setting_is_refused(wrong: object) -> None:
+    with pytest.raises(ValueError, match=compat.PROMPT_GRAPHS_KEY):
+        compat.replays_prompts(engine(additional_config={compat.PROMPT_GRAPHS_KEY: wrong}))
 
 
 def test_runners_by_head_and_pipeline_stage() -> None:

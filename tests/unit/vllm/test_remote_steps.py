@@ -42,7 +42,7 @@ class OneDrafter:
         return True
 
 
-def send(members: list[int], num_sent: list[int], sources_R: Tensor | None = None, num_heads: int = 1) -> OneDrafter:
+def send(members: list[int], num_sent: list[int], num_heads: int = 1) -> OneDrafter:
     """A step of four requests of 3, 1, 4 and 2 rows, of which `NUM_VALID` stay; their heads go round."""
     pool, ends = OneDrafter(members), np.cumsum(NUM_ROWS).astype(np.int32)
     step = EngineStep(
@@ -57,8 +57,7 @@ def send(members: list[int], num_sent: list[int], sources_R: Tensor | None = Non
         start_B=torch.arange(4, dtype=torch.int32),
         num_valid_B=torch.tensor(NUM_VALID, dtype=torch.int32),
         next_tokens_R=torch.arange(10, dtype=torch.int32),
-        aux=AUX if sources_R is None else [layer[:6] for layer in AUX],
-        sources_R=sources_R,
+        aux=AUX,
     )
     assert StepSender(pool, TargetShape(5, "float32", 3, 8, 16, 100), CPU).send(step) == [], "nobody wants drafts"
     return pool
@@ -90,18 +89,6 @@ def test_a_whole_step_travels_as_it_stands() -> None:
     assert found.descriptor.row_offset_B.tolist() == [0, 3, 4, 8]
     assert found.tokens_R.tolist() == list(range(10))
     torch.testing.assert_close(found.hidden_RH, PROJECTIONS[0].project(torch.cat(AUX, dim=-1)))
-
-
-@pytest.mark.parametrize("members", [[0, 1, 2, 3], [3, 1]])
-def test_rows_of_chosen_steps_come_from_where_the_gpu_put_them(members: list[int]) -> None:
-    """Of 3, 1, 4 and 2 places, where the target has 2, 1, 1 and 2 rows: what is in the others means nothing."""
-    sources_R = torch.tensor([0, 1, -1, 2, 3, -1, -1, -1, 4, 5], dtype=torch.int32)
-    found = send(members, NUM_ROWS, sources_R)
-    places = [np.arange(sum(NUM_ROWS[:request]), sum(NUM_ROWS[: request + 1])) for request in members]
-    wanted_R = sources_R[np.concatenate(places)].long()
-    assert found.descriptor.row_offset_B.tolist() == [sum(map(len, places[:index])) for index in range(len(members))]
-    expected_NH = PROJECTIONS[0].project(torch.cat([layer[:6] for layer in AUX], dim=-1))
-    torch.testing.assert_close(found.hidden_RH[wanted_R >= 0], expected_NH[wanted_R[wanted_R >= 0]])
 
 
 @pytest.mark.parametrize("head", [2**31, 2**62, -(2**40)])

@@ -264,21 +264,6 @@ def test_accepted_drafts_behind_a_stop_string_are_neither_counted_nor_learned_fr
     assert answers == [("default", "web", [1], tokens[:stop_place])]
 
 
-def test_steps_whose_drafts_were_chosen_are_a_request_s_and_say_nothing_of_survival(
-    processor: OutputProcessor, recorder: DraftingRecorder
-) -> None:
-    processor.add_request(make_request("a", "a", **{WORKLOAD_KEY: "code"}), None)
-    output = last_output("a", [(7, 2), (5, 5, True), (1, 0, True)])
-    output.finish_reason = None
-    processor.process_outputs([output])
-    assert recorder.workloads()["code"].counts == counts_of([(7, 2)])
-    processor.process_outputs([last_output("a", [(3, 3, True)])])
-    assert recorder.workloads()["code"].counts == counts_of([(7, 2)])
-    record = recorder.pop("a")
-    assert record is not None
-    assert record.counts == counts_of([(7, 2), (5, 5), (1, 0), (3, 3)])
-
-
 def test_bounds_of_the_recorder(processor: OutputProcessor) -> None:
     recorder = DraftingRecorder(max_records=2, max_workloads=2)
     recorder.attach(SimpleNamespace(output_processor=processor))
