@@ -33,7 +33,7 @@ def chances(drafter: Drafter, target: Target, data: Conversations, walked: list[
     for indices, batch in sequences(data, walked):
         batch = batch.to(target.device)
         aux_BNX, _ = target.states(batch.tokens_BN, batch.position_BN, drafter.config.aux_layer_ids, eager=True)
-        attend = ChainAttention(batch.document_BN, drafter.config.sliding_window)
+        attend = ChainAttention(batch.document_BN)
         embeds_BMH, hidden_BMH = row_inputs(drafter, next_tokens(batch.tokens_BN), aux_BNX, 1)
         embeds_BRH, hidden_BRH = embeds_BMH[:, :-1], hidden_BMH[:, :-1]
         is_answer_N = batch.answer_BN[0].roll(-1)

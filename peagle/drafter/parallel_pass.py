@@ -123,7 +123,7 @@ class ParallelPass:
             values.flatten(0, 1)[rows.slots_N] = v_1GND[0].transpose(0, 1)
             out_NAD = paged_attention(
                 q_1AND[0].transpose(0, 1), keys, values, inputs.block_table_BN, rows.first_row_B1, inputs.start_B,
-                rows.context_B, scale=config.head_dim**-0.5, sliding_window=config.sliding_window,
+                rows.context_B, scale=config.head_dim**-0.5,
             )  # fmt: skip
             return out_NAD.transpose(0, 1)[None]
 
