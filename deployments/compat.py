@@ -190,8 +190,6 @@ def engine_class(on_cpu: bool, launch_front_ends: Callable[[Any, Namespace], tup
                 if config.parallel_config.world_size == 1:
                     # The class, because the name "uni" is not taken on a CPU.
                     config.parallel_config.distributed_executor_backend = UniProcExecutor if on_cpu else "mp"
-                # vLLM's server reads a record; a setting gives a mapping.
-                arguments.structured_outputs_config = config.structured_outputs_config
                 front: Any = self.llm_config.get_engine_config()
                 given = vars(FrontendArgs(**front.frontend_kwargs)) | vars(arguments)
                 stack.enter_context(clients.started_for(*launch_front_ends(config, Namespace(**given))))

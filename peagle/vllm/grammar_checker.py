@@ -83,10 +83,7 @@ class GrammarChecker:
 
     def __init__(self, config: Any, limits: GrammarLimits) -> None:
         self.limits = limits
-        structured = config.structured_outputs_config
-        if structured.backend == "auto":  # by grammar, but the engine has only one: that of its first grammar
-            structured = dataclasses.replace(structured, backend="xgrammar")
-        self._setup = config.model_config, structured
+        self._setup = config.model_config, config.structured_outputs_config
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._places = asyncio.Semaphore(NUM_CHILDREN)
@@ -208,30 +205,39 @@ class _Compilers:
     def __init__(self, model_config: Any, structured_outputs_config: Any) -> None:
         from vllm.tokenizers import cached_tokenizer_from_config
         from vllm.v1.structured_output import StructuredOutputManager
+        from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 
         self._model_config, self._config = model_config, structured_outputs_config
         self._tokenizer = cached_tokenizer_from_config(model_config=model_config)
-        # The engine's manager makes its backend with the first grammar.
-        manager: Any = SimpleNamespace(
-            backend=None,
-            tokenizer=self._tokenizer,
-            executor=SimpleNamespace(submit=lambda *_: None),
-            vllm_config=SimpleNamespace(
-                model_config=model_config,
-                structured_outputs_config=structured_outputs_config,
-                speculative_config=None,
-            ),
-            _use_async_grammar_compilation=True,
-            _create_grammar=None,
-        )
-        first: Any = SimpleNamespace(
-            structured_output_request=SimpleNamespace(grammar=None),
-            sampling_params=SimpleNamespace(
-                structured_outputs=SimpleNamespace(_backend=structured_outputs_config.backend)
-            ),
-        )
-        StructuredOutputManager.grammar_init(manager, first)
-        self._backend: Any = manager.backend
+        self._manager_class = StructuredOutputManager
+        self._backends: dict[str, Any] = {}
+        backend = structured_outputs_config.backend
+        self._find_backend("xgrammar" if backend == "auto" else backend)
+        if backend == "auto" and GuidanceBackend.is_tokenizer_supported(self._tokenizer):
+            self._find_backend("guidance")
+
+    def _find_backend(self, name: str) -> Any:
+        """The backend, made by the code of the engine's manager."""
+        if name not in self._backends:
+            manager: Any = SimpleNamespace(
+                backend=None,
+                tokenizer=self._tokenizer,
+                executor=SimpleNamespace(submit=lambda *_: None),
+                vllm_config=SimpleNamespace(
+                    model_config=self._model_config,
+                    structured_outputs_config=self._config,
+                    speculative_config=None,
+                ),
+                _use_async_grammar_compilation=True,
+                _create_grammar=None,
+            )
+            asked = SimpleNamespace(
+                structured_output_request=SimpleNamespace(grammar=None),
+                sampling_params=SimpleNamespace(structured_outputs=SimpleNamespace(_backend=name)),
+            )
+            self._manager_class.grammar_init(manager, asked)  # type: ignore[arg-type]
+            self._backends[name] = manager.backend
+        return self._backends[name]
 
     def compile(self, fields: dict[str, Any]) -> dict[str, Any]:
         """`GrammarChecker._compile`'s answer."""
@@ -240,15 +246,16 @@ class _Compilers:
         structured = StructuredOutputsParams(**fields)
         params = SamplingParams(structured_outputs=structured)
         params.verify(self._model_config, None, self._config, self._tokenizer)
-        grammar = self._backend.compile_grammar(*get_structured_output_key(structured))
-        if not self._write_text(grammar):
+        backend = self._find_backend(str(structured._backend))
+        grammar = backend.compile_grammar(*get_structured_output_key(structured))
+        if not self._write_text(backend, grammar):
             return {"error": "the grammar allows no text"}
         changed = {name: getattr(structured, name) for name in _FIELDS if getattr(structured, name) != fields.get(name)}
-        return {**changed, "_backend": structured._backend}
+        return {**changed, "_backend": structured._backend, "_backend_was_auto": structured._backend_was_auto}
 
-    def _write_text(self, grammar: Any) -> int:
+    def _write_text(self, backend: Any, grammar: Any) -> int:
         """Draw up to `NUM_TOKENS` tokens, each of those that the grammar allows there. Returns how many there were."""
-        mask, draw = self._backend.allocate_token_bitmask(1), np.random.default_rng(0)
+        mask, draw = backend.allocate_token_bitmask(1), np.random.default_rng(0)
         for num_tokens in range(NUM_TOKENS):
             grammar.fill_bitmask(mask, 0)
             allowed = np.flatnonzero(np.unpackbits(mask.numpy().view(np.uint8), bitorder="little"))

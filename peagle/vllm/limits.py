@@ -2,13 +2,14 @@
 
 `guard` changes the engine's client, through which every request goes, over HTTP or by a handle. A bad request gets a
 `VLLMValidationError` (400) that names the field. `peagle.vllm.grammar_checker` checks a grammar before vLLM's input
-processor and the engine get it.
+processor and the engine get it. In the engine's process `use_own_backends` compiles it with the checked backend.
 
 Requests with min_p or logit_bias, which vLLM refuses beside speculation, run with K = 0. logprob_token_ids are refused
 beside drafts: vLLM returns them in one table for the whole batch, and drafts' log probabilities in one of another size.
 """
 
 import copy
+import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
@@ -20,6 +21,7 @@ from vllm.renderers import BaseRenderer
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu.sample.logit_bias import (
     MAX_NUM_ALLOWED_TOKEN_IDS,
     MAX_NUM_LOGIT_BIAS_TOKENS,
@@ -146,3 +148,32 @@ def guard(client: Any, grammars: GrammarChecker | None = None) -> None:
         shutdown(*args, **kwargs)
 
     client.generate, client.shutdown = generate_checked, shut_down
+
+
+# ---- in the engine's process
+
+
+def use_own_backends(manager: Any) -> None:
+    """Let vLLM's `StructuredOutputManager` compile each grammar with the backend that its check has chosen. vLLM
+    compiles every grammar with the backend of the first one."""
+    init_grammar = manager.grammar_init
+    backends: dict[str, Any] = {}
+    lock = threading.RLock()  # vLLM makes a backend and starts to compile in a thread before it can be kept
+
+    def init_with_backend(request: Any) -> None:
+        if request.structured_output_request is None:
+            return
+        name = request.sampling_params.structured_outputs._backend
+        with lock:
+            manager.backend = backends.get(name)
+            init_grammar(request)
+            backends[name] = manager.backend
+
+    def compile_with_backend(request: Any) -> Any:
+        one = copy.copy(manager)
+        with lock:
+            backend = backends.get(request.sampling_params.structured_outputs._backend, manager.backend)
+        one.backend = copy.copy(backend)  # guidance keeps the current grammar in its backend, and threads share that
+        return StructuredOutputManager._create_grammar(one, request)
+
+    manager.grammar_init, manager._create_grammar = init_with_backend, compile_with_backend

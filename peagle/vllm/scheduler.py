@@ -26,6 +26,7 @@ from vllm.v1.request import RequestStatus
 
 from peagle.vllm import compat
 from peagle.vllm.draft_budget import SPARE_DRAFTS, DraftBudget, make_draft_budget
+from peagle.vllm.limits import use_own_backends
 from peagle.vllm.outputs import OutputCoalescer
 from peagle.vllm.rejections import RejectionForecast
 from peagle.vllm.request_args import ALL_OF_CLIENT, drafts_wanted
@@ -67,6 +68,7 @@ class _PerRequestDepth(_Base):
         super().__init__(*args, **kwargs)
         compat.check_version()
         self._draft_budget = make_draft_budget(self.vllm_config, self.num_spec_tokens)
+        use_own_backends(self.structured_output_manager)
         # Requests for which the remote drafter had no drafts when it was last asked.
         self._without_drafts: set[str] = set()
         # Prompts that wait for room in the KV cache run in no step, so they must not lower the budget of each.

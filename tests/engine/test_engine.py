@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 from vllm.platforms import current_platform
-from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind
+from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 
 from cluster.step_latency import StepLatency
 from tests.support.counted import counts_of
@@ -364,3 +364,13 @@ def test_what_one_request_asks_for_leaves_the_others_alone(
     assert results[len(places)].tokens[0] == reference["greedy"][6].tokens[0][:8]
     check_counts(found["logit_bias"], 0)
     assert set(found["logit_bias"].tokens[0]) == {5}
+
+
+def test_each_grammar_has_the_backend_that_checked_it(engine: RunningEngine, prompts: Prompts) -> None:
+    """Of a schema vLLM's xgrammar backend ignores `multipleOf`; its guidance backend does not."""
+    schema = {"type": "integer", "multipleOf": 7, "minimum": 100, "maximum": 999}
+    grammars = [StructuredOutputsParams(regex="[0-9]{3}"), StructuredOutputsParams(json=schema)]
+    jobs = [Job(prompts[9], 8, sampling={"structured_outputs": grammar, "ignore_eos": False}) for grammar in grammars]
+    plain, multiple = engine.run(jobs)
+    assert len(plain.texts[0]) == 3
+    assert int(multiple.texts[0]) % 7 == 0

@@ -57,6 +57,7 @@ def test_a_grammar_comes_back_as_vllms_validation_leaves_it(checker: GrammarChec
     found = check(checker, run, choice=["a", "b"])
     assert (found.choice, found.grammar, found._backend) == (None, 'root ::= "a" | "b"', "xgrammar")
     assert isinstance(found, CheckedGrammar)
+    assert check(checker, run, json={"type": "integer", "multipleOf": 7})._backend == "guidance"
     assert check(checker, run, json_object=True)._backend == "xgrammar"
     assert check(checker, run, choice=["", "a"]).grammar == 'root ::= "" | "a"'
     one_or_two = {"type": "sequence", "elements": [{"type": "json_schema", "json_schema": {"enum": [1, 2]}}]}
@@ -71,14 +72,14 @@ def test_a_grammar_comes_back_as_vllms_validation_leaves_it(checker: GrammarChec
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"regex": "("}, "The parenthesis is not closed"),
+        ({"regex": "("}, "unclosed group"),
         ({"regex": r"[^\s\S]"}, "the grammar allows no text"),
         ({"json": {"$ref": "#"}}, "the grammar allows no text"),
         ({"choice": [""]}, "the grammar allows no text"),
+        ({"json": {"type": "array", "minItems": 10**7}}, "the grammar takes more than 2 s or 100 MiB"),
         ({"json": '{"properties": {"a":' * 10_000 + "1" + "}}" * 10_000}, "structured_outputs: "),
         ({"regex": "((a{1,100}){1,100}){1,100}"}, "the grammar takes more than 2 s"),  # to follow
         ({"json": {"type": "nothing"}}, "structured_outputs: "),
-        ({"json": {"type": "integer", "multipleOf": 7}}, "not supported by xgrammar"),
         ({"json": {"a": object()}}, "structured_outputs is no JSON"),
     ],
 )
