@@ -173,7 +173,9 @@ def engine_class(on_cpu: bool, launch_front_ends: Callable[[Any, Namespace], tup
 
     from peagle.vllm import clients, compat
 
-    compat.check_version()
+    compat.check("engine")
+    if on_cpu:
+        compat.check("cpu engine")
 
     class LocalEngine(VLLMEngine):
         def _prepare_engine_config(self, callback_ctx: Any) -> Any:

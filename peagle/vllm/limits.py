@@ -28,6 +28,7 @@ from vllm.v1.worker.gpu.sample.logit_bias import (
     MAX_NUM_STOP_TOKEN_IDS,
 )
 
+from peagle.vllm import compat
 from peagle.vllm.grammar_checker import CheckedGrammar, GrammarChecker, GrammarLimits
 from peagle.vllm.request_args import undraftable_field
 
@@ -126,7 +127,11 @@ def guard(client: Any, grammars: GrammarChecker | None = None) -> None:
 
     Args:
         grammars: checks its grammars, and stops with the client. Without it, one of default limits.
+
+    Raises:
+        UnsupportedVLLMError: this vLLM's client lacks a name that the checks need.
     """
+    compat.check("client", client)
     client.input_processor = CheckedInputProcessor(client.vllm_config, client.renderer)
     grammars = grammars or GrammarChecker(client.vllm_config, GrammarLimits())
     generate: Callable[..., AsyncGenerator[Any, None]] = client.generate

@@ -66,7 +66,7 @@ class _PerRequestDepth(_Base):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        compat.check_version()
+        compat.check("scheduler", self)
         self._draft_budget = make_draft_budget(self.vllm_config, self.num_spec_tokens)
         use_own_backends(self.structured_output_manager)
         # Requests for which the remote drafter had no drafts when it was last asked.

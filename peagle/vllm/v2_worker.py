@@ -302,10 +302,10 @@ class V2Worker(Worker):
         if not self.use_v2_model_runner:
             raise ValueError("vLLM chose its V1 model runner, whose reasons are in its log; this worker runs V2")
         assert self.device is not None
-        compat.check_version()
         compat.name_aux_layers(self.vllm_config)
         kind = runner_class(self.vllm_config, get_pp_group().is_last_rank)
         runner: Any = super()._make_model_runner() if kind is None else kind(self.vllm_config, self.device)
+        compat.check("v2 runner", runner)
         if isinstance(runner, PEagleRunner):
             runner.speculator = self.make_speculator()
         return runner

@@ -49,7 +49,7 @@ class CPUWorker(cpu_worker.CPUWorker):
     def init_device(self) -> None:
         """Build vLLM's model runner, then change how it samples."""
         super().init_device()
-        compat.check_version()
+        compat.check("cpu runner")
         run_uncompiled()
         runner: Any = self.model_runner
         self.runner_class.install(runner)
