@@ -193,7 +193,7 @@ def engine_settings(arm: Arm, folder: Path, shape: dict[str, Any], kv_gib: int, 
         remote = None
         if arm.kind == "remote":
             write_embedding(target_dir, shape)  # the drafter's process reads it there
-            remote = RemoteSettings(min_deadline_s=0.2)
+            remote = RemoteSettings()
         kwargs = engine_kwargs(target_dir, head_dir, dtype="bfloat16", on_cpu=False, remote=remote, extra=common)
     else:
         speculative = {"method": "eagle3", "model": str(head_dir), "num_speculative_tokens": arm.k}

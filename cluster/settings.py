@@ -244,21 +244,11 @@ class DrafterReplicas(Section):
 
 
 class LinkSettings(Section):
-    """How long a target waits for the drafts of a step before it runs without: three times the mean time of a pass,
-    within these limits."""
+    """How long a target waits for drafts."""
 
-    min_deadline_ms: Finite = Field(default=50.0, description="Shortest time that a step waits for its drafts.")
     max_deadline_ms: Finite = Field(
-        default=1000.0, description="Longest time, and the time while the mean pass is unknown."
+        default=1000.0, description="How long a step waits for its drafts before it runs without."
     )
-
-    @model_validator(mode="after")
-    def _check_order(self) -> typing.Self:
-        if self.min_deadline_ms > self.max_deadline_ms:
-            raise ValueError(
-                f".min_deadline_ms is {self.min_deadline_ms:g}, above max_deadline_ms, {self.max_deadline_ms:g}"
-            )
-        return self
 
 
 class DrafterSettings(Section):

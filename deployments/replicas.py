@@ -223,8 +223,8 @@ def agreed_heads(reports: Iterable[DrafterReport]) -> tuple[str, ...]:
 def link_reports(answers: Iterable[Any]) -> tuple[dict[str, Any], ...]:
     """The links of the one worker of an engine that has them, as `GET /drafting` shows them; other workers answer with
     nothing. Each has its drafter's address, its state (`peagle.drafter.client`), the path of the data, the last thing
-    that went wrong, the mean time of an answer, and what was counted since the link was made."""
-    shown = ("state", "path", "problem", "average_pass_s")
+    that went wrong, and what was counted since the link was made."""
+    shown = ("state", "path", "problem")
     return tuple(
         {
             "drafter": link["address"],

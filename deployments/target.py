@@ -361,7 +361,7 @@ def engine_config(
         max_draft_tokens=None if drafter is None else drafter.max_draft_tokens,
         dtype=dtype,
         on_cpu=on_cpu,
-        remote=None if links is None else RemoteSettings(links.min_deadline_ms / 1000, links.max_deadline_ms / 1000),
+        remote=None if links is None else RemoteSettings(links.max_deadline_ms / 1000),
         extra=extra,
     )
     if kwargs.get("scheduler_cls") == ASYNC_SCHEDULER:

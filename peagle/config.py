@@ -44,13 +44,12 @@ MAX_LAYERS = 1024
 MAX_POSITIONS = 2**24
 REQUIRED_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-_SLIDING = "sliding_attention"
 
 #: Of the layers' settings of the speculators package, those that decide the drafter's function. Others are of training,
 #: of saving, or of generation.
 LAYER_KEYS = (
     *REQUIRED_KEYS, "num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "attention_bias",
-    "mlp_bias", "hidden_act", "rope_parameters", "layer_types", "sliding_window",
+    "mlp_bias", "hidden_act", "rope_parameters", "layer_types",
 )  # fmt: skip
 #: Its settings beside `transformer_layer_config` that are read, and those that do not change what the drafter computes.
 SPECULATORS_KEYS = {
@@ -204,9 +203,9 @@ class DrafterConfig:
     head, one after another (steps of its unroll, `peagle.train.passes`). `num_depths_is_known`: whether its file says
     so; the published heads' do not. `ptd_token_id` is the mask token, an id of the target's vocabulary that text does
     not use; None for a head without parallel drafting (EAGLE-3). `norm_output`: an
-    EAGLE-3 head feeds back its rows after the last norm, not its residual stream (EAGLE-3.1). `sliding_window`: tokens
-    that a row sees back, itself counted, by position and in every layer; None for all. `norm_before_fc` normalises the
-    auxiliary hidden states together, `fc_norm` each alone; `qk_norm` each head of queries and keys (Qwen 3's layers).
+    EAGLE-3 head feeds back its rows after the last norm, not its residual stream (EAGLE-3.1). `norm_before_fc`
+    normalises the auxiliary hidden states together, `fc_norm` each alone; `qk_norm` each head of queries and keys
+    (Qwen 3's layers).
     """
 
     hidden_size: int
@@ -232,7 +231,6 @@ class DrafterConfig:
     norm_before_fc: bool = False
     qk_norm: bool = False
     rope_scaling: Rope | None = None
-    sliding_window: int | None = None
 
     def __post_init__(self) -> None:
         if self.head_dim < 2 or self.head_dim % 2:
@@ -329,7 +327,6 @@ class DrafterConfig:
             "rope_theta": theta,
             "rope_scaling": scaling,
             "qk_norm": is_qwen(raw),
-            "sliding_window": _sliding_window(raw),
         }
         if "norm_before_fc" in eagle:
             decided["norm_before_fc"] = bool(eagle["norm_before_fc"])
@@ -341,13 +338,9 @@ class DrafterConfig:
         name, model_type = (QWEN_ARCHITECTURE, "qwen3") if self.qk_norm else (ARCHITECTURE, "llama")
         raw: dict[str, Any] = {"architectures": [name], "model_type": model_type, "tie_word_embeddings": False}
         raw |= dataclasses.asdict(self)
-        named_otherwise = ["aux_layer_ids", "num_depths_is_known", "rope_scaling", "qk_norm", "sliding_window"]
+        named_otherwise = ["aux_layer_ids", "num_depths_is_known", "rope_scaling", "qk_norm"]
         for name in named_otherwise if self.num_depths_is_known else [*named_otherwise, "num_depths"]:
             del raw[name]
-        if self.sliding_window is not None:
-            # vLLM's Llama layers look at the window only where `layer_types` calls the layer a sliding one.
-            raw["sliding_window"] = self.sliding_window
-            raw["layer_types"] = [_SLIDING] * self.num_hidden_layers
         raw["hidden_act"] = "silu"
         raw["rope_parameters"] = self.rope_parameters  # the base stands in the old place, too
         raw["eagle_config"] = {"use_aux_hidden_state": True}
@@ -390,19 +383,6 @@ def is_read_alike_by_vllm(raw: dict[str, Any]) -> bool:
         and raw.get("target_hidden_size", 0) is not None
         and counts_taps
     )
-
-
-def _sliding_window(raw: dict[str, Any]) -> int | None:
-    """The window of every layer, as vLLM reads it: without `layer_types`, `sliding_window` means nothing."""
-    kinds = set(raw.get("layer_types") or [])
-    if _SLIDING not in kinds:
-        return None
-    if len(kinds) > 1 or raw.get("sliding_window") is None:
-        raise HeadError(
-            f"layer_types = {raw['layer_types']}, sliding_window = {raw.get('sliding_window')}: a head with a sliding "
-            "window has the same window, a whole number, in all its layers"
-        )
-    return int(raw["sliding_window"])
 
 
 Width = Annotated[int, Field(ge=1, le=2**20)]
@@ -472,7 +452,6 @@ class HeadFile(_SwitchesFile):
     eagle_aux_hidden_state_layer_ids: LayerIds | None = None
     num_aux_hidden_states: Annotated[int, Field(ge=1, le=MAX_LAYERS)] | None = None
     layer_types: Annotated[list[str], Field(max_length=MAX_LAYERS)] | None = None
-    sliding_window: Positions | None = None
     num_labels: Annotated[int, Field(ge=0, le=1024)] | None = None  # transformers names each of them
 
 
@@ -489,6 +468,11 @@ def _problems(file: HeadFile, raw: dict[str, Any]) -> list[str]:
     kinds, num_layers = file.layer_types, file.num_hidden_layers
     if kinds and num_layers and len(kinds) != num_layers:
         problems.append(f"layer_types has {len(kinds)} entries, but num_hidden_layers = {num_layers}")
+    if "sliding_attention" in (kinds or ()):  # alone, `sliding_window` means nothing to vLLM's drafters
+        problems.append(
+            "layer_types has sliding_attention: heads with a sliding window are not supported; train one without it, "
+            "with batch.joined_share for long contexts"
+        )
     if len(set((masks := _mask_tokens(raw)).values())) > 1:
         problems.append(" and ".join(f"{key} = {value}" for key, value in masks.items()) + " contradict each other")
     if raw.get("quantization_config"):

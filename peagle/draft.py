@@ -19,9 +19,9 @@ A head without a mask token (EAGLE-3) has the same rows up to depth 1, and then 
 
 The token is the one drafted at depth d - 1, the hidden state what the drafter's layers left there: its residual stream.
 
-Every row attends to all rows at its own and earlier positions; with a sliding window, to the nearest of them. Rows of
-depths beyond 1 leave no trace: they are dropped from the cache at the end, and real rows take their positions the next
-time. Rejected drafts never become rows of their own.
+Every row attends to all rows at its own and earlier positions. Rows of depths beyond 1 leave no trace: they are dropped
+from the cache at the end, and real rows take their positions the next time. Rejected drafts never become rows of their
+own.
 """
 
 from __future__ import annotations
@@ -128,6 +128,4 @@ class DraftSession:
         query_positions = torch.arange(num_all - num_new, num_all, device=q_BATD.device)
         key_positions = torch.arange(num_all, device=q_BATD.device)
         visible_TU = key_positions <= query_positions[:, None]
-        if (window := self.drafter.config.sliding_window) is not None:
-            visible_TU &= key_positions > query_positions[:, None] - window
         return F.scaled_dot_product_attention(q_BATD, k_BGUD, v_BGUD, attn_mask=visible_TU, enable_gqa=True)

@@ -44,7 +44,7 @@ from peagle.provenance import conditions
 from peagle.schema import type_problems
 from peagle.train.cod import next_tokens, row_inputs
 from peagle.train.data import Batch, Conversations, PackedBatches, distinct_share, pack
-from peagle.train.passes import ChainAttention, check_window
+from peagle.train.passes import ChainAttention
 from peagle.train.target import Target
 
 PACK_TOKENS = 2048
@@ -166,14 +166,12 @@ class Replay:
 def replay(drafter: Drafter, target: Target, data: Conversations, num_depths: int | None = None) -> Replay:
     """Drafts at every anchor of every answer of two tokens or more: the first one comes from the prompt's pass.
 
-    num_depths: K_max, by default the head's own. Raises ValueError for a K_max that a P-EAGLE head was not trained for,
-    or above its sliding window.
+    num_depths: K_max, by default the head's own. Raises ValueError for a K_max that a P-EAGLE head was not trained for.
     """
     trained = drafter.config.max_depths
     num_depths = num_depths or drafter.config.num_depths
     if drafter.config.ptd_token_id is not None and num_depths > trained:
         raise ValueError(f"K_max = {num_depths}: the head was trained to draft {trained} tokens in a pass")
-    check_window(drafter.config.sliding_window, num_depths)
     walked = np.flatnonzero(data.lengths - data.prompt_lengths >= 2).tolist()
     found: dict[int, np.ndarray] = {}
     for indices, batch in sequences(data, walked):
@@ -219,7 +217,7 @@ def _accepted(drafter: Drafter, target: Target, batch: Batch, num_depths: int) -
     anchor_R = torch.arange(last + 1, device=target.device)
     is_compared_R = batch.answer_BN[0].roll(-1)  # the first draft, with the answer's second token
     accepted_N = torch.zeros_like(anchor_R)
-    attend = ChainAttention(document_BN, config.sliding_window)
+    attend = ChainAttention(document_BN)
     with torch.autocast(target.device.type, torch.bfloat16, enabled=target.device.type == "cuda"):
         if config.ptd_token_id is None:
             embeds_BRH, hidden_BRH = drafter.embed(next_tokens(batch.tokens_BN)), drafter.reduce(aux_BNX)

@@ -1,8 +1,8 @@
 """Attention of a pass's rows over a paged KV cache.
 
-A request's rows stand at positions start, start + 1, ...; each sees the keys of its request up to its own position,
-with a sliding window the nearest of them. The cache of a layer is [num_blocks, block_size, G, D]; column j of
-`block_table_BN` is the block of positions [j * block_size, (j + 1) * block_size).
+A request's rows stand at positions start, start + 1, ...; each sees the keys of its request up to its own position.
+The cache of a layer is [num_blocks, block_size, G, D]; column j of `block_table_BN` is the block of positions
+[j * block_size, (j + 1) * block_size).
 
 The kernel works on tiles of rows times the query heads that share a key head, so that keys are read once for a request
 that decodes. Where tiles and key heads do not fill the GPU, the context is split: parts are weighted together by a
@@ -89,15 +89,13 @@ def paged_attention(
     context_B: Tensor,
     *,
     scale: float,
-    sliding_window: int | None = None,
     plan: LaunchPlan | None = None,
 ) -> Tensor:
     """Attention of N rows, [N, A, D] of q's type; zeros in rows beyond first_row_B1[-1].
 
     q_NAD: rotated queries. k_cache, v_cache: [num_blocks, block_size, G, D], of the same strides, with the rows' own
     keys and values. block_table_BN: int. first_row_B1, context_B: int, as in `peagle.drafter.rows.Rows`. start_B:
-    int, position of a request's first row. scale: factor of the scores. sliding_window: keys that a row sees at most,
-    its own included. plan: sizes of the launch, for tests.
+    int, position of a request's first row. scale: factor of the scores. plan: sizes of the launch, for tests.
     """
     (num_rows, num_heads, head_size), (num_requests, num_columns) = q_NAD.shape, block_table_BN.shape
     block_size, num_groups = k_cache.shape[1], k_cache.shape[2]
@@ -115,8 +113,6 @@ def paged_attention(
             key_U = torch.arange(ends[request], device=q_NAD.device)
             row_T1 = starts[request] + torch.arange(end - begin, device=q_NAD.device)[:, None]
             visible_TU = key_U <= row_T1
-            if sliding_window is not None:
-                visible_TU &= key_U > row_T1 - sliding_window
             attended_1ATD = F.scaled_dot_product_attention(
                 q_NAD[begin:end].transpose(0, 1)[None], keys[None], values[None],
                 attn_mask=visible_TU, scale=scale, enable_gqa=True,
@@ -142,13 +138,13 @@ def paged_attention(
         BLOCK_Q=plan.block_m // ratio, HEAD=head_size, BLOCK_D=block_d, BLOCK_N=plan.block_n, NUM_SPLITS=splits,
         # Lanes that look for a row's request, of which there is one more than requests.
         BLOCK_B=max(64, triton.next_power_of_2(num_requests + 1)),
-        MIN_TILES=MIN_KEYS_PER_SPLIT // plan.block_n, HAS_WINDOW=sliding_window is not None,
+        MIN_TILES=MIN_KEYS_PER_SPLIT // plan.block_n,
     )  # fmt: skip
     # A request begins a tile of its own; so does the padding, which is written as zeros.
     num_tiles = num_rows // common["BLOCK_Q"] + num_requests + 1
     attention_kernel[(num_tiles, num_groups, splits)](
         q_NAD, k_cache, v_cache, block_table_BN, first_row_B1, start_B, context_B, out, partial, lse,
-        num_requests, num_rows, sliding_window or 0, scale * _LOG2_E,
+        num_requests, num_rows, scale * _LOG2_E,
         q_NAD.stride(0), q_NAD.stride(1), out.stride(0), out.stride(1),
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table_BN.stride(0),
         RATIO=ratio, BLOCK_M=plan.block_m, BLOCK_SIZE=block_size, **common,
@@ -159,7 +155,7 @@ def paged_attention(
         block_a = max(1, min(triton.next_power_of_2(num_heads), _COMBINED_ELEMENTS // (block_s * block_d)))
         combine_kernel[(num_rows, triton.cdiv(num_heads, block_a))](
             partial, lse, out, first_row_B1, start_B, context_B,
-            num_requests, num_rows, sliding_window or 0, num_heads, out.stride(0), out.stride(1),
+            num_requests, num_rows, num_heads, out.stride(0), out.stride(1),
             BLOCK_S=block_s, BLOCK_A=block_a, **common, num_warps=4,
         )  # fmt: skip
     return out
@@ -172,33 +168,27 @@ def paged_attention(
 
 @triton.jit
 def _key_span(
-    row, rows_end, first, start, context, window,
-    BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    MIN_TILES: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    row, rows_end, first, start, context,
+    BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr, MIN_TILES: tl.constexpr,
 ):  # fmt: skip
-    """Keys of the tile whose first row is `row`: (first seen, end, keys of a split, splits used).
+    """Keys of the tile whose first row is `row`: (end, keys of a split, splits used).
 
-    Both kernels call this, so they agree on who wrote what. The first key that is read is the first seen, rounded down
-    to whole tiles.
+    Both kernels call this, so they agree on who wrote what.
     """
-    low = start * 0
-    if HAS_WINDOW:
-        low = tl.maximum(low, start + row - first - window + 1)
     end = tl.minimum(start + tl.minimum(row + BLOCK_Q, rows_end) - first, context)
-    num_tiles = tl.cdiv(tl.maximum(end - low // BLOCK_N * BLOCK_N, 0), BLOCK_N)
+    num_tiles = tl.cdiv(tl.maximum(end, 0), BLOCK_N)
     tiles_each = tl.maximum(tl.cdiv(num_tiles, NUM_SPLITS), MIN_TILES)
-    return low, end, tiles_each * BLOCK_N, tl.maximum(tl.cdiv(num_tiles, tiles_each), 1)
+    return end, tiles_each * BLOCK_N, tl.maximum(tl.cdiv(num_tiles, tiles_each), 1)
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_rows"])  # each special value is a kernel to compile
 def attention_kernel(
     q_NAD, k_cache, v_cache, block_table, first_row, start_B, context_B, out, partial, lse,
-    num_requests, num_rows, window, scale,
+    num_requests, num_rows, scale,
     q_stride_n, q_stride_a, out_stride_n, out_stride_a, block_stride, slot_stride, group_stride, table_stride,
     RATIO: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, HEAD: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, NUM_SPLITS: tl.constexpr, MIN_TILES: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows, one key head, one part of the context. Tiles run last to first: late ones see more keys."""
     tile, group, split = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -220,9 +210,9 @@ def attention_kernel(
         tl.store(out_at, tl.zeros([BLOCK_M, BLOCK_D], out.dtype.element_ty), mask=kept)
         return
     start = tl.load(start_B + request).to(tl.int32)
-    low, high, keys_each, used = _key_span(
-        tile_row, rows_end, first, start, tl.load(context_B + request).to(tl.int32), window,
-        BLOCK_Q, BLOCK_N, NUM_SPLITS, MIN_TILES, HAS_WINDOW,
+    high, keys_each, used = _key_span(
+        tile_row, rows_end, first, start, tl.load(context_B + request).to(tl.int32),
+        BLOCK_Q, BLOCK_N, NUM_SPLITS, MIN_TILES,
     )  # fmt: skip
     if split >= used:
         return
@@ -233,10 +223,10 @@ def attention_kernel(
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    begin = low // BLOCK_N * BLOCK_N + split * keys_each
+    begin = split * keys_each
     for tile_key in range(begin, tl.minimum(begin + keys_each, high), BLOCK_N):
         key = tile_key + tl.arange(0, BLOCK_N)
-        exists = (key >= low) & (key < high)
+        exists = key < high
         block = tl.load(table + key // BLOCK_SIZE, mask=exists, other=0)
         at = block.to(tl.int64) * block_stride + (key % BLOCK_SIZE).to(tl.int64) * slot_stride
         at = (at + group * group_stride)[:, None] + column[None, :]
@@ -244,8 +234,6 @@ def attention_kernel(
         k = tl.load(k_cache + at, mask=read, other=0.0)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         visible = exists[None, :] & (key[None, :] <= position[:, None])
-        if HAS_WINDOW:
-            visible = visible & (key[None, :] > position[:, None] - window)
         score = tl.where(visible, score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, axis=1))
         # A row that has seen no key yet has -inf at the top, from which nothing may be subtracted.
@@ -268,11 +256,10 @@ def attention_kernel(
 @triton.jit(do_not_specialize=["num_requests", "num_rows"])
 def combine_kernel(
     partial, lse, out, first_row, start_B, context_B,
-    num_requests, num_rows, window, num_heads, out_stride_n, out_stride_a,
+    num_requests, num_rows, num_heads, out_stride_n, out_stride_a,
     BLOCK_S: tl.constexpr, BLOCK_A: tl.constexpr,
     BLOCK_Q: tl.constexpr, HEAD: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, NUM_SPLITS: tl.constexpr, MIN_TILES: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Weights the parts of one row's context together, for some heads. Rows of one part are finished already."""
     row = tl.program_id(0)
@@ -282,10 +269,10 @@ def combine_kernel(
     if request >= num_requests:
         return
     first = tl.load(first_row + request).to(tl.int32)
-    _, _, _, used = _key_span(
+    _, _, used = _key_span(
         first + (row - first) // BLOCK_Q * BLOCK_Q, tl.load(first_row + request + 1).to(tl.int32), first,
-        tl.load(start_B + request).to(tl.int32), tl.load(context_B + request).to(tl.int32), window,
-        BLOCK_Q, BLOCK_N, NUM_SPLITS, MIN_TILES, HAS_WINDOW,
+        tl.load(start_B + request).to(tl.int32), tl.load(context_B + request).to(tl.int32),
+        BLOCK_Q, BLOCK_N, NUM_SPLITS, MIN_TILES,
     )  # fmt: skip
     if used == 1:
         return

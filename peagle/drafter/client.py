@@ -67,35 +67,6 @@ class DrafterEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclasses.dataclass
-class Deadlines:
-    """How long an answer may take, from how long answers took: exponential averages of seconds and of rows. A step with
-    more rows may take longer, so that a chunk of a long prompt does not look like a drafter that hangs."""
-
-    min_s: float
-    max_s: float
-    average_s: float | None = None
-    average_rows: float = 1.0
-
-    WEIGHT = 0.1  # of the newest answer
-    NUM_PASSES = 3  # expected passes that a target waits: its own, and one each of others in front and of bad luck
-
-    def record_answer(self, service_s: float, num_rows: int) -> None:
-        """An answer to a step of num_rows rows took service_s seconds."""
-        if self.average_s is None:
-            self.average_s, self.average_rows = service_s, max(1.0, num_rows)
-            return
-        self.average_s += self.WEIGHT * (service_s - self.average_s)
-        self.average_rows += self.WEIGHT * (max(1.0, num_rows) - self.average_rows)
-
-    def deadline_s(self, num_rows: int) -> float:
-        """Seconds to wait for the answer to a step of num_rows rows: the longest allowed as long as none is known."""
-        if self.average_s is None:
-            return self.max_s
-        expected_s = self.average_s * max(1.0, num_rows / self.average_rows)
-        return min(max(self.NUM_PASSES * expected_s, self.min_s), self.max_s)
-
-
-@dataclasses.dataclass
 class LinkStats:
     """Counts since the link was made."""
 
@@ -198,10 +169,6 @@ class Session:
         """The descriptor of one of the steps sent last."""
         return self.descriptors[number % NUM_SLOTS]
 
-    def num_rows(self, number: int) -> int:
-        """Rows and drafts of one of the steps sent last."""
-        return self.descriptor(number).num_rows + int(self.descriptor(number).num_drafts_B.sum())
-
     def close(self) -> None:
         """Release whoever waits and let the memory go. Nothing may be sent afterwards."""
         self.ring.set_abort(True)
@@ -257,12 +224,12 @@ class Link:
     closed
     """
 
-    def __init__(self, drafter: DrafterEntry, hello: Hello, deadlines: Deadlines, device: torch.device) -> None:
-        """hello: with what to connect, but for the heads."""
+    def __init__(self, drafter: DrafterEntry, hello: Hello, deadline_s: float, device: torch.device) -> None:
+        """hello: with what to connect, but for the heads. deadline_s: how long a step waits for its drafts."""
         self.drafter, self.stats = drafter, LinkStats()
         self.problem = ""  # the last thing that went wrong, in words
         self._hello = msgspec.structs.replace(hello, heads=drafter.heads)
-        self._deadlines, self._device = deadlines, device
+        self._deadline_s, self._device = deadline_s, device
         self._session: Session | None = None  # of the link's thread, read by the engine's
         self._current: Session | None = None  # of the engine's step
         self.projections: Mapping[int, InputProjection] = {}
@@ -295,9 +262,6 @@ class Link:
             ring.set_abort(False)
             session.is_late, session.is_awaited = False, True
             session.has_drafts[:] = True
-            # No more than it was waited for: a drafter that became slower gets more time by and by, one hang little.
-            late_s = min(ring.service_s(session.sent), self._deadline_s(session))
-            self._deadlines.record_answer(late_s, session.num_rows(session.sent))
         if not session.is_late and not ring.is_free(session.sent + 1):
             self._give_up(session)
         return not session.is_late
@@ -363,7 +327,7 @@ class Link:
         if (session := self._current) is not None and session.sent:
             with session.lock:
                 if not session.is_closed:
-                    session.ring.wait(session.sent, self._deadline_s(session), out_MK)
+                    session.ring.wait(session.sent, self._deadline_s, out_MK)
                     if session.enqueued is not None:
                         session.enqueued.record()
                     session.waited.append(session.sent)
@@ -403,7 +367,6 @@ class Link:
             "state": self.state,
             "path": None if session is None else "shared memory" if session.is_shared else "tcp",
             "problem": self.problem,
-            "average_pass_s": self._deadlines.average_s,
             **dataclasses.asdict(self.stats),
         }
 
@@ -418,15 +381,11 @@ class Link:
             else:  # the connection ends
                 session.is_late = True
 
-    def _deadline_s(self, session: Session) -> float:
-        return self._deadlines.deadline_s(session.num_rows(session.sent))
-
     def _record_answer(self, session: Session, number: int, wait_s: float) -> None:
-        service_s, descriptor, stats = session.ring.service_s(number), session.descriptor(number), self.stats
+        descriptor, stats = session.descriptor(number), self.stats
         stats.num_answered += 1
-        stats.sum_service_s += service_s
+        stats.sum_service_s += session.ring.service_s(number)
         stats.sum_wait_s += wait_s
-        self._deadlines.record_answer(service_s, session.num_rows(number))
         has_drafts_B = session.ring.slot(number).drafts_BK[: descriptor.num_requests, 0] != NO_DRAFT
         is_asked_B = descriptor.num_drafts_B > 0
         session.has_drafts[descriptor.slots_B[is_asked_B]] = has_drafts_B[is_asked_B]

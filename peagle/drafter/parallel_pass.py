@@ -12,14 +12,13 @@ D, I width of the MLP.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from peagle.config import DrafterConfig, HeadError
 from peagle.drafter.attention import paged_attention
@@ -71,7 +70,6 @@ class ParallelPass:
         check_parallel(config, "the drafter")
         self.limits, self.digest, self._drafter = limits, digest, drafter
         self.device, self.dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
-        use_onednn(drafter)
         self._target_ids_V = drafter.target_ids.to(device=self.device, dtype=torch.int32)
         with torch.no_grad():
             self._mask_hidden_H = drafter.reduce(drafter.mask_hidden.view(1, -1))[0]
@@ -123,7 +121,7 @@ class ParallelPass:
             values.flatten(0, 1)[rows.slots_N] = v_1GND[0].transpose(0, 1)
             out_NAD = paged_attention(
                 q_1AND[0].transpose(0, 1), keys, values, inputs.block_table_BN, rows.first_row_B1, inputs.start_B,
-                rows.context_B, scale=config.head_dim**-0.5, sliding_window=config.sliding_window,
+                rows.context_B, scale=config.head_dim**-0.5,
             )  # fmt: skip
             return out_NAD.transpose(0, 1)[None]
 
@@ -138,24 +136,6 @@ class ParallelPass:
         best_tokens(logits_MV, ids_M)
         drafts_M = torch.where(sampled_M < 0, NO_DRAFT, self._target_ids_V[ids_M])
         return drafts_M.view(rows.sample_rows_BD.shape)
-
-
-def use_onednn(drafter: Drafter) -> None:
-    """Let a float32 drafter on a CPU multiply by oneDNN, with matrices in its own layout: MKL, which torch takes, needs
-    several times as long for a few rows on an AMD CPU (benchmarks/parallel_pass.py of commit da11d84)."""
-    is_float = drafter.fc.weight.device.type == "cpu" and drafter.fc.weight.dtype == torch.float32
-    if not is_float or not torch.backends.mkldnn.is_available():
-        return
-    for module in drafter.modules():
-        if isinstance(module, nn.Linear) and module.weight.dtype == torch.float32:
-            packed = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach())
-            options: tuple[Any, ...] = (packed, None if module.bias is None else module.bias.detach(), "none", [], "")
-            module.forward = functools.partial(_multiply, options)  # type: ignore[method-assign]
-
-
-def _multiply(options: tuple[Any, ...], x: Tensor) -> Tensor:
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, *options)
-    return product
 
 
 def check_parallel(config: DrafterConfig, source: str) -> None:

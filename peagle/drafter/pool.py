@@ -9,7 +9,6 @@ An engine's step is
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from peagle.drafter.client import Deadlines, DrafterEntry, Link
+from peagle.drafter.client import DrafterEntry, Link
 from peagle.drafter.protocol import Hello, Int32Array, TargetShape
 from peagle.drafter.shared_memory import host_identity
 
@@ -36,14 +35,14 @@ class LinkPool:
         *,
         aux_layer_ids: Sequence[int],
         device: torch.device | str = "cpu",
-        min_deadline_s: float,
         max_deadline_s: float,
         name: str = "target",
         use_shared_memory: bool = True,
     ) -> None:
-        """Without drafters yet. use_shared_memory: False takes TCP also on one host."""
+        """Without drafters yet. max_deadline_s: how long a step waits for its drafts. use_shared_memory: False takes
+        TCP also on one host."""
         self.device = torch.device(device)
-        self._deadlines = Deadlines(min_deadline_s, max_deadline_s)
+        self._max_deadline_s = max_deadline_s
         self._hello = Hello(name, shape, tuple(aux_layer_ids), {}, host_identity() if use_shared_memory else "")
         self.links: dict[int, Link] = {}  # by a number that is never used again
         self._draining: set[int] = set()
@@ -64,7 +63,7 @@ class LinkPool:
         connected = [link.drafter for link in self.links.values()]
         for entry in wanted.values():
             if entry not in connected:
-                self.links[self._num_made] = Link(entry, self._hello, dataclasses.replace(self._deadlines), self.device)
+                self.links[self._num_made] = Link(entry, self._hello, self._max_deadline_s, self.device)
                 self._num_made += 1
         self._close_drained()
 

@@ -2,8 +2,7 @@
 
 A row with anchor a and offset g sees
     - rows of offset 0 at anchors <= a of its own document: what the drafter's KV cache holds when it drafts at a;
-    - rows of its own chain at offsets <= g: the mask tokens before it in the same pass;
-of these, with a sliding window of W, only the rows at positions > a + g - W: itself and the W - 1 before it.
+    - rows of its own chain at offsets <= g: the mask tokens before it in the same pass.
 
 Two forms of one rule: `AttentionMask.dense` (boolean tensor, any device) and `AttentionMask.block` (FlexAttention's
 BlockMask, which skips empty tiles). The paper makes a mask of the greatest length once and takes views of it (Fig. 3).
@@ -26,7 +25,7 @@ from peagle.train.cod import CodRows
 class AttentionMask:
     """What the rule needs to know of T queries and of U keys, all int32.
 
-    first_BT: least position that a query sees, the beginning of its document or of its window.
+    first_BT: least anchor that a query sees, the beginning of its document.
     """
 
     anchor_BT: Tensor
@@ -36,14 +35,12 @@ class AttentionMask:
     offset_BU: Tensor
 
     @classmethod
-    def from_rows(cls, rows: CodRows, document_BN: Tensor, window: int | None = None) -> AttentionMask:
+    def from_rows(cls, rows: CodRows, document_BN: Tensor) -> AttentionMask:
         """Every row as query and as key.
 
-        document_BN: document id of each token, each document in one piece, padding (-1) last. window: W, in tokens.
+        document_BN: document id of each token, each document in one piece, padding (-1) last.
         """
         first_BT = _document_starts(document_BN).gather(1, rows.anchor_BT)
-        if window is not None:
-            first_BT = first_BT.maximum(rows.position_BT - window + 1)
         anchor_BT, offset_BT = rows.anchor_BT.int(), rows.offset_BT.int()
         return cls(anchor_BT, offset_BT, first_BT.int(), anchor_BT, offset_BT)
 
@@ -57,7 +54,7 @@ class AttentionMask:
         blank_U, chosen_U = key_U < 0, key_U.clamp_min(0)
         anchor_BU = behind_U.where(blank_U, self.anchor_BU[:, chosen_U])
         offset_BU = self.offset_BU[:, chosen_U].masked_fill(blank_U, 1)
-        first_BU = (behind_U + 1).where(blank_U, self.first_BT[:, chosen_U])
+        first_BU = behind_U.where(blank_U, self.first_BT[:, chosen_U])
         start = key_U.shape[0] - num_queries
         return AttentionMask(anchor_BU[:, start:], offset_BU[:, start:], first_BU[:, start:], anchor_BU, offset_BU)
 
@@ -70,7 +67,7 @@ class AttentionMask:
             anchor_q, anchor_k, offset_k = anchor_BT[b, query], anchor_BU[b, key], offset_BU[b, key]
             prefix = (offset_k == 0) & (anchor_k <= anchor_q)
             own_chain = (anchor_k == anchor_q) & (offset_k <= offset_BT[b, query])
-            return (prefix | own_chain) & (anchor_k + offset_k >= first_BT[b, query])
+            return (prefix | own_chain) & (anchor_k >= first_BT[b, query])
 
         return visible
 
@@ -84,7 +81,7 @@ class AttentionMask:
     def block(self, tile: int = 128) -> BlockMask:
         """FlexAttention's form of `dense`: the rule, and what is known of the tiles of tile x tile rows beforehand.
 
-        The least and greatest anchor, offset and position of a tile bound what it can hold: tiles where no row sees
+        The least and greatest anchor and offset of a tile bound what it can hold: tiles where no row sees
         another are skipped, and the rule is not asked where each sees each. (`create_block_mask` evaluates the rule at
         all T * U pairs, and its compiled form of this rule never gets through ptxas with Triton 3.6.)
         """
@@ -104,9 +101,8 @@ class AttentionMask:
         first_low, first_high = (bound[:, :, None] for bound in _tile_bounds(self.first_BT, tile))
         key_low, key_high = (bound[:, None] for bound in _tile_bounds(self.anchor_BU, tile))
         offset_low, offset_high = (bound[:, None] for bound in _tile_bounds(self.offset_BU, tile))
-        position_low, position_high = (bound[:, None] for bound in _tile_bounds(self.anchor_BU + self.offset_BU, tile))
-        near = (key_low <= query_high) & (position_high >= first_low) & ((offset_low == 0) | (query_low <= key_high))
-        full = (offset_high == 0) & (key_high <= query_low) & (position_low >= first_high)
+        near = (key_low <= query_high) & (key_high >= first_low) & ((offset_low == 0) | (query_low <= key_high))
+        full = (offset_high == 0) & (key_high <= query_low) & (key_low >= first_high)
         for dim, values in ((1, self.anchor_BT), (2, self.anchor_BU)):
             if values.shape[1] % tile:  # the last tile reaches beyond the last row
                 full.select(dim, -1).fill_(False)

@@ -149,9 +149,7 @@ class SequencePass:
         self.partition, self.drafter, self.sequence = partition, drafter, sequence
         self.device = sequence.tokens_1N.device
         self.next_1N = next_tokens(sequence.tokens_1N)
-        self.attention_mask = AttentionMask.from_rows(
-            sequence.rows, sequence.document_1N, drafter.config.sliding_window
-        )
+        self.attention_mask = AttentionMask.from_rows(sequence.rows, sequence.document_1N)
         #: rows of every call: the greatest segment that `cut_by_rows` can make
         num_rows = sequence.rows.anchor_BT.shape[1]
         most, tile = -(-num_rows // partition.num_segments) + drafter.config.num_depths, partition.tile

@@ -158,9 +158,9 @@ class PEaglePass:
         return losses.report()
 
     def _normed(self, drafter: Drafter, batch: Batch, states: States, rows: CodRows, position_BT: Tensor) -> Tensor:
-        window, device = drafter.config.sliding_window, batch.tokens_BN.device.type
+        device = batch.tokens_BN.device.type
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            attention_mask = AttentionMask.from_rows(rows, batch.document_BN, window)
+            attention_mask = AttentionMask.from_rows(rows, batch.document_BN)
             mask = (
                 attention_mask.block() if self._compiled else attention_mask.dense()
             )  # a BlockMask's attention must run compiled
@@ -171,12 +171,11 @@ class Eagle3Pass:
     """EAGLE-3: `num_depths` steps from every anchor. No row is dropped; `cod` of the recipe does not apply."""
 
     def __init__(self, recipe: Recipe, *, compiled: bool) -> None:
-        """Raises ValueError for more than one segment (gradients tie the steps together), or too short a window."""
+        """Raises ValueError for more than one segment (gradients tie the steps together)."""
         if recipe.batch.num_segments > 1:
             raise ValueError(
                 f"batch.num_segments = {recipe.batch.num_segments}: method eagle3 has no segments, write 1"
             )
-        check_window(recipe.drafter.sliding_window, recipe.drafter.num_depths)
         self.recipe = recipe
         self.score = ChunkedLoss(recipe.loss.chunk, compiled)
         self._block_mask = compiled
@@ -189,23 +188,17 @@ class Eagle3Pass:
         rows = all_rows(chain_BN, num_depths)
         losses = PassLosses(self.recipe, self.score, drafter, rows, chain_BN, batch.tokens_BN, states)
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            mask = block_masks(batch.document_BN, drafter.config) if self._block_mask else batch.document_BN
+            mask = block_masks(batch.document_BN, num_depths) if self._block_mask else batch.document_BN
             normed_BTH = self._draft_rows(drafter, batch.tokens_BN, states.aux_BNX, batch.position_BN, mask)
         losses(normed_BTH.flatten(0, 1)).backward()
         return losses.report()
 
 
-def check_window(window: int | None, num_depths: int) -> None:
-    """Raises ValueError where the last steps of a chain would see no row of step 0."""
-    if window is not None and window < num_depths:
-        raise ValueError(f"sliding_window = {window} must be at least num_depths = {num_depths}")
-
-
-def block_masks(document_BN: Tensor, config: DrafterConfig, tile: int = 128) -> tuple[BlockMask, ...]:
+def block_masks(document_BN: Tensor, num_depths: int, tile: int = 128) -> tuple[BlockMask, ...]:
     """What each step's N rows see of the rows of all steps so far."""
     num_tokens = document_BN.shape[1]
-    rows = all_rows(document_BN, config.num_depths)
-    attention_mask = AttentionMask.from_rows(rows, document_BN, config.sliding_window)
+    rows = all_rows(document_BN, num_depths)
+    attention_mask = AttentionMask.from_rows(rows, document_BN)
     row_T = torch.arange(rows.anchor_BT.shape[1], device=document_BN.device)
     ends = range(num_tokens, len(row_T) + 1, num_tokens)
     return tuple(attention_mask.select(row_T[:end], num_tokens).block(tile) for end in ends)
@@ -224,7 +217,7 @@ def unrolled_rows(drafter: Drafter, tokens_BN: Tensor, aux_BNX: Tensor, position
     aux_BNX: the target's auxiliary hidden states [B, N, C * S]. Chains near the end of a document read tokens behind
     it; no loss looks at those rows, and no other row sees them.
     """
-    attend, hidden_BNH = ChainAttention(mask, drafter.config.sliding_window), drafter.reduce(aux_BNX)
+    attend, hidden_BNH = ChainAttention(mask), drafter.reduce(aux_BNX)
     last = tokens_BN.shape[1] - 1
     anchor_N = torch.arange(last + 1, device=tokens_BN.device)
     normed = []
@@ -238,8 +231,8 @@ def unrolled_rows(drafter: Drafter, tokens_BN: Tensor, aux_BNX: Tensor, position
 class ChainAttention:
     """Attention of one unroll; it keeps the keys and values of the steps it has seen, and so serves one unroll only."""
 
-    def __init__(self, mask: ChainMask, window: int | None) -> None:
-        self._mask, self._window = mask, window
+    def __init__(self, mask: ChainMask) -> None:
+        self._mask = mask
         self._held: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self._anchor_N: Tensor | None = None
 
@@ -255,8 +248,7 @@ class ChainAttention:
         steps.append((k_BGND, v_BGND))
         (first_k, first_v), *own = steps
         if isinstance(self._mask, Tensor):
-            left = None if self._window is None else self._window - len(own)
-            return join(*_plain_attention(self._mask, left, q_BAND, first_k, first_v, self._anchor_N), q_BAND, own)
+            return join(*_plain_attention(self._mask, q_BAND, first_k, first_v, self._anchor_N), q_BAND, own)
         k_BGTD, v_BGTD = (torch.cat(parts, dim=2) for parts in zip(*steps, strict=True))
         return attend_under(self._mask[len(own)])(layer_index, q_BAND, k_BGTD, v_BGTD)
 
@@ -281,7 +273,6 @@ def join(out_BAND: Tensor, lse_BAN: Tensor, q_BAND: Tensor, own: list[tuple[Tens
 
 def _plain_attention(
     document_BN: Tensor,
-    window: int | None,
     q_BAND: Tensor,
     k_BGND: Tensor,
     v_BGND: Tensor,
@@ -289,8 +280,7 @@ def _plain_attention(
 ) -> tuple[Tensor, Tensor]:
     """Causal attention within documents: output, and log-sum-exp [B, A, N] in float32 or wider.
 
-    window: anchors that a query sees back, its own counted. anchor_N: of each query, ascending; by default one query an
-    anchor.
+    anchor_N: of each query, ascending; by default one query an anchor.
     """
     q_BGMND = q_BAND.unflatten(1, (k_BGND.shape[1], -1)) * q_BAND.shape[-1] ** -0.5
     key_N = torch.arange(k_BGND.shape[2], device=q_BAND.device)
@@ -298,9 +288,7 @@ def _plain_attention(
     outs, sums = [], []
     for q_tile, tile_N in zip(q_BGMND.split(_TILE, dim=-2), anchor_N.split(_TILE), strict=True):
         end = int(tile_N[-1]) + 1
-        ahead = tile_N[:, None] - key_N[:end]
-        near = (ahead >= 0) if window is None else (ahead >= 0) & (ahead < window)
-        visible = near & (document_BN[:, tile_N, None] == document_BN[:, None, :end])
+        visible = (tile_N[:, None] >= key_N[:end]) & (document_BN[:, tile_N, None] == document_BN[:, None, :end])
         scores = q_tile @ k_BGND[:, :, None, :end].mT
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         scores = scores.masked_fill(~visible[:, None, None], -torch.inf)

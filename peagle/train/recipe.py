@@ -57,7 +57,6 @@ class DrafterRecipe(Section):
     draft_vocab_size: int | None = Field(
         None, ge=16, description="Most frequent tokens that are drafted; default: the target's vocabulary."
     )
-    sliding_window: int | None = Field(None, ge=16, description="Tokens that a row sees back; default: all.")
     start_from: str | None = Field(None, description="Directory of a head to start from.")
 
     @model_validator(mode="after")

@@ -31,13 +31,9 @@ MAX_GRAPH_TOKENS = 4096  # of the largest graph; 40 sizes take about 20 s at the
 
 @dataclasses.dataclass(frozen=True)
 class RemoteSettings:
-    """How long an engine waits for drafts of another process. Addresses come later, by `set_drafters` of its worker.
+    """How long a step waits for drafts of another process before it goes on without. Addresses come later, by
+    `set_drafters` of its worker."""
 
-    A step waits three times the mean time of a pass, within `min_deadline_s` and `max_deadline_s`; then it goes on
-    without drafts. `cluster.settings.LinkSettings` checks an operator's numbers.
-    """
-
-    min_deadline_s: float = 0.05
     max_deadline_s: float = 1.0
 
 

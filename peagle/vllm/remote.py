@@ -227,7 +227,6 @@ def make_sender(config: Any, device: torch.device) -> StepSender:
         aux_layer_ids=layer_ids,
         device=device,
         name=f"target {config.instance_id}",
-        min_deadline_s=about["min_deadline_s"],
         max_deadline_s=about["max_deadline_s"],
     )
     return StepSender(pool, shape, device)

@@ -25,9 +25,6 @@ WORKLOAD_KEY = "peagle_workload"
 LEARN_KEY = "peagle_learn"
 """`extra_args` key: str, name of the caller, whose answers may be kept to train heads. Absent: nothing is kept."""
 
-GROUP_KEY = "peagle_group"
-"""`extra_args` key: str, the same for all sequences of one request of several. Absent: it has one sequence."""
-
 
 def drafts_wanted(params: Any, k_max: int) -> int:
     """K of a request with vLLM's `SamplingParams` (None: it generates nothing). The front end has validated it; here an

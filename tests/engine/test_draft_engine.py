@@ -54,7 +54,6 @@ RANDOM: dict[str, dict[str, Any]] = {
         "rope_scaling": Llama3Rope(8.0, 1.0, 4.0, 64),
         "aux_layer_ids": (1, 2, 4, 5, 6),
     },
-    "p-eagle with a sliding window": {"num_layers": 2, "ptd_token_id": 17, "sliding_window": 24},
     "eagle3, all switches": {"num_layers": 2, "norm_output": True} | EVERY_SWITCH,
 }
 

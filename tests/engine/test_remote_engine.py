@@ -36,7 +36,7 @@ pytestmark = [
     pytest.mark.skipif(not current_platform.is_cpu(), reason="the drafter process of the tests is a CPU process"),
 ]
 
-PATIENT = RemoteSettings(min_deadline_s=30.0, max_deadline_s=60.0)  # two cores, shared with other tests
+PATIENT = RemoteSettings(max_deadline_s=60.0)  # two cores, shared with other tests
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.skipif(not current_platform.is_cpu(), reason="the drafter process of the tests is a CPU process"),
 ]
 
-PATIENT = RemoteSettings(min_deadline_s=30.0, max_deadline_s=60.0)
+PATIENT = RemoteSettings(max_deadline_s=60.0)
 NUM_TOKENS, K_MAX, VOCAB_SIZE = 24, 3, 64
 SETTINGS: dict[str, Any] = {
     "tensor_parallel_size": 2,

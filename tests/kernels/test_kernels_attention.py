@@ -30,7 +30,6 @@ class Shape:
     num_groups: int = 1
     head_size: int = 64
     block_size: int = 16
-    window: int | None = None
     num_padding_rows: int = 0
     num_columns: int | None = None
     dtype: torch.dtype = torch.float32
@@ -42,7 +41,6 @@ class Problem:
 
     tensors: tuple[Tensor, ...]
     scale: float
-    window: int | None
 
     @classmethod
     def random(cls, shape: Shape) -> Problem:
@@ -70,13 +68,13 @@ class Problem:
         context_B = torch.tensor(contexts, dtype=torch.int32)
         floats = [tensor.to(DEVICE, shape.dtype) for tensor in (fused, *caches)]
         integers = [tensor.int().to(DEVICE) for tensor in (table_BN, first_row_B1, start_B, context_B)]
-        return cls((floats[0][:, : shape.num_heads], *floats[1:], *integers), shape.head_size**-0.5, shape.window)
+        return cls((floats[0][:, : shape.num_heads], *floats[1:], *integers), shape.head_size**-0.5)
 
     def twin(self) -> Tensor:
-        return twin(paged_attention)(*self.tensors, scale=self.scale, sliding_window=self.window)
+        return twin(paged_attention)(*self.tensors, scale=self.scale)
 
     def kernel(self, plan: LaunchPlan | None) -> Tensor:
-        return paged_attention(*self.tensors, scale=self.scale, sliding_window=self.window, plan=plan)
+        return paged_attention(*self.tensors, scale=self.scale, plan=plan)
 
 
 SHAPES: dict[str, Shape] = {
@@ -88,14 +86,11 @@ SHAPES: dict[str, Shape] = {
     "gqa 1": Shape(((33, 9), (1, 3)), num_heads=2, num_groups=2, block_size=32),
     "head 8": Shape(((33, 9),), num_heads=4, num_groups=2, head_size=8),
     "head 96": Shape(((33, 9),), num_heads=2, num_groups=1, head_size=96),
-    "window": Shape(((90, 7), (4, 3), (50, 5)), window=20),
-    "window of one": Shape(((40, 3),), window=1),
     "padding rows": Shape(((33, 3), (5, 2)), num_padding_rows=23),
     "padding requests": Shape(((0, 0), (33, 3), (7, 0), (5, 2), (0, 0)), num_padding_rows=4),
     "only padding": Shape(((0, 0),), num_padding_rows=5),
     "long prompt": Shape(((0, 70),), num_heads=3),
     "second chunk beside decode": Shape(((32, 40), (80, 3), (11, 4)), num_heads=4, num_groups=2),
-    "windowed chunk": Shape(((60, 40), (50, 3)), num_heads=3, window=21),
 }  # fmt: skip
 
 
@@ -104,7 +99,7 @@ SHAPES: dict[str, Shape] = {
     ("name", "plan"),
     [
         *((name, "split") for name in SHAPES),
-        *((name, plan) for name in ("gqa 3", "window", "padding requests") for plan in ("whole", "chosen")),
+        *((name, plan) for name in ("gqa 3", "padding requests") for plan in ("whole", "chosen")),
         ("second chunk beside decode", "whole"),
     ],
 )

@@ -154,7 +154,7 @@ def test_a_captured_launch_follows_batches_that_change_on_the_device() -> None:
 @pytest.mark.parametrize("name", ["one layer", "every switch"])
 def test_a_pass_of_kernels_drafts_as_the_sessions(name: str) -> None:
     """All kernels of a pass together, in float32."""
-    switches = dict(num_hidden_layers=2, norm_before_residual=True, sliding_window=6)
+    switches = dict(num_hidden_layers=2, norm_before_residual=True)
     config = SWITCHES[name] if name in SWITCHES else dataclasses.replace(SWITCHES["qwen3"], **switches)
     requests = Requests(random_drafter(config).float().to(DEVICE), 3)
     parallel_pass = requests.new_pass(DEVICE)

@@ -30,7 +30,6 @@ SWITCHES: dict[str, DrafterConfig] = {
     "qwen3": dataclasses.replace(
         CONFIG, qk_norm=True, norm_before_fc=True, attention_bias=True, rope_scaling=Llama3Rope(8.0, 1.0, 4.0, 16)
     ),
-    "sliding window": dataclasses.replace(CONFIG, sliding_window=6),
     "multi-head": dataclasses.replace(CONFIG, num_key_value_heads=4),
 }
 

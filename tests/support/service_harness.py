@@ -36,7 +36,7 @@ from tests.support.warm_engine import ONE_THREAD
 CONFIGS = Path(__file__).parents[2] / "configs"
 CONFIG = CONFIGS / "local.yaml"
 FIXED = {"policy": "fixed", "default": 5, "by_workload": {"code": 7, "chat": 5}}
-PATIENT = {"min_deadline_ms": 30_000.0, "max_deadline_ms": 60_000.0}
+PATIENT = {"max_deadline_ms": 60_000.0}
 PARSERS = {
     "enable_auto_tool_choice": True,
     "tool_call_parser": "hermes",

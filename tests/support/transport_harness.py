@@ -135,7 +135,7 @@ def only_link(pool: Any) -> dict[str, Any]:
 
 
 def make_pool(**settings: Any) -> LinkPool:
-    settings = {"min_deadline_s": 30.0, "max_deadline_s": 30.0, "aux_layer_ids": CONFIG.aux_layer_ids} | settings
+    settings = {"max_deadline_s": 30.0, "aux_layer_ids": CONFIG.aux_layer_ids} | settings
     POOLS.append(LinkPool(settings.pop("shape", SHAPE), **settings))
     return POOLS[-1]
 

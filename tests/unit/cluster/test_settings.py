@@ -179,7 +179,6 @@ BAD_INPUTS: list[tuple[Any, ...]] = [
     (remote(drafter__replicas={"max_num_requests": 8}), "drafter.replicas.max_num_requests is no setting"),
     (changed(drafter__replicas={"num_replicas": 1}), "placement: colocated", "write placement: remote"),
     (changed(drafter__links={}), "drafter.links", "placement: colocated"),
-    (remote(drafter__links={"min_deadline_ms": 2000}), "links.min_deadline_ms is 2000, above max_deadline_ms, 1000"),
     (remote(drafter__head="eagle3", drafter__max_draft_tokens=...), "drafter.placement", "eagle3 is an EAGLE-3 head"),
     (remote(drafter__engine_options={"draft_tensor_parallel_size": 2}), "(draft_tensor_parallel_size)"),
     (

@@ -63,7 +63,7 @@ def test_every_counter_of_drafters_and_links_is_in_the_table() -> None:
     served = {name.removeprefix("num_"): value for name, value in dataclasses.asdict(ServerStats()).items()}
     served["refused_connections"] = served.pop("refused")  # as a drafter reports it
     replica = DrafterReport("r1", "h:1", (HeadRef("a", "a"),), "", dataclasses.asdict(Counters()) | served)
-    about = {"address": "h:1", "state": "up", "path": "tcp", "problem": "", "average_pass_s": None}
+    about = {"address": "h:1", "state": "up", "path": "tcp", "problem": ""}
     links = link_reports([{"links": [about | dataclasses.asdict(LinkStats())]}])
     found = exported(prometheus_text(drafter_metrics([replica], [report("a", "t1", links)])).decode())
     assert found == {

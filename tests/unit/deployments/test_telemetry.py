@@ -58,7 +58,7 @@ def samples(text: bytes) -> dict[tuple[str, ...], float]:
 
 def link(drafter: str, state: str, counters: dict[str, float]) -> dict[str, Any]:
     return {
-        "drafter": drafter, "state": state, "path": "tcp", "problem": "", "average_pass_s": None, "counters": counters
+        "drafter": drafter, "state": state, "path": "tcp", "problem": "", "counters": counters
     }  # fmt: skip
 
 

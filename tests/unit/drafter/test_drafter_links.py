@@ -17,7 +17,6 @@ import pytest
 
 from benchmarks.common import free_port
 from peagle.drafter import protocol
-from peagle.drafter.client import Deadlines
 from peagle.drafter.pool import LinkPool
 from tests.support.draft_engine_harness import MAX_DEPTH
 from tests.support.transport_harness import (
@@ -78,7 +77,7 @@ def test_a_killed_drafter_costs_drafts_only_and_one_on_the_same_port_is_found(sh
 @PATHS
 def test_a_drafter_killed_while_it_drafts_releases_the_target_at_once(shared: bool) -> None:
     with DrafterProcess(delay_s=30.0) as drafter:
-        pool = connected(drafter.address, use_shared_memory=shared, min_deadline_s=25.0, max_deadline_s=25.0)
+        pool = connected(drafter.address, use_shared_memory=shared, max_deadline_s=25.0)
         threading.Timer(0.3, drafter.process.kill).start()
         begin_s = time.monotonic()
         assert Target(pool).step() == NO_DRAFTS
@@ -94,7 +93,7 @@ def has_drafts(pool: LinkPool) -> npt.NDArray[np.bool_]:
 @PATHS
 def test_a_stopped_drafter_costs_one_deadline_and_catches_up(shared: bool) -> None:
     with DrafterProcess() as drafter:
-        pool = connected(drafter.address, use_shared_memory=shared, min_deadline_s=2.0, max_deadline_s=30.0)
+        pool = connected(drafter.address, use_shared_memory=shared, max_deadline_s=2.0)
         target = Target(pool)
         target.check_step()
         assert has_drafts(pool).all()
@@ -128,7 +127,7 @@ def test_a_request_that_the_drafter_has_no_room_for_shows_as_one_without_drafts(
 @PATHS
 def test_a_slow_drafter_gives_no_drafts_and_its_late_ones_are_never_taken_for_new_ones(shared: bool) -> None:
     with running(make_server(delay_s=1.0)) as server:
-        pool = connected(server.address, use_shared_memory=shared, min_deadline_s=0.05, max_deadline_s=0.05)
+        pool = connected(server.address, use_shared_memory=shared, max_deadline_s=0.05)
         target = Target(pool)
         answers = []
         for _ in range(3):
@@ -143,7 +142,7 @@ def test_a_drafter_that_is_silent_for_long_is_left_and_its_requests_move(monkeyp
     monkeypatch.setattr(protocol, "HEARTBEAT_MS", 500)
     monkeypatch.setattr(protocol, "MAX_SILENCE_MS", 3000)
     with DrafterProcess() as stopped, running(make_server()) as other:
-        pool = connected(stopped.address, min_deadline_s=2.0, max_deadline_s=30.0)
+        pool = connected(stopped.address, max_deadline_s=2.0)
         target = Target(pool)
         target.check_step()
         pool.set_drafters([entry(address) for address in (stopped.address, other.address)])
@@ -257,20 +256,6 @@ def test_nobody_there_is_no_error_and_requests_find_a_drafter_that_comes() -> No
         pool.finish_requests(range(3))
         assert pool.report()["links"] == []
         pool.close()  # again is no error
-
-
-def test_the_deadline_is_three_expected_passes_within_its_bounds() -> None:
-    deadlines = Deadlines(0.01, 1.0)
-    assert deadlines.deadline_s(8) == 1.0, "nothing is known yet"
-    for _ in range(200):
-        deadlines.record_answer(0.02, 8)
-    assert deadlines.deadline_s(8) == pytest.approx(0.06)
-    assert deadlines.deadline_s(1) == pytest.approx(0.06), "a pass has a fixed part: fewer rows are not faster"
-    assert deadlines.deadline_s(80) == pytest.approx(0.6), "a chunk of a long prompt takes longer"
-    assert deadlines.deadline_s(8000) == 1.0
-    for _ in range(200):
-        deadlines.record_answer(0.0001, 8)
-    assert deadlines.deadline_s(8) == 0.01
 
 
 def test_a_drafter_that_asks_for_a_key_drafts_once_it_is_named() -> None:

@@ -161,7 +161,7 @@ def test_two_targets_with_the_same_slots_are_kept_apart(shared: bool) -> None:
 TARGET = """
 import sys, time
 from tests.support.transport_harness import Target, connected
-deadlines = {"min_deadline_s": 60, "max_deadline_s": 60}
+deadlines = {"max_deadline_s": 60}
 target = Target(connected(sys.argv[1], use_shared_memory=sys.argv[2] == "shared", **deadlines))
 while True:
     target.check_step(1)

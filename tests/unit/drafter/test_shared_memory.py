@@ -152,7 +152,7 @@ def test_drafts_arrive_in_stream_order_while_the_host_runs_ahead(device: str) ->
 @pytest.mark.gpu
 def test_a_killed_drafter_releases_the_stream() -> None:
     with DrafterProcess(delay_s=30.0) as drafter:
-        pool = connected(drafter.address, device="cuda", min_deadline_s=25.0, max_deadline_s=25.0)
+        pool = connected(drafter.address, device="cuda", max_deadline_s=25.0)
         drafts_MK, _ = StreamTarget(pool).begin(3)
         begin_s = time.monotonic()
         drafter.kill()

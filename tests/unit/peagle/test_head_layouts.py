@@ -95,9 +95,7 @@ def with_target_tensors(folder: Path) -> Path:
 
 
 QWEN = dataclasses.replace(CONFIG, qk_norm=True, norm_before_fc=True, attention_bias=True, num_hidden_layers=3)
-SWITCHES = dataclasses.replace(
-    CONFIG, norm_before_residual=True, norm_output=True, fc_norm=True, attention_bias=True, sliding_window=4
-)
+SWITCHES = dataclasses.replace(CONFIG, norm_before_residual=True, norm_output=True, fc_norm=True, attention_bias=True)
 NARROW = dataclasses.replace(CONFIG, hidden_size=16, head_dim=8)
 FIVE_TAPS = dataclasses.replace(CONFIG, aux_layer_ids=(0, 2, 4, 6, 7))
 YARN = dataclasses.replace(CONFIG, rope_scaling=YarnRope(32.0, 16, truncate=False), rope_theta=150000.0)
@@ -169,23 +167,15 @@ class PlainAttention(nn.Module):
     def __init__(self, attention: Any) -> None:
         super().__init__()
         self.shapes = (attention.num_heads, attention.num_kv_heads, attention.num_kv_heads)
-        self.scale, self.window = attention.impl.scale, attention.sliding_window
+        self.scale = attention.impl.scale
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         q, k, v = (
             rows.unflatten(-1, (count, -1)).transpose(0, 1)
             for rows, count in zip((query, key, value), self.shapes, strict=True)
         )
-        out = F.scaled_dot_product_attention(
-            q, k, v, visible(len(query), self.window), scale=self.scale, enable_gqa=True
-        )
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
         return out.transpose(0, 1).flatten(1)
-
-
-def visible(num_rows: int, window: int | None) -> Tensor:
-    """Mask [rows, rows] of a causal sequence."""
-    distance = torch.arange(num_rows)[:, None] - torch.arange(num_rows)
-    return (distance >= 0) & (distance < (window or num_rows))
 
 
 def config_of(target: Path, head_dir: Path, is_parallel: bool, **settings: Any) -> VllmConfig:
@@ -239,7 +229,7 @@ def test_a_head_is_the_same_drafter_here_and_in_vllm(tmp_path: Path, targets: di
         hidden = drafter.reduce(aux)
         if is_parallel:
             hidden[mask_rows] = drafter.reduce(drafter.mask_hidden[0])
-        attend = attend_under(visible(NUM_ROWS, config.sliding_window)[None])
+        attend = attend_under(torch.ones(1, NUM_ROWS, NUM_ROWS, dtype=torch.bool).tril())
         normed, _ = drafter(drafter.embed(tokens)[None], hidden[None], torch.arange(NUM_ROWS)[None], attend)
         ours = torch.full((NUM_ROWS, config.vocab_size), -torch.inf)
         ours[:, drafter.target_ids] = drafter.logits(normed)[0]

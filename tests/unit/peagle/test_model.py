@@ -34,7 +34,6 @@ VARIANTS = {
     "reduced": dataclasses.replace(CONFIG, draft_vocab_size=40),
     "qk_norm": dataclasses.replace(CONFIG, qk_norm=True),
     "norm_before_fc": dataclasses.replace(CONFIG, norm_before_fc=True),
-    "sliding_window": dataclasses.replace(CONFIG, sliding_window=6),
 }
 # Two packed sequences of 24 tokens: documents of 10, 9 and 5 tokens, and of 20 and 4 tokens that are padding (-1).
 DOCUMENTS = torch.tensor([[0] * 10 + [1] * 9 + [2] * 5, [0] * 20 + [-1] * 4])
@@ -106,7 +105,7 @@ def largest_difference(drafter: Drafter, data: Pass, mask_BTT: Tensor, position_
 @pytest.mark.parametrize("ratio", [1.0, 0.7])
 def test_training_pass_equals_drafting_with_a_cache(config: DrafterConfig, ratio: float) -> None:
     drafter, data = random_drafter(config), training_pass(ratio)
-    attention_mask = AttentionMask.from_rows(data.rows, DOCUMENTS, config.sliding_window)
+    attention_mask = AttentionMask.from_rows(data.rows, DOCUMENTS)
     difference, num_rows = largest_difference(drafter, data, attention_mask.dense(), data.position_BT)
     assert difference < 1e-4  # RMSNorm and RoPE tables work in float32
     num_anchors = 9 + 8 + 4 + 19

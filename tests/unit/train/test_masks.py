@@ -1,14 +1,10 @@
 """The two forms of the COD mask against its definition, and against each other."""
 
-import dataclasses
-
 import pytest
 import torch
 
-from peagle.config import DrafterConfig, HeadError
 from peagle.train.cod import CodRows, attend_under, chain_lengths, sample_rows
 from peagle.train.masks import AttentionMask
-from tests.support.head_factory import CONFIG
 
 MAX_TOKENS = 48
 
@@ -25,7 +21,7 @@ def rows_and_documents(num_tokens: int, num_depths: int, ratio: float, seed: int
     return sample_rows(chain_BN, num_depths, ratio, generator=generator), document_BN
 
 
-def by_definition(rows: CodRows, document_BN: torch.Tensor, window: int | None = None) -> torch.Tensor:
+def by_definition(rows: CodRows, document_BN: torch.Tensor) -> torch.Tensor:
     """[B, T, T] of all pairs of rows, as the module's docstring says it."""
     (anchor_q, offset_q), (anchor_k, offset_k) = (
         (rows.anchor_BT.unsqueeze(dim), rows.offset_BT.unsqueeze(dim)) for dim in (2, 1)
@@ -33,8 +29,7 @@ def by_definition(rows: CodRows, document_BN: torch.Tensor, window: int | None =
     document_BT = document_BN.gather(1, rows.anchor_BT)
     in_cache = (offset_k == 0) & (anchor_k <= anchor_q)
     in_pass = (anchor_k == anchor_q) & (offset_k <= offset_q)
-    near = anchor_q + offset_q - (anchor_k + offset_k) < (window or rows.num_tokens + 99)
-    return (in_cache | in_pass) & near & (document_BT[:, :, None] == document_BT[:, None])
+    return (in_cache | in_pass) & (document_BT[:, :, None] == document_BT[:, None])
 
 
 def segment(rows: CodRows, start: int, stop: int, num_blanks: int) -> tuple[list[int], int]:
@@ -47,39 +42,24 @@ def segment(rows: CodRows, start: int, stop: int, num_blanks: int) -> tuple[list
     return [*keys, *own, *[-1] * num_blanks], len(own) + num_blanks
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 7, 100])
 @pytest.mark.parametrize(("num_depths", "ratio"), [(1, 0.5), (4, 0.7), (8, 0.8), (3, 1.0)])
-def test_dense_masks_equal_the_definition(num_depths: int, ratio: float, window: int | None) -> None:
+def test_dense_masks_equal_the_definition(num_depths: int, ratio: float) -> None:
     for num_tokens in (5, 16, 31, MAX_TOKENS):
         rows, document_BN = rows_and_documents(num_tokens, num_depths, ratio, seed=num_tokens)
-        wanted = by_definition(rows, document_BN, window)
-        assert torch.equal(AttentionMask.from_rows(rows, document_BN, window).dense(), wanted)
+        wanted = by_definition(rows, document_BN)
+        assert torch.equal(AttentionMask.from_rows(rows, document_BN).dense(), wanted)
 
 
-@pytest.mark.parametrize("window", [None, 5])
-def test_segment_sees_what_its_rows_see_in_the_whole_pass(window: int | None) -> None:
+def test_segment_sees_what_its_rows_see_in_the_whole_pass() -> None:
     rows, document_BN = rows_and_documents(24, 4, 1.0, seed=1)
-    whole = by_definition(rows, document_BN, window)
+    whole = by_definition(rows, document_BN)
     keys, num_queries = segment(rows, 7, 15, num_blanks=3)
-    found = AttentionMask.from_rows(rows, document_BN, window).select(torch.tensor(keys), num_queries).dense()
+    found = AttentionMask.from_rows(rows, document_BN).select(torch.tensor(keys), num_queries).dense()
     first = len(keys) - num_queries
     for q, row in enumerate(keys[first:]):
         for k, other in enumerate(keys):
             wanted = whole[:, row, other] if row >= 0 and other >= 0 else torch.tensor([k == first + q] * 2)
             assert torch.equal(found[:, q, k], wanted), (row, other)
-
-
-def test_window_of_a_head_is_what_vllm_takes_it_for() -> None:
-    """vLLM's Llama layers ask `layer_types` first; a head with windows in some layers only is none of ours."""
-    raw = dataclasses.replace(CONFIG, sliding_window=64).to_dict()
-    assert (raw["sliding_window"], raw["layer_types"]) == (64, ["sliding_attention"] * 2)
-    assert DrafterConfig.from_dict(raw).sliding_window == 64
-    assert "sliding_window" not in CONFIG.to_dict()
-    assert DrafterConfig.from_dict(raw | {"layer_types": None}).sliding_window is None
-    assert DrafterConfig.from_dict(raw | {"layer_types": ["full_attention"] * 2}).sliding_window is None
-    for change in ({"layer_types": ["sliding_attention", "full_attention"]}, {"sliding_window": None}):
-        with pytest.raises(HeadError, match="the same window, a whole number, in all its layers"):
-            DrafterConfig.from_dict(raw | change)
 
 
 def check_tiles(attention_mask: AttentionMask, tile: int) -> tuple[float, float]:
@@ -111,19 +91,17 @@ def check_tiles(attention_mask: AttentionMask, tile: int) -> tuple[float, float]
     return float((partial | full).float().mean()), float(full.float().mean())
 
 
-@pytest.mark.parametrize("window", [None, 24])
 @pytest.mark.parametrize(("num_tokens", "num_depths", "tile"), [(64, 4, 8), (50, 8, 8), (128, 8, 16)])
-def test_tiles_of_the_block_mask(num_tokens: int, num_depths: int, tile: int, window: int | None) -> None:
+def test_tiles_of_the_block_mask(num_tokens: int, num_depths: int, tile: int) -> None:
     rows, document_BN = rows_and_documents(num_tokens, num_depths, 0.8, seed=tile)
-    visited, _ = check_tiles(AttentionMask.from_rows(rows, document_BN, window), tile)
+    visited, _ = check_tiles(AttentionMask.from_rows(rows, document_BN), tile)
     assert visited < 0.7, "nearly no tile is skipped"
 
 
-@pytest.mark.parametrize("window", [None, 24])
-def test_tiles_of_a_segment(window: int | None) -> None:
+def test_tiles_of_a_segment() -> None:
     rows, document_BN = rows_and_documents(128, 4, 1.0, seed=5)
     keys, num_queries = segment(rows, 63, 101, num_blanks=40)
-    attention_mask = AttentionMask.from_rows(rows, document_BN, window)
+    attention_mask = AttentionMask.from_rows(rows, document_BN)
     check_tiles(attention_mask.select(torch.tensor(keys), num_queries), 16)
 
 

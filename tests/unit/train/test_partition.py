@@ -70,7 +70,7 @@ def gradients(drafter: Drafter) -> dict[str, Tensor]:
 
 
 def whole_gradients(drafter: Drafter, sequence: PackedSequence) -> dict[str, Tensor]:
-    mask = AttentionMask.from_rows(sequence.rows, sequence.document_1N, drafter.config.sliding_window).dense()
+    mask = AttentionMask.from_rows(sequence.rows, sequence.document_1N).dense()
     normed_1TH = draft_rows(drafter, sequence.tokens_1N, sequence.aux_1NX, sequence.position_1T, mask)
     SoftLoss(drafter, sequence)(normed_1TH[0], torch.arange(normed_1TH.shape[1], device=normed_1TH.device)).backward()
     return gradients(drafter)
@@ -85,7 +85,7 @@ def worst_difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> flo
 @pytest.mark.parametrize("ratio", [0.6, 1.0])
 @pytest.mark.parametrize(
     "switches",
-    [{}, {"fc_norm": True, "attention_bias": True}, {"norm_before_residual": True, "sliding_window": 6}],
+    [{}, {"fc_norm": True, "attention_bias": True}, {"norm_before_residual": True}],
     ids=lambda switches: "+".join(switches) or "plain",
 )
 def test_segments_have_the_gradient_of_the_whole_pass(ratio: float, switches: dict) -> None:
@@ -134,7 +134,7 @@ def test_memory_falls_with_the_segments() -> None:
 
 @pytest.mark.gpu
 def test_compiled_segments_on_a_gpu() -> None:
-    config = dataclasses.replace(LONG, head_dim=16, sliding_window=30, fc_norm=True)
+    config = dataclasses.replace(LONG, head_dim=16, fc_norm=True)
     drafter = random_drafter(config).float().cuda()
     partition = Partition(3, compiled=True, autocast=False)
     for seed in range(3):

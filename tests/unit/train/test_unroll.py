@@ -48,8 +48,6 @@ def draft_alone(drafter: Drafter, token_ids: list[int], aux_AX: Tensor, num_step
     def attend(layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = cache.append(layer_index, k, v)
         seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
-        if (window := drafter.config.sliding_window) is not None:
-            seen = seen.triu(k.shape[2] - q.shape[2] - window + 1)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
 
     num_rows = len(aux_AX)
@@ -73,7 +71,7 @@ def chains(batch: Batch, num_steps: int) -> list[tuple[int, int, int, int]]:
 
 @pytest.mark.parametrize(
     "switches",
-    [{}, {"norm_before_residual": True}, {"norm_output": True}, {"num_hidden_layers": 1}, {"sliding_window": 4}],
+    [{}, {"norm_before_residual": True}, {"norm_output": True}, {"num_hidden_layers": 1}],
 )
 def test_rows_and_gradients_equal_one_chain_at_a_time(switches: dict[str, object]) -> None:
     drafter = random_drafter(dataclasses.replace(CONFIG, **switches))
@@ -131,19 +129,15 @@ def test_recipes_that_do_not_fit_are_refused() -> None:
     recipe = Recipe(**common, drafter={"method": "eagle3"}, batch={"num_segments": 2})
     with pytest.raises(ValueError, match="num_segments = 2: method eagle3 has no segments, write 1"):
         Eagle3Pass(recipe, compiled=False)
-    recipe = Recipe(**common, drafter={"method": "eagle3", "sliding_window": 16, "num_depths": 17})
-    with pytest.raises(ValueError, match="sliding_window = 16 must be at least num_depths = 17"):
-        Eagle3Pass(recipe, compiled=False)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("window", [None, 4])
-def test_flex_attention_joins_to_the_same_rows(window: int | None) -> None:
-    config = dataclasses.replace(CONFIG, head_dim=16, sliding_window=window)
+def test_flex_attention_joins_to_the_same_rows() -> None:
+    config = dataclasses.replace(CONFIG, head_dim=16)
     drafter = random_drafter(config).float()
     batch, aux_BNX = random_batch()
     flex, plain = (
         unrolled_rows(drafter, batch.tokens_BN, aux_BNX.float(), batch.position_BN, attention_mask)
-        for attention_mask in (block_masks(batch.document_BN, config, 16), batch.document_BN)
+        for attention_mask in (block_masks(batch.document_BN, config.num_depths, 16), batch.document_BN)
     )
     torch.testing.assert_close(flex, plain, rtol=1e-3, atol=1e-4)

@@ -104,7 +104,7 @@ def test_engine_kwargs_on_a_gpu(head: Path) -> None:
 
 
 def test_a_remote_drafter_on_a_cpu(head: Path) -> None:
-    remote = RemoteSettings(min_deadline_s=0.1, max_deadline_s=2.0)
+    remote = RemoteSettings(max_deadline_s=2.0)
     kwargs = engine_kwargs("/target", head, on_cpu=True, remote=remote)
     about = kwargs["additional_config"][REMOTE_KEY]
     assert kwargs == engine_kwargs("/target", head, on_cpu=True) | {
