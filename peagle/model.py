@@ -59,8 +59,9 @@ class Rotary(LlamaRotaryEmbedding):
 
     def tables(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Both [B, 1, T, D] in float32."""
-        cos_BTD, sin_BTD = self(self.inv_freq, positions_BT)
-        return cos_BTD[:, None], sin_BTD[:, None]
+        # An elementwise product: older releases of transformers multiply matrices, which TF32 would round.
+        angles_B1TD = (positions_BT[..., None].float() * self.inv_freq).repeat(1, 1, 2)[:, None]
+        return angles_B1TD.cos() * self.attention_scaling, angles_B1TD.sin() * self.attention_scaling
 
 
 def rotate(x_BATD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ Each holds a ``manifest.json`` with the size of every file, by which files that 
 `peagle.embedded` and `peagle.heads` say what is built.
 """
 
+import errno
 import hashlib
 import json
 import logging
@@ -19,6 +20,10 @@ from filelock import FileLock
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+OF_THE_DIRECTORY = frozenset({
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST
+})  # fmt: skip
+"""Errors for which another cache directory is the way out."""
 
 Report = Callable[[str], None]
 
@@ -80,7 +85,7 @@ def prepare_directory(root: Path, name: str, build: Callable[[Path], None], repo
             if not is_intact(final):
                 _build(final, build, report)
     except OSError as error:
-        if error.errno is None:  # not the disk's, such as a package that is missing
+        if error.errno not in OF_THE_DIRECTORY:
             raise
         raise CacheError(
             error.errno,

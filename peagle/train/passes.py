@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from peagle.checkpoint import load_head
-from peagle.config import DrafterConfig, HeadError
+from peagle.checkpoint import check_head, load_head
+from peagle.config import UNNAMED_LAYERS, DrafterConfig, HeadError
 from peagle.model import Drafter, initialize
 from peagle.train.cod import CodRows, attend_under, chain_lengths, draft_rows, label_rows, next_tokens, sample_rows
 from peagle.train.data import Batch, PackedBatches, answer_token_counts, frequent_tokens
@@ -298,8 +298,14 @@ def _plain_attention(
 
 
 def drafter_config(recipe: Recipe, target: dict[str, Any]) -> DrafterConfig:
-    """The drafter's configuration by the recipe; target: the target's `config.json`."""
+    """The drafter's configuration by the recipe; target: the target's `config.json`. One that starts from a head has
+    that head's `aux_layer_ids` and `norm_before_residual`, because its tensors mean nothing with others."""
     shape = recipe.drafter.model_dump(exclude={"method", "start_from"}, exclude_none=True)
+    if recipe.drafter.start_from is not None:
+        head = check_head(recipe.drafter.start_from)
+        shape["norm_before_residual"] = head.norm_before_residual
+        if head.aux_layer_ids != UNNAMED_LAYERS:
+            shape["aux_layer_ids"] = head.aux_layer_ids
     return DrafterConfig.for_target(target, **shape)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 
 from peagle.checkpoint import load_head, save_head
 from peagle.config import DrafterConfig
-from peagle.train.passes import start_from
+from peagle.train.passes import drafter_config, start_from
 from peagle.train.recipe import Recipe
 from peagle.train.trainer import Trainer
 from tests.support.head_factory import CONFIG, TARGET, head_tensors, random_drafter
@@ -47,3 +48,12 @@ def test_a_run_starts_from_another_head(small: Path, tmp_path: Path) -> None:
     own = trainer.drafter.trainable()
     assert torch.equal(own["fc.weight"], stored["fc.weight"].float())
     assert torch.equal(own["layers.0.mlp.up_proj.weight"], stored["layers.0.mlp.up_proj.weight"].float())
+
+
+def test_a_drafter_that_starts_from_a_head_reads_and_norms_as_that_head(small: Path, tmp_path: Path) -> None:
+    recipe = Recipe.load(small / "recipe.yaml")
+    target = json.loads((recipe.target_dir() / "config.json").read_text())
+    config = dataclasses.replace(drafter_config(recipe, target), aux_layer_ids=(0, 1, 2), norm_before_residual=True)
+    save_head(tmp_path / "head", config, head_tensors(config))
+    found = drafter_config(Recipe.load(small / "recipe.yaml", [f"drafter.start_from={tmp_path / 'head'}"]), target)
+    assert (found.aux_layer_ids, found.norm_before_residual) == ((0, 1, 2), True)
