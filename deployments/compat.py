@@ -21,8 +21,9 @@ from typing import Any
 
 from starlette.responses import Response
 
+from cluster.errors import ApiError
 from deployments import GATEWAY_NAME, ROUTER_NAME, TARGET_NAME
-from deployments.errors import json_response, not_ready
+from deployments.errors import LOST_CODE, json_response, not_ready, server_lost
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ sends under that name. Replicas listen on ports of their own, so the name is one
 RAY_ENVIRONMENT = {
     # By Ray's default of 15 any other process of the machine starves the engines.
     "RAY_worker_niceness": "0",
-    # What Serve's proxy has no replica for is refused at once, in OpenAI's form.
+    # What Serve's proxy answers itself comes in OpenAI's form and at once.
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.compat:proxy_middlewares",
     # HAProxy takes HTTP to the replicas, and not Serve's proxy in Python.
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -279,9 +280,9 @@ def serve_client(dashboard: str) -> Any:
 
 # ---- Serve's ways of HTTP: HAProxy, and its own proxy in Python, which takes what HAProxy finds no replica for
 
-WAKE_INTERVAL_S = 0.25
+WATCH_INTERVAL_S = 0.25
 MAX_WAIT_S = 0.5
-"""For a replica to come, at the most: Serve leaves one out for a moment while it hands it new settings."""
+"""For a replica to come, at the most."""
 
 
 def warn_of_environment() -> None:
@@ -295,10 +296,42 @@ def warn_of_environment() -> None:
 
 
 def proxy_middlewares() -> list[Any]:
-    """For RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH."""
+    """For RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH: what Serve's proxy answers itself comes in OpenAI's form, and what
+    no replica is there for does not wait."""
     from starlette.middleware import Middleware
 
-    return [Middleware(NoReplica)]
+    return [Middleware(PlainErrors), Middleware(NoReplica)]
+
+
+class PlainErrors:
+    """ASGI middleware that turns error responses of plain text into JSON. A replica that died gives 503: the request
+    may be sent again."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start: dict[str, Any] = {}
+        text = b""
+
+        async def send_json(message: Any) -> None:
+            nonlocal text
+            if message["type"] == "http.response.start":
+                kinds = [value for name, value in message["headers"] if name.lower() == b"content-type"]
+                if message["status"] >= 400 and (not kinds or kinds[0].startswith(b"text/plain")):
+                    start.update(message)
+                    return
+            elif start:
+                text += message.get("body", b"")
+                if not message.get("more_body"):
+                    await error_response(start, text)(scope, receive, send)
+                return
+            await send(message)
+
+        await self._app(scope, receive, send_json)
 
 
 class NoReplica:
@@ -323,12 +356,42 @@ class NoReplica:
             match = self._routes.match_route(path)
         if match is None or match[1].deployment_name not in (TARGET_NAME, GATEWAY_NAME):
             await self._app(scope, receive, send)
-            return
-        end_s = time.monotonic() + MAX_WAIT_S
-        while not (has_replica := num_replicas(match[1]) > 0) and time.monotonic() < end_s:
-            await asyncio.sleep(MAX_WAIT_S / 10)
-        answer = self._app if has_replica else await self._refusal(match[1].app_name, scope)
-        await answer(scope, receive, send)
+        elif not await self._is_answered(match[1], scope, receive, send):
+            await (await self._refusal(match[1].app_name, scope))(scope, receive, send)
+
+    async def _is_answered(self, handle: Any, scope: Any, receive: Any, send: Any) -> bool:
+        """Let a replica answer. False, with nothing sent, where none is left before one begins to."""
+        has_begun = is_refused = False
+
+        async def send_noted(message: Any) -> None:
+            nonlocal has_begun
+            if not is_refused:  # Serve's proxy may have words of its own for what is cancelled
+                has_begun = True
+                await send(message)
+
+        if not await self._comes(handle, MAX_WAIT_S):
+            return False
+        task = asyncio.ensure_future(self._app(scope, receive, send_noted))
+        try:
+            while not (await asyncio.wait({task}, timeout=None if has_begun else WATCH_INTERVAL_S))[0]:
+                # A replica that takes new settings still works on what it has.
+                if not has_begun and not await self._comes(handle, 4 * MAX_WAIT_S) and not (has_begun or task.done()):
+                    is_refused = True
+                    return False
+            task.result()
+            return True
+        finally:
+            task.cancel()
+
+    @staticmethod
+    async def _comes(handle: Any, max_wait_s: float) -> bool:
+        """Whether a replica is there. Serve leaves one out for a moment while it hands it new settings."""
+        end_s = time.monotonic() + max_wait_s
+        while not num_replicas(handle):
+            if time.monotonic() > end_s:
+                return False
+            await asyncio.sleep(WATCH_INTERVAL_S / 5)
+        return True
 
     async def _refusal(self, app_name: str, scope: Any) -> Any:
         from ray import serve
@@ -338,7 +401,7 @@ class NoReplica:
                 if scope["path"].endswith("/metrics"):
                     return Response(await serve.get_deployment_handle(ROUTER_NAME, app_name).metrics.remote())
                 # A probe wakes nothing.
-                if scope["method"] == "POST" and time.monotonic() - self._woken_s >= WAKE_INTERVAL_S:
+                if scope["method"] == "POST" and time.monotonic() - self._woken_s >= WATCH_INTERVAL_S:
                     self._woken_s = time.monotonic()
                     await serve.get_deployment_handle(ROUTER_NAME, app_name).wake_target.remote()
         return json_response(not_ready())
@@ -349,3 +412,15 @@ def num_replicas(handle: Any) -> int:
     router = handle._router._asyncio_router
     found = router._running_replicas if router._request_router is None else router._request_router.curr_replicas
     return len(found or ())
+
+
+def error_response(start: dict[str, Any], text: bytes) -> Response:
+    """An error response of plain text in OpenAI's form, with its other headers."""
+    error = server_lost()
+    if start["status"] != 500:
+        error = ApiError(start["status"], text.decode("utf-8", "replace"))
+        error.code, error.retry_after_s = LOST_CODE if error.status == 503 else None, None
+    response = json_response(error)
+    ours = {name for name, _ in response.raw_headers}
+    response.raw_headers += [item for item in start["headers"] if item[0].lower() not in ours]
+    return response

@@ -30,10 +30,18 @@ def test_without_any_replica_requests_get_503_at_once_and_never_hang(application
     names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
     (replica,) = [name for name in names if name and f"{APP_NAME}#{TARGET_NAME}#" in name]
     long, has_begun = {"max_tokens": 1500, "ignore_eos": True}, threading.Event()
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(2) as pool:
+        broken = pool.submit(application.ask, **long)
         broken_stream = pool.submit(last_event, application, long, has_begun)
         assert has_begun.wait(120)
         ray.kill(ray.get_actor(replica, namespace="serve"))
+        # The requests that were being answered are told, and what comes next is refused at once.
+        # A closed connection is HAProxy's way where its own one to the replica had served other requests before; else
+        # it sends what was not answered to another replica, and finds none.
+        if not isinstance(broken.exception(timeout=120), httpx.RemoteProtocolError):
+            response = broken.result()
+            assert response.status_code == 503
+            assert response.json()["error"]["code"] in ("server_lost", "model_not_ready")
         with pytest.raises(httpx.RemoteProtocolError, match="incomplete chunked read"):
             broken_stream.result(timeout=120)
     health = f"{application.url}/health"

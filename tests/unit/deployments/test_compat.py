@@ -1,7 +1,8 @@
-"""Another Ray is refused at the start, and Serve's proxy refuses what it has no replica for."""
+"""Another Ray is refused at the start, and what Serve's proxy answers itself is in OpenAI's form."""
 
 import asyncio
 import socket
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import httpx
 import pytest
 from ray._private import services
-from starlette.responses import PlainTextResponse
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.routing import Route
 
 from deployments import compat
 
@@ -34,11 +37,48 @@ def test_a_killed_cluster_of_which_ray_keeps_a_note_is_none(tmp_path: Path, monk
     assert compat.local_cluster() is None
 
 
-class Proxy:
-    """In the place of Serve's: hands a request to the replica that there is, or waits for one."""
+def proxied(answer: Any) -> httpx.Response:
+    app = Starlette(routes=[Route("/", lambda _: answer)], middleware=compat.proxy_middlewares())
 
-    def __init__(self, num_replicas: int, deployment: str = "target") -> None:
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            return await client.get("/")
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "ours", "code"),
+    [
+        (500, "The actor died unexpectedly before finishing this task.", 503, "server_lost"),
+        (404, "Path '/x' not found.", 404, None),
+    ],
+)
+def test_errors_of_the_proxy_come_in_openais_form(status: int, text: str, ours: int, code: str | None) -> None:
+    """Ray's proxy answers plain text."""
+    response = proxied(PlainTextResponse(text, status, headers={"x-kept": "1"}))
+    assert (response.status_code, response.headers["x-kept"]) == (ours, "1")
+    assert response.json()["error"]["code"] == code
+    assert int(response.headers["content-length"]) == len(response.content)
+
+
+def test_what_the_service_answers_passes_as_it_is() -> None:
+    async def events() -> Any:
+        for number in range(3):
+            yield f"data: {number}\n\n"
+
+    assert proxied(StreamingResponse(events(), media_type="text/event-stream")).text.count("data:") == 3
+    response = proxied(JSONResponse(refused := {"error": {"message": "no"}}, 500))
+    assert (response.status_code, response.json()) == (500, refused)
+
+
+class Proxy:
+    """In the place of Serve's: hands a request to the replica that there is, or waits for one. `seconds`: that the
+    replica takes to begin its answer."""
+
+    def __init__(self, num_replicas: int, seconds: float = 0.0, deployment: str = "target") -> None:
         self.replicas = dict.fromkeys(range(num_replicas))
+        self.seconds, self.num_asked = seconds, 0
         router = SimpleNamespace(_request_router=SimpleNamespace(curr_replicas=self.replicas))
         handle = SimpleNamespace(
             deployment_name=deployment, app_name="app", _router=SimpleNamespace(_asyncio_router=router)
@@ -46,31 +86,50 @@ class Proxy:
         self.proxy_router = SimpleNamespace(match_route=lambda path: ("/", handle, False))
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        while not self.replicas:
-            await asyncio.sleep(0.01)
+        self.num_asked += 1
+        try:
+            while not self.replicas:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(self.seconds)
+        except asyncio.CancelledError:
+            await PlainTextResponse("cancelled", 499)(scope, receive, send)
+            raise
         await PlainTextResponse("fine")(scope, receive, send)
 
 
-async def through(proxy: Proxy, path: str = "/v1/models") -> httpx.Response:
+async def through(proxy: Proxy, path: str = "/v1/models") -> tuple[httpx.Response, float]:
     transport = httpx.ASGITransport(compat.NoReplica(proxy))
+    started_s = time.monotonic()
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        return await client.get(path)
+        return await client.get(path), time.monotonic() - started_s
 
 
-async def test_a_request_waits_for_a_replica_for_a_moment_only() -> None:
-    proxy = Proxy(0)
-    asyncio.get_running_loop().call_later(0.1, proxy.replicas.setdefault, 1)
-    assert (await through(proxy)).text == "fine"
+async def test_a_replica_may_take_its_time_also_while_it_takes_new_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "MAX_WAIT_S", 15.0)
+    proxy = Proxy(1, seconds=1.0)
+    answer = asyncio.ensure_future(through(proxy))
+    await asyncio.sleep(0.1)
     proxy.replicas.clear()
-    refused = await through(proxy)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_not_ready")
-    assert "retry-after" in refused.headers
+    await asyncio.sleep(0.7)
+    proxy.replicas[1] = None
+    response, _ = await answer
+    assert (response.status_code, response.text) == (200, "fine")
+
+
+async def test_one_whose_last_replica_goes_before_its_answer_is_refused_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "MAX_WAIT_S", 0.05)
+    proxy = Proxy(1, seconds=60.0)
+    answer = asyncio.ensure_future(through(proxy))
+    await asyncio.sleep(0.1)
+    proxy.replicas.clear()
+    response, _ = await answer
+    assert response.json()["error"]["code"] == "model_not_ready", "and not what the proxy says of the end"
 
 
 def test_other_applications_and_probes_of_the_proxy_are_left_alone() -> None:
     async def run(proxy: Proxy, path: str) -> int:
         asyncio.get_running_loop().call_later(0.8, proxy.replicas.setdefault, 1)
-        return (await through(proxy, path)).status_code
+        return (await through(proxy, path))[0].status_code
 
     assert asyncio.run(run(Proxy(0, deployment="another"), "/v1/models")) == 200
     assert asyncio.run(run(Proxy(0), "/-/healthz")) == 200
