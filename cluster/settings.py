@@ -447,7 +447,6 @@ class LimitSettings(Section):
     removed: ClassVar[Mapping[str, str]] = {
         "max_num_stop": "a request has up to 16 stop strings",
         "max_grammar_choices": "a list of choices has at most max_list_entries",
-        "max_num_logprobs": "set engine.max_logprobs, 20 without it",
     }
 
     max_body_bytes: Count = Field(default=4 * 2**20, description="Size of a body; beyond it 413.")
@@ -459,6 +458,7 @@ class LimitSettings(Section):
     )
     max_list_entries: Count = Field(default=2048, description="Entries of a field's list or object, token ids apart.")
     max_num_sequences: Count = Field(default=16, description="`n` times the number of prompts.")
+    max_num_logprobs: int = Field(default=20, ge=0, description="Log probabilities of an output token.")
     max_num_prompt_logprobs: int = Field(
         default=2**16, ge=0, description="`n` times prompt tokens times (1 + logprobs)."
     )

@@ -1,11 +1,13 @@
 """A request's body, from its bytes to vLLM's record, with the limits of one request; and vLLM's refusals in OpenAI's
 form. Nothing here knows Ray, or which replica asks."""
 
+import contextlib
 import functools
 import itertools
 import json
+import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -193,15 +195,39 @@ def parse_record(record: type[BaseModel], fields: dict[str, Any]) -> Any:
             raise ApiError(400, f"unknown field {name:.80}{hint}", param=f"{name:.80}", code="unknown_field")
     if record in (ChatCompletionRequest, TokenizeChatRequest):
         _check_messages(fields.get("messages"))
-    try:
+    with _refused(lambda: _to_blame(record, fields)):
         return _validator(record).validate_python({**fields})  # vLLM's validators change what they get
+
+
+@contextlib.contextmanager
+def _refused(blame: Callable[[], str | None]) -> Iterator[None]:
+    """Raises ApiError (400) for what vLLM's records raise meanwhile. `blame`: the field, where the error names none."""
+    try:
+        yield
     except ValidationError as error:
         raise from_validation(error) from error
     except VLLMClientError as error:
-        raise ApiError(400, f"{error.args[0]!s:.500}", param=getattr(error, "parameter", None)) from error
+        param = getattr(error, "parameter", None) or blame()
+        raise ApiError(400, f"{error.args[0]!s:.500}", param=param) from error
     except (TypeError, AttributeError, KeyError, ValueError) as error:
         # vLLM's own validators run before the types are checked, and trip over values of a type they do not expect.
-        raise ApiError(400, f"a field has a value of the wrong type ({error!s:.200})") from error
+        blamed = blame()
+        raise ApiError(
+            400, f"{blamed or 'a field'} has a value of the wrong type ({error!s:.200})", param=blamed
+        ) from error
+
+
+def _to_blame(record: type[BaseModel], fields: Mapping[str, Any]) -> str | None:
+    """The field by which alone vLLM's validators fail."""
+    least = {name: fields[name] for name in ("messages", "prompt") if name in fields}
+    for name, value in fields.items():
+        try:
+            _validator(record).validate_python({**least, name: value})
+        except ValidationError:
+            continue
+        except (VLLMClientError, TypeError, AttributeError, KeyError, ValueError):
+            return name
+    return None
 
 
 def from_validation(error: ValidationError) -> ApiError:
@@ -331,6 +357,10 @@ def check_limits(body: Body, limits: LimitSettings) -> int:
         raise ApiError(400, f"n must be at least 1, not {num}", param="n")
     num_sequences: int = (num or 1) * num_prompts(body)
     _at_most("n", "n times the number of prompts", num_sequences, limits.max_num_sequences)
+    for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+        wanted = getattr(body, name, None)
+        if type(wanted) is int:
+            _at_most(name, name, math.inf if wanted < 0 else wanted, limits.max_num_logprobs)
     if isinstance(body, ChatCompletionRequest | CompletionRequest):
         _check_prompt_logprobs(body, limits)
     return num_sequences
@@ -360,9 +390,10 @@ def _prompt_tokens(body: ChatCompletionRequest | CompletionRequest) -> int:
     return sum(-(-len(one.encode()) // 4) if isinstance(one, str) else len(one) for one in prompts)
 
 
-def _at_most(param: str, what: str, value: int, limit: int) -> None:
+def _at_most(param: str, what: str, value: float, limit: int) -> None:
     if value > limit:
-        raise ApiError(400, f"{what} is {value}, above this service's limit of {limit}", param=param, code="limit")
+        shown = "all" if math.isinf(value) else f"{value:g}"
+        raise ApiError(400, f"{what} is {shown}, above this service's limit of {limit}", param=param, code="limit")
 
 
 def num_prompts(body: Body) -> int:

@@ -205,8 +205,8 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], str | None]] = {
     "spoken answers": ({"modalities": ["text", "audio"]}, "modalities"),
     "moderation that blocks": ({"moderation": {"policy": {"output": {"mode": "block"}}}}, "moderation.policy"),
     "the best of two": ({"best_of": 2}, "best_of"),
-    "two grammars": ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, None),
-    "a grammar of no kind": ({"structured_outputs": {"regexx": "a"}}, None),
+    "two grammars": ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+    "a grammar of no kind": ({"structured_outputs": {"regexx": "a"}}, "structured_outputs"),
     "choices as a number": ({"structured_outputs": {"choice": 3}}, "structured_outputs.choice"),
     "a choice of another tool": (
         {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
@@ -214,6 +214,8 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], str | None]] = {
     ),
     "no sequence": ({"n": 0}, "n"),
     "more sequences than allowed": ({"n": 17}, "n"),
+    "more logprobs than allowed": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    "prompt logprobs of all tokens": ({"prompt_logprobs": -1}, "prompt_logprobs"),
     "both ends of a message": ({"add_generation_prompt": True, "continue_final_message": True}, None),
     "a request id without end": ({"request_id": "a" * 10_000}, "request_id"),
     "a field of a plugin": ({"logits_processors": ["os.system"]}, "logits_processors"),
@@ -237,6 +239,7 @@ BAD_COMPLETIONS: dict[str, tuple[dict[str, Any], str | None]] = {
     "a prompt of ids and texts": ({"prompt": [1, "a"]}, "prompt.1"),
     "prompts above the limit": ({"prompt": ["a"] * 17}, "n"),
     "messages of a chat": ({"messages": HELLO}, "messages"),
+    "logprobs of all tokens": ({"logprobs": -1}, "logprobs"),
     "prompt logprobs of a stream": ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
 }
 
