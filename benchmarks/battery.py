@@ -231,7 +231,7 @@ def make_inputs(document: dict[str, Any], num: int, number: int = 0) -> list[Inp
             cases = draw(operation.as_strategy(generation_mode=mode), num // 24, number)
             sources.append((operation, mode.value, cases))
         for call in (call for call, path in PATHS.items() if path == operation.path):
-            fields = ["drafting", *document["components"]["schemas"][RECORDS[call]]["properties"]]
+            fields = document["components"]["schemas"][RECORDS[call]]["properties"]
             bodies = hostile_bodies(call, fields, num // 3, number)
             sources.append((operation, "hostile", [operation.Case(body=body) for body in bodies]))
     found: dict[tuple[str, str, str], Input] = {}

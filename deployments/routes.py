@@ -6,19 +6,17 @@ import functools
 import hashlib
 import hmac
 import ipaddress
-import operator
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from fastapi import FastAPI, Request, Response, Security
+from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.routing import APIRoute
-from fastapi.security import HTTPBearer
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse
@@ -33,7 +31,8 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
 from cluster.errors import ApiError
 from cluster.request import ANYONE
 from cluster.settings import IngressSettings
-from deployments.body import BODIES, Call, detect_call, engine_keys, read_json
+from deployments import openapi
+from deployments.body import BODIES, UNUSED_FIELDS, Call, detect_call, engine_keys, read_json
 from deployments.compat import GATEWAY_HEADER, address_header, gateway_token, listening_host
 from deployments.errors import internal_error, json_response
 from deployments.front_end import FrontEnd, logger
@@ -60,6 +59,7 @@ RECORDS: dict[str, dict[type[BaseModel], type[BaseModel]]] = {
     **TOKENIZER_PATHS,
 }
 """What is taken by POST, and its answer, by path."""
+UNUSED: dict[type[BaseModel], Collection[str]] = {BODIES[call]: fields for call, fields in UNUSED_FIELDS.items()}
 
 JSON_MEDIA_TYPE = "application/json"
 
@@ -127,31 +127,10 @@ def _is_loopback(host: str) -> bool:
 
 
 class PlainRoute(APIRoute):
-    """Its function gets the request as it is: FastAPI describes its body, and does not read it."""
+    """Its function gets the request as it is, without FastAPI's search for parameters."""
 
     def get_route_handler(self) -> Any:
         return self.endpoint
-
-
-class ErrorFields(BaseModel):
-    message: str
-    type: str = Field(description="OpenAI's; below /v1/messages Anthropic's.")
-    param: str | None
-    code: str | None
-
-
-class Error(BaseModel):
-    error: ErrorFields
-
-
-REFUSALS: Any = {
-    "4XX": {"model": Error, "description": "The request is refused: `param` names the field, where one is to blame."},
-    "5XX": {"model": Error, "description": "No answer now. `Retry-After`, if there is one, says when to come back."},
-}
-DESCRIPTION = (
-    'Requests that make text may also have `drafting`: `{"k": 3, "workload": "code"}`, both optional. Answers '
-    "have `drafting`: what was decided, and what came of the drafts."
-)
 
 
 def make_app(backend: Any, entrance: Entrance) -> FastAPI:
@@ -161,22 +140,15 @@ def make_app(backend: Any, entrance: Entrance) -> FastAPI:
     """
     engine_keys()  # takes a part of a second
     app = FastAPI(
-        title="peagle-serve", version=peagle_version, description=DESCRIPTION, docs_url=None, redoc_url=None,
-        redirect_slashes=False, responses=REFUSALS,
-        dependencies=[Security(HTTPBearer(auto_error=False, scheme_name="key"))],
+        title="peagle-serve", version=peagle_version, docs_url=None, redoc_url=None, redirect_slashes=False,
+        responses=openapi.REFUSALS,
     )  # fmt: skip
 
-    for path, records in RECORDS.items():
+    async def ask(request: Request) -> Response:
+        return await _answer(backend, request)
 
-        async def ask(request: Request, body: Any = None) -> Response:
-            return await _answer(backend, request)
-
-        ask.__annotations__["body"] = functools.reduce(operator.or_, records)
-        app.router.add_api_route(
-            path, ask, methods=["POST"], name=" or ".join(record.__name__ for record in records),
-            response_model=functools.reduce(operator.or_, records.values()), route_class_override=PlainRoute,
-            openapi_extra={"requestBody": {"required": True}},
-        )  # fmt: skip
+    for path in RECORDS:
+        app.router.add_api_route(path, ask, methods=["POST"], route_class_override=PlainRoute)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -188,7 +160,7 @@ def make_app(backend: Any, entrance: Entrance) -> FastAPI:
             raise ApiError(404, f"the model {model!r:.80} is not served here", param="model", code="model_not_found")
         return JSONResponse(card)
 
-    @app.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)  # SageMaker's name of it
+    @app.api_route("/ping", methods=["GET", "POST"])
     @app.get("/health")
     async def health() -> Response:
         return JSONResponse(await backend.health())
@@ -239,6 +211,7 @@ def make_app(backend: Any, entrance: Entrance) -> FastAPI:
         return json_response(internal_error(), _path(request.scope))
 
     served = [route.path_format for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema]
+    app.openapi = functools.cache(functools.partial(openapi.document, app, RECORDS, UNUSED))  # type: ignore[method-assign]
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(Exception, unexpected)

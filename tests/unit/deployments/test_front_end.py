@@ -292,7 +292,7 @@ def test_the_openapi_document_is_true_of_bodies_and_refusals() -> None:
     for good in ({}, {"drafting": {"k": 3, "workload": "code"}}, {"n": None}, {"store": True}, {"stop": ["a"]}):
         assert validator.is_valid({"messages": HELLO, **good})
         assert chat(Echo(), **good).status_code == 200
-    for bad in ({"messages": 3}, {"temperature": "hot"}):
+    for bad in ({"drafting": {"depth": 3}}, {"max_token": 3}, {"messages": 3}, {"temperature": "hot"}):
         assert not validator.is_valid({"messages": HELLO, **bad})
         refused = chat(Echo(), **bad)
         assert refused.status_code == 400
