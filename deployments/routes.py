@@ -6,11 +6,10 @@ import functools
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, Protocol
 
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
@@ -72,6 +71,20 @@ OPEN_PATHS = ("/", "/metrics", "/docs", "/openapi.json", *(f"/docs/{name}" for n
 """For probes and Prometheus, and pages, which ask for a key themselves: they need no key."""
 
 
+class Backend(Protocol):
+    """What answers behind the HTTP API."""
+
+    front_end: FrontEnd
+    vllm: Any  # the state of vLLM's API server: its API objects by name
+
+    async def health(self) -> dict[str, Any]:
+        """Raises ApiError (503) where a request would not be served."""
+
+    async def metrics(self) -> bytes: ...
+
+    async def drafting(self) -> dict[str, Any]: ...
+
+
 @dataclass(frozen=True)
 class Entrance:
     """Where requests come in. `host`: the address that the service listens on, "" where it is not known;
@@ -94,26 +107,32 @@ class Entrance:
         """Whether the service relies on the browser's user being the only one who reaches it."""
         return bool(self.allowed_hosts) or _is_loopback(self.host)
 
-    def check_host(self, host: str) -> None:
-        """Raises ApiError (403) for a Host that is none of this service: a web page whose name has been made to lead to
-        this machine sends its own. Pages of other names cannot send JSON (`_check_media_type`), nor read an answer."""
+    def check_site(self, headers: Mapping[str, str]) -> None:
+        """Raises ApiError (403) for what a web page of another site sends: by its Origin, or, where its name has been
+        made to lead to this machine, by that name in Host."""
+        host, origin = headers.get("host", ""), headers.get("origin", "")
         name = _host_name(host)
-        hosts = {self.host.lower(), *map(_host_name, self.allowed_hosts)} - {""}
-        if host and not (_is_loopback(name) or name in hosts or "*" in self.allowed_hosts):
+        hosts = {self.host.lower(), *(_host_name(allowed) for allowed in self.allowed_hosts)}
+        if host and not (_is_loopback(name) or name in hosts or "*" in hosts):
             raise ApiError(
                 403,
                 f"the Host {host!r:.80} is not one of this service, which has no API keys: write it into "
                 "ingress.allowed_hosts",
                 code="host_not_allowed",
             )
+        is_own = host and origin.partition("://")[2].lower() == host.lower()
+        if origin and not (is_own or origin in self.allow_origins or "*" in self.allow_origins):
+            raise ApiError(
+                403,
+                f"web pages of {origin!r:.80} may not call this service: write it into ingress.allow_origins",
+                code="origin_not_allowed",
+            )
 
 
 def _host_name(host: str) -> str:
-    """The name or address in a Host header, without its port; "" where it has none."""
-    try:
-        return (urlsplit(f"//{host}").hostname or "").rstrip(".")
-    except ValueError:
-        return ""
+    """The name or address in a Host header, without its port."""
+    name = host.lower().strip()
+    return name.partition("]")[0].removeprefix("[") if name.startswith("[") else name.partition(":")[0].rstrip(".")
 
 
 @functools.lru_cache
@@ -133,11 +152,8 @@ class PlainRoute(APIRoute):
         return self.endpoint
 
 
-def make_app(backend: Any, entrance: Entrance) -> FastAPI:
-    """The HTTP API: OpenAI's, SageMaker's, and GET /health, /metrics, /drafting and the page at /.
-
-    `backend`: what answers behind it, a `deployments.target.TargetServer`.
-    """
+def make_app(backend: Backend, entrance: Entrance) -> FastAPI:
+    """The HTTP API: OpenAI's, SageMaker's, and GET /health, /metrics, /drafting and the page at /."""
     engine_keys()  # takes a part of a second
     app = FastAPI(
         title="peagle-serve", version=peagle_version, docs_url=None, redoc_url=None, redirect_slashes=False,
@@ -186,10 +202,14 @@ def make_app(backend: Any, entrance: Entrance) -> FastAPI:
     async def docs(request: Request) -> Response:
         root = request.scope.get("root_path", "")
         scripts, styles = (f"{root}/docs/{name}" for name in SWAGGER_FILES)
-        return get_swagger_ui_html(
-            openapi_url=f"{root}/openapi.json", title=app.title, swagger_js_url=scripts, swagger_css_url=styles,
-            swagger_favicon_url="data:,",
-        )  # fmt: skip
+        text = bytes(
+            get_swagger_ui_html(
+                openapi_url=f"{root}/openapi.json", title=app.title, swagger_js_url=scripts, swagger_css_url=styles,
+                swagger_favicon_url="data:,",
+            ).body
+        ).decode()  # fmt: skip
+        scripts = f"script-src 'self' {hash_of(text, 'script')}"
+        return HTMLResponse(text, headers=page_headers(scripts, "style-src 'self' 'unsafe-inline'"))
 
     app.mount("/docs", StaticFiles(packages=[("vllm.entrypoints.serve.instrumentator", "static")]))
 
@@ -227,20 +247,19 @@ def _path(scope: Scope) -> str:
     return str(scope.get("path", "")).removeprefix(str(scope.get("root_path", ""))).rstrip("/") or "/"
 
 
-@functools.cache
-def live_page() -> tuple[str, dict[str, str]]:
-    """The page at / and its headers, by which a browser runs and loads nothing but what the file itself holds."""
-    text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+def hash_of(text: str, tag: str) -> str:
+    """The source of a content security policy that stands for what is inside this tag of a page."""
+    inside = text.split(f"<{tag}>")[1].split(f"</{tag}>")[0]
+    return f"'sha256-{base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()}'"
 
-    def source(tag: str) -> str:
-        inside = text.split(f"<{tag}>")[1].split(f"</{tag}>")[0]
-        return f"{tag}-src 'sha256-{base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()}'"
 
+def page_headers(*rules: str) -> dict[str, str]:
+    """Headers by which a browser loads nothing from elsewhere. `rules`: what else its policy says."""
     policy = "; ".join((
-        "default-src 'none'", source("script"), source("style"), "require-trusted-types-for 'script'",
-        "connect-src 'self'", "img-src data:", "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'",
+        "default-src 'none'", *rules, "connect-src 'self'", "img-src data:", "base-uri 'none'", "form-action 'none'",
+        "frame-ancestors 'none'",
     ))  # fmt: skip
-    return text, {
+    return {
         "Content-Security-Policy": policy,
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
@@ -248,7 +267,15 @@ def live_page() -> tuple[str, dict[str, str]]:
     }
 
 
-async def _answer(backend: Any, request: Request) -> Response:
+@functools.cache
+def live_page() -> tuple[str, dict[str, str]]:
+    """The page at / and its headers, by which a browser runs and loads nothing but what the file itself holds."""
+    text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    sources = (f"{tag}-src {hash_of(text, tag)}" for tag in ("script", "style"))
+    return text, page_headers(*sources, "require-trusted-types-for 'script'")
+
+
+async def _answer(backend: Backend, request: Request) -> Response:
     """The HTTP response to a request with a body; its status waits for the first piece of the answer."""
     front_end, caller = backend.front_end, getattr(request.state, "caller", ANYONE)
     path = _path(request.scope)
@@ -299,9 +326,9 @@ async def _events(first: str, pieces: AsyncIterator[str], path: str) -> AsyncIte
 
 
 class GateMiddleware:
-    """Looks at every request before anything else does: refuses a foreign Host where no key protects the service,
-    finds the caller by API key or address, and takes the key away. HEAD is answered as GET, whose body the HTTP server
-    leaves out, and a path with a slash at its end as the one without."""
+    """Looks at every request before anything else does: refuses those of foreign web pages where no key protects the
+    service, finds the caller by API key or address, and takes the key away. HEAD is answered as GET, whose body the
+    HTTP server leaves out, and a path with a slash at its end as the one without."""
 
     def __init__(self, app: ASGIApp, front_end: FrontEnd, entrance: Entrance) -> None:
         self._app, self._front_end, self._entrance = app, front_end, entrance
@@ -317,7 +344,7 @@ class GateMiddleware:
         headers = Headers(scope=scope)
         try:
             if path not in PROBE_PATHS and not self._front_end.needs_key and self._entrance.checks_hosts:
-                self._entrance.check_host(headers.get("host", ""))
+                self._entrance.check_site(headers)
             if path not in OPEN_PATHS:
                 key = headers.get("x-api-key")  # of Anthropic's clients
                 authorization = headers.get("authorization") or (f"Bearer {key}" if key else None)

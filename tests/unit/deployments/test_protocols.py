@@ -34,6 +34,7 @@ from tests.unit.deployments.test_front_end import (
     request,
     statuses,
 )
+from tests.unit.deployments.test_page import policy_of
 from tests.unit.deployments.test_target_replica import DRAFTING, Replica, events
 
 TOOL = {"name": "f", "description": "d", "parameters": {"type": "object"}}
@@ -228,3 +229,5 @@ def test_the_description_needs_no_key_and_loads_nothing_from_elsewhere(root: str
     assert all(link.startswith((f"{root}/", "data:")) for link in links)
     for link in (one for one in links if one.startswith("/")):
         assert request(backend, "GET", link, root_path=root).status_code == 200, link
+    rules = policy_of(page.headers)
+    assert (rules["default-src"], rules["connect-src"]) == ("'none'", "'self'")
