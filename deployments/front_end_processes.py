@@ -6,7 +6,7 @@ request to the process with the fewest (`FrontEndProcesses`). That one is a clie
 (`peagle.vllm.clients`), and sends the answer back, event by event. This module run as a program is such a process.
 
 Both ends of the socket between them write frames: four bytes of length, then a list of the messages below in
-MessagePack. A process that dies ends its replica, as one of `vllm serve --api-server-count` ends its server.
+MessagePack. A process that dies ends its own answers, and another takes its place.
 """
 
 import asyncio
@@ -23,8 +23,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from argparse import Namespace
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
@@ -35,7 +37,7 @@ from vllm.utils.gc_utils import freeze_gc_heap
 
 from cluster.errors import ApiError
 from deployments.answers import Charge, EngineAnswers
-from deployments.errors import engine_lost, internal_error
+from deployments.errors import engine_lost, internal_error, not_ready
 from deployments.front_end import Admitted, Answer, Usage
 from deployments.metrics import Families
 from peagle.vllm.clients import METRICS_FOLDER, Address, client_addresses, connect
@@ -44,10 +46,18 @@ from peagle.vllm.recorder import DraftingRecorder, RecorderDelta
 
 logger = logging.getLogger(__name__)
 
+MAX_RESTARTS = 8
+"""Processes that may take the place of others. A replica that loses more is given up."""
+
 PROGRAM = ("deployments.front_end_processes",)
 """Module of a process, and its arguments before the number of its socket."""
 
+WINDOW = 64
+"""Events of an answer that may be under way to a client that reads slowly."""
+
 REPORT_TIMEOUT_S = 1.0
+MAX_SILENCE_S = 60.0
+"""A process that owes a report for longer hangs, and is ended."""
 
 Keep = Callable[[str, str, list[int], list[int]], None]
 """`DraftingRecorder`'s `on_answer`."""
@@ -65,6 +75,12 @@ class Job(msgspec.Struct, tag=True, array_like=True):
 
 class Stop(msgspec.Struct, tag=True, array_like=True):
     """The client of a job has gone."""
+
+    number: int
+
+
+class More(msgspec.Struct, tag=True, array_like=True):
+    """The client of a job has got half a `WINDOW` of events."""
 
     number: int
 
@@ -124,7 +140,7 @@ class Counted(msgspec.Struct, tag=True, array_like=True):
     delta: RecorderDelta
 
 
-Task = Job | Stop | Report | Outcome
+Task = Job | Stop | More | Report | Outcome
 Result = Ready | Item | Charged | Kept | Grammar | Counted
 
 
@@ -170,20 +186,19 @@ class Wire:
 
 
 class FrontEndProcess:
-    """One front-end process, as the replica sees it. `place`: its number, from 0 on."""
+    """One front-end process, as the replica sees it. `place`: its number among those that run side by side, from 0 on;
+    `index`: of its client of the engine."""
 
-    def __init__(self, place: int, setup: Mapping[str, Any]) -> None:
-        self.place = place
-        self.num_requests = 0
-        """Requests handed to it."""
-        self.num_sequences = 0
-        """Sequences of the requests that it answers."""
+    def __init__(self, place: int, index: int, setup: Mapping[str, Any]) -> None:
+        self.place, self.index = place, index
+        self.is_ready = False
+        self.sequences = Counter[str]()  # of the requests that it answers, by workload
         self.jobs: dict[int, asyncio.Queue[str | ApiError | Usage | None]] = {}
-        """Items of the answers that it makes. Those that a client does not read wait here, at most its whole answer."""
-        self.has_reported = asyncio.Event()
+        self.reports = deque[asyncio.Future[None]]()  # that it owes, the oldest first
+        self.silent_since_s = 0.0  # while it owes some
         self.wire: Wire
         self._end, theirs = socket.socketpair()
-        self._process = self._launch({**setup, "index": place + 1}, theirs)
+        self._process = self._launch({**setup, "index": index}, theirs)
 
     def _launch(self, setup: dict[str, Any], end: socket.socket) -> subprocess.Popen[bytes]:
         environ = {"OMP_NUM_THREADS": "1", METRICS_FOLDER: setup.pop("metrics_folder")}
@@ -197,17 +212,26 @@ class FrontEndProcess:
                 env={**os.environ, **environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
 
-    async def run(self, handle: Callable[["FrontEndProcess", Any], None]) -> None:
-        """Hand on its messages until it ends."""
-        self.wire = await Wire.open(self._end, Result)
-        async for message in self.wire.messages():
-            handle(self, message)
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
-    async def wait(self) -> str:
-        """How the process, whose messages have ended, has ended, in words."""
-        self._process.kill()  # one that closed its socket and does not go
+    async def run(self, handle: Callable[["FrontEndProcess", Any], None]) -> str:
+        """Hand on its messages until it ends. How it ended, in words."""
+        self.wire = await Wire.open(self._end, Result)
+        try:
+            async for message in self.wire.messages():
+                handle(self, message)
+        except Exception:  # it starts anew
+            logger.exception("a message of front-end process %d cannot be handled", self.pid)
+        self.is_ready = False
+        self.wire.close()
+        self.end()
         status = await asyncio.to_thread(self._process.wait)
-        return f"front-end process {self._process.pid} has ended with {status}"
+        return f"front-end process {self.pid} has ended with {status}"
+
+    def end(self) -> None:
+        self._process.kill()
 
 
 class FrontEndProcesses:
@@ -232,60 +256,83 @@ class FrontEndProcesses:
         self.number = number
         self.grammars: GrammarChecker
         self.problem = ""
-        """Why the replica is to be replaced; "" while it is not."""
+        """Why the replica is to be given up; "" while it is not."""
+        self.num_requests = [0] * number
+        """Requests handed to the process at each place, and to those before it."""
+        self.num_restarts = 0
         self._recorder, self._charge, self._keep = recorder, charge, keep
-        self._processes: list[FrontEndProcess] = []
+        self._processes: dict[int, FrontEndProcess] = {}
         self._numbers = itertools.count()
-        self._num_ready = 0
+        self._abort: Callable[[int], Awaitable[None]]
         self.metrics_folder = tempfile.TemporaryDirectory(prefix="peagle-metrics-")
-        """Where all clients of the engine keep vLLM's metrics."""
+        """Where all clients of the engine keep vLLM's metrics, also those that have ended."""
         self._setup: dict[str, Any] = {
             "max_workloads": max_workloads,
             "learns": keep is not None,
             "metrics_folder": self.metrics_folder.name,
         }
+        self._addresses: list[Address] = []
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._has_started = asyncio.Event()
+        self._are_ready = asyncio.Event()
+
+    @property
+    def num_ready(self) -> int:
+        """Processes that answer."""
+        return sum(process.is_ready for process in self._processes.values())
 
     def launch(self, config: Any, arguments: Namespace) -> Sequence[Address]:
         """Start the processes, before the engine: they import while it loads. The addresses of their clients."""
-        addresses = client_addresses(config, self.number)
-        setup = {**self._setup, "config": config, "arguments": arguments}
-        self._processes = [FrontEndProcess(i, {**setup, "address": address}) for i, address in enumerate(addresses)]
-        return addresses
+        self._addresses = client_addresses(config, self.number + MAX_RESTARTS)
+        self._setup |= {"config": config, "arguments": arguments}
+        for place in range(self.number):
+            self._start(place, place)
+        return self._addresses
 
-    async def attach(self, grammars: GrammarChecker, engine_end: asyncio.Future[Any]) -> None:
+    def _start(self, place: int, number: int) -> None:
+        setup = {**self._setup, "address": self._addresses[number]}
+        self._processes[place] = FrontEndProcess(place, number + 1, setup)
+
+    async def attach(
+        self, grammars: GrammarChecker, abort: Callable[[int], Awaitable[None]], engine_end: asyncio.Future[Any]
+    ) -> None:
         """Wait until all processes answer.
 
         Args:
+            abort: ends all requests of a client of the engine, by its index.
             engine_end: is done when the engine has died.
 
         Raises:
             RuntimeError: they do not start.
         """
-        self.grammars = grammars
-        engine_end.add_done_callback(lambda _: self._give_up("the engine has died"))
-        for process in self._processes:
-            self._run_task(self._run(process))
-        await self._has_started.wait()
+        self.grammars, self._abort = grammars, abort
+        engine_end.add_done_callback(lambda _: self._end_answers(*self._processes.values()))
+        for place in range(self.number):
+            self._run_task(self._run_forever(place))
+        await self._are_ready.wait()
         if self.problem:
             raise RuntimeError(self.problem)
 
     async def refresh_counts(self) -> None:
         """Let the recorder have all that was counted until now."""
-        for process in self._processes:
-            process.has_reported.clear()
-            process.wire.send(Report())
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(REPORT_TIMEOUT_S):
-                for process in self._processes:
-                    await process.has_reported.wait()
+        reports, now_s = [], time.monotonic()
+        for process in self._processes.values():
+            if process.is_ready:
+                if not process.reports:
+                    process.silent_since_s = now_s
+                elif now_s - process.silent_since_s > MAX_SILENCE_S:
+                    process.end()
+                reports.append(asyncio.get_running_loop().create_future())
+                process.reports.append(reports[-1])
+                process.wire.send(Report())
+        if reports:
+            await asyncio.wait(reports, timeout=REPORT_TIMEOUT_S)
 
     def families(self, replica: str) -> list[Metric]:
         """Metrics of the processes."""
         found = Families()
-        for process in self._processes:
-            found.add("front_end_requests", process.num_requests, replica, str(process.place))
+        for place, number in enumerate(self.num_requests):
+            found.add("front_end_requests", number, replica, str(place))
+        found.add("front_end_restarts", self.num_restarts, replica)
         return list(found.values())
 
     def _run_task(self, work: Any) -> None:
@@ -293,23 +340,24 @@ class FrontEndProcesses:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, process: FrontEndProcess) -> None:
-        try:
-            await process.run(self._handle)
-        finally:
-            self._give_up(await process.wait())
-
-    def _give_up(self, problem: str) -> None:
-        """End all answers: a process has ended; or the engine has, of which the processes may not hear."""
-        if self.problem:
-            return
-        logger.error("%s; this replica is to be replaced", problem)
-        self.problem = problem
-        self._has_started.set()
-        for process in self._processes:
-            for items in process.jobs.values():
-                items.put_nowait(engine_lost())
-                items.put_nowait(None)
+    async def _run_forever(self, place: int) -> None:
+        """Start another process each time that the one at this place has ended."""
+        while True:
+            process = self._processes[place]
+            how = await process.run(self._handle)
+            self._end_answers(process)
+            for report in process.reports:
+                report.cancel()
+            self._recorder.drop_source(process.index, +process.sequences)
+            if self.num_restarts == MAX_RESTARTS:
+                self.problem = f"{how}, and {MAX_RESTARTS} others before it"
+                self._are_ready.set()
+                return
+            logger.warning("%s; another one takes its place", how)
+            self._start(place, self.number + self.num_restarts)
+            self.num_restarts += 1
+            with contextlib.suppress(Exception):  # the engine may be gone too
+                await self._abort(process.index)
 
     def _handle(self, process: FrontEndProcess, message: Result) -> None:
         match message:
@@ -319,39 +367,52 @@ class FrontEndProcesses:
             case Charged(caller, number, usage):
                 self._charge(caller, number, usage)
             case Counted(delta):
-                self._recorder.add_delta(delta)
-                process.has_reported.set()
+                self._recorder.add_delta(process.index, delta)
+                process.reports.popleft().cancel()
+                process.silent_since_s = time.monotonic()
             case Kept(workload, caller, prompt, answer) if self._keep is not None:
                 self._keep(workload, caller, prompt, answer)
             case Grammar(number, fields):
                 self._run_task(self._check_grammar(process, number, fields))
             case Ready():
-                self._num_ready += 1
-                if self._num_ready == self.number:
-                    self._has_started.set()
+                process.is_ready = True
+                if self.num_ready == self.number:
+                    self._are_ready.set()
 
     async def _check_grammar(self, process: FrontEndProcess, number: int, fields: dict[str, Any]) -> None:
         process.wire.send(Outcome(number, await self.grammars.find_outcome(fields)))
 
+    @staticmethod
+    def _end_answers(*processes: FrontEndProcess) -> None:
+        """The processes have ended; or the engine has, of which they may not hear."""
+        for process in processes:
+            for items in process.jobs.values():
+                items.put_nowait(engine_lost())
+                items.put_nowait(None)
+
     async def generate(self, admitted: Admitted) -> Answer:
         """`EngineAnswers.generate`, by the process with the fewest sequences."""
-        if self.problem:
-            yield engine_lost()
+        ready = [process for process in self._processes.values() if process.is_ready]
+        if not ready:
+            yield not_ready()
             return
-        process, number = min(self._processes, key=lambda one: one.num_sequences), next(self._numbers)
+        process, number = min(ready, key=lambda one: one.sequences.total()), next(self._numbers)
         process.wire.send(Job(number, admitted))
-        process.num_sequences += admitted.num_sequences
-        process.num_requests += 1
+        process.sequences[admitted.drafting.workload] += admitted.num_sequences
+        self.num_requests[process.place] += 1
         items = process.jobs[number] = asyncio.Queue()
-        is_over = False
+        is_over, num_events = False, 0
         try:
             while (item := await items.get()) is not None:
                 yield item
+                num_events += isinstance(item, str)
+                if isinstance(item, str) and num_events % (WINDOW // 2) == 0:
+                    process.wire.send(More(number))
             is_over = True
         finally:
             del process.jobs[number]
-            process.num_sequences -= admitted.num_sequences
-            if not is_over:
+            process.sequences[admitted.drafting.workload] -= admitted.num_sequences
+            if not is_over and process.is_ready:
                 process.wire.send(Stop(number))
 
 
@@ -392,24 +453,31 @@ class Worker:
         self, wire: Wire, answers: EngineAnswers, recorder: DraftingRecorder, checker: RemoteGrammarChecker
     ) -> None:
         self._wire, self._answers, self._recorder, self._checker = wire, answers, recorder, checker
-        self._jobs: dict[int, asyncio.Task[None]] = {}
+        self._jobs: dict[int, tuple[asyncio.Task[None], asyncio.Semaphore]] = {}
 
     def handle(self, message: Task) -> None:
         match message:
             case Job(number):
-                task = self._jobs[number] = asyncio.get_running_loop().create_task(self._answer(message))
+                room = asyncio.Semaphore(WINDOW)
+                task = asyncio.get_running_loop().create_task(self._answer(message, room))
+                self._jobs[number] = task, room
                 task.add_done_callback(lambda _: self._jobs.pop(number, None))
             case Outcome():
                 self._checker.resolve(message)
             case Report():
                 self._wire.send(Counted(self._recorder.take_delta()))
             case Stop(number) if number in self._jobs:
-                self._jobs[number].cancel()
+                self._jobs[number][0].cancel()
+            case More(number) if number in self._jobs:
+                for _ in range(WINDOW // 2):
+                    self._jobs[number][1].release()
 
-    async def _answer(self, job: Job) -> None:
+    async def _answer(self, job: Job, room: asyncio.Semaphore) -> None:
         try:
             async with contextlib.aclosing(self._answers.generate(job.admitted)) as items:
                 async for item in items:
+                    if isinstance(item, str):
+                        await room.acquire()
                     self._send(job, item)
         except Exception:
             logger.exception("a request failed")

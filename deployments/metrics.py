@@ -30,6 +30,7 @@ FAMILIES = {
     "queued_requests": Family("gauge", "replica", "Requests that wait for a place before the engine."),
     "answers": Family("counter", "workload status replica", "Requests by HTTP status; 499: the client left."),
     "front_end_requests": Family("counter", "replica front_end", "Requests that a front-end process got.", SEVERAL),
+    "front_end_restarts": Family("counter", "replica", "Front-end processes that took the place of others.", SEVERAL),
     "requests": Family("counter", "model workload replica outcome", "Sequences ended: finished, or aborted."),
     "generated_tokens": Family("counter", "model replica", "Output tokens, running sequences included."),
     "output_tokens": Family("counter", "model workload replica", "Output tokens of ended sequences."),

@@ -61,7 +61,7 @@ from deployments.telemetry import engine_metrics
 from deployments.usage_log import UsageLog
 from peagle.heads import head_digest, target_digest
 from peagle.schema import SettingsError
-from peagle.vllm.clients import Address
+from peagle.vllm.clients import Address, abort_all_of
 from peagle.vllm.engine import ASYNC_SCHEDULER, RemoteSettings, engine_kwargs
 from peagle.vllm.grammar_checker import GrammarChecker, GrammarLimits
 from peagle.vllm.limits import guard
@@ -133,7 +133,8 @@ class TargetServer(LLMServer):
             self.front_end.generate = answers.generate
         else:
             guard(client, self._grammars)
-            await several.attach(self._grammars, client.output_handler)
+            abort = functools.partial(abort_all_of, client)
+            await several.attach(self._grammars, abort, client.output_handler)
             self.front_end.generate = several.generate
         self.front_end.max_model_len = self._client.vllm_config.model_config.max_model_len
         if settings.drafter is not None and drafter is None:
@@ -173,8 +174,8 @@ class TargetServer(LLMServer):
             self._grammars.limits = grammar_limits(self._settings.limits)
 
     async def check_health(self) -> None:
-        """Raises EngineLost when the engine or a front-end process has died. vLLM's own exception would make whoever
-        gets it, Serve's controller too, import vLLM, which takes seconds."""
+        """Raises EngineLost when the engine has died. vLLM's own exception would make whoever gets it, Serve's
+        controller too, import vLLM, which takes seconds."""
         try:
             await super().check_health()
         except Exception as error:  # noqa: BLE001
@@ -265,7 +266,7 @@ class TargetServer(LLMServer):
     # ---- what the HTTP API shows besides answers
 
     async def health(self) -> dict[str, Any]:
-        if self._client.errored or (self._front_ends is not None and self._front_ends.problem):
+        if self._client.errored or (self._front_ends is not None and not self._front_ends.num_ready):
             raise not_ready(self.front_end.model)
         return {"status": "ready", "model": self.front_end.model, "num_target_replicas": self._num_targets}
 

@@ -3,6 +3,9 @@
 vLLM's engine core answers a request to the client that sent it (`client_index`). vLLM's own server uses that for
 `--api-server-count`. Here the first client is the one that starts the engine. It learns the addresses of the others
 before (`started_for`), and these connect later (`connect`).
+
+The engine greets each address once, and a client waits for this greeting. So a process that takes the place of another
+one needs an address of its own: ask `client_addresses` for spare ones.
 """
 
 import contextlib
@@ -20,6 +23,7 @@ from vllm.v1.engine.utils import get_engine_zmq_bind_addresses
 from vllm.v1.executor import Executor
 
 from peagle.vllm import compat
+from peagle.vllm.request_args import ALL_OF_CLIENT
 
 Address = tuple[str, str]
 """ZMQ addresses of one client: of its requests, of its outputs."""
@@ -88,3 +92,8 @@ async def connect(config: Any, arguments: Namespace, address: Address, index: in
     state = State()
     await init_app_state(client, state, arguments, supported_tasks=await client.get_supported_tasks())
     return client, state
+
+
+async def abort_all_of(client: AsyncLLM, index: int) -> None:
+    """Abort all requests of another client, whose process has ended."""
+    await client.engine_core.abort_requests_async([f"{ALL_OF_CLIENT}{index}"])

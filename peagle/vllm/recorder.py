@@ -97,6 +97,7 @@ class DraftingRecorder:
         """The newest step latency model of the scheduler, as text (`STEP_COSTS_HEADER`); "" before the first."""
         self._taken: dict[str, WorkloadCounts] = {}
         self._num_tokens_taken = 0
+        self._sources: dict[int, Counter[str]] = {}  # running sequences of other clients, by workload
 
     def attach(self, engine: Any) -> None:
         """Start recording `engine`: an `AsyncLLM`, an `LLMEngine` or an `LLM`, before its first request."""
@@ -176,14 +177,30 @@ class DraftingRecorder:
         self._taken, self._num_tokens_taken = now, self.num_output_tokens
         return delta
 
-    def add_delta(self, delta: RecorderDelta) -> None:
-        """Count what the recorder of another client of the same engine has counted."""
+    def add_delta(self, source: int, delta: RecorderDelta) -> None:
+        """Count what the recorder of another client of the same engine has counted. `source`: which one."""
+        running = self._sources.setdefault(source, Counter())
         for name, added in delta.workloads.items():
             name = self._counted_as(name)
             self._workloads[name] = self._workloads.get(name, WorkloadCounts()) + added
             self._workloads.move_to_end(name)
+            running[name] += added.num_running
         self.num_output_tokens += delta.num_output_tokens
         self.step_costs = delta.step_costs or self.step_costs
+
+    def drop_source(self, source: int, lost: Mapping[str, int]) -> None:
+        """Count the sequences that a lost client had running as aborted. `lost`: how many of each workload. Some of
+        them may have begun, and others have ended, since its last delta."""
+        running = self._sources.pop(source, Counter[str]())
+        lost_now = Counter[str]()
+        for workload, number in lost.items():
+            lost_now[self._counted_as(workload)] += number
+        for name in running | lost_now:
+            totals = self._workloads.setdefault(name, WorkloadCounts())
+            num_known, num_lost = running[name], lost_now[name]
+            totals.num_started += max(0, num_lost - num_known)
+            totals.num_finished += max(0, num_known - num_lost)
+            totals.num_aborted += num_lost
 
     def _counted_as(self, workload: str) -> str:
         """The name under which a sequence of `workload` is counted, for which room is made."""

@@ -26,6 +26,11 @@ LEARN_KEY = "peagle_learn"
 """`extra_args` key: str, name of the caller, whose answers may be kept to train heads. Absent: nothing is kept."""
 
 
+ALL_OF_CLIENT = "peagle_client:"
+"""Before the index of an engine's client: the id by which all requests of that client are aborted. No request has such
+an id, because vLLM's API starts each with the name of its call."""
+
+
 def drafts_wanted(params: Any, k_max: int) -> int:
     """K of a request with vLLM's `SamplingParams` (None: it generates nothing). The front end has validated it; here an
     integer under `DEPTH_KEY` is clamped to 0..k_max, and anything else counts as absent, k_max. 0 if its sampling works

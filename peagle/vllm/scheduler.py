@@ -27,7 +27,7 @@ from peagle.vllm.draft_budget import DraftBudget, make_draft_budget
 from peagle.vllm.limits import use_own_backends
 from peagle.vllm.outputs import OutputCoalescer
 from peagle.vllm.rejections import RejectionForecast
-from peagle.vllm.request_args import drafts_wanted
+from peagle.vllm.request_args import ALL_OF_CLIENT, drafts_wanted
 from peagle.vllm.step_notes import (
     STEP_COSTS_HEADER,
     STEPS_HEADER,
@@ -184,7 +184,11 @@ class _PerRequestDepth(_Base):
 
     def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> "list[Request]":
         """vLLM's own. Buffered tokens of an aborted request are dropped. Those of a failed one go out with its last
-        output."""
+        output. An id of `ALL_OF_CLIENT` stands for all requests of a client whose process has ended."""
+        if request_ids and not isinstance(request_ids, str):
+            request_ids = list(request_ids)
+            if lost := {name.removeprefix(ALL_OF_CLIENT) for name in request_ids if name.startswith(ALL_OF_CLIENT)}:
+                request_ids += [name for name, one in self.requests.items() if str(one.client_index) in lost]
         finished: list[Request] = super().finish_requests(request_ids, finished_status)
         if finished_status == RequestStatus.FINISHED_ABORTED:
             self._coalescer.drop(request.request_id for request in finished)

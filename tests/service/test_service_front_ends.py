@@ -1,5 +1,5 @@
-"""The service with two front-end processes: the same answers, one record of limits and counts, and a killed process
-ends the replica."""
+"""The service with two front-end processes: the same answers, one record of limits and counts, and one process that is
+killed."""
 
 import json
 import os
@@ -135,17 +135,33 @@ def test_a_callers_limit_holds_across_both_processes(service: Service) -> None:
     assert all(number > requests[place] for place, number in counts(service, "requests").items())
 
 
-def test_a_killed_process_ends_its_replica_which_is_replaced(service: Service) -> None:
-    (replica,), begun = service.processes(TARGET_NAME), [Event(), Event()]
+def test_a_killed_process_ends_its_own_streams_only_and_comes_back(service: Service) -> None:
+    killed, other = front_ends(service)
+    aborted = service.metrics()["peagle_requests_total"]["default", "aborted"]  # by the tests before
+    (engine,) = [one for one in psutil.Process(killed.ppid()).children() if "EngineCore" in " ".join(one.cmdline())]
+    begun = [Event(), Event()]
     with ThreadPoolExecutor(2) as pool:
-        streams = [pool.submit(stream, service, one, **LONG) for one in begun]
+        streams = [pool.submit(stream, service, one, **LONG | {"max_tokens": 80}) for one in begun]
         assert all(one.wait(60) for one in begun)
-        os.kill(front_ends(service)[0].pid, signal.SIGKILL)
-        ends = [one.result()[2][-1] for one in streams]
-    assert [json.loads(end)["error"]["code"] for end in ends] == ["engine_lost"] * 2
-    wait_for(lambda: not psutil.pid_exists(replica), "end of the replica", 60)
-    wait_for(lambda: service.ask(max_tokens=1).status_code == 200, "another replica", 180)
-    assert len(front_ends(service)) == 2
+        os.kill(killed.pid, signal.SIGKILL)
+        ends = [one.result()[2] for one in streams]
+    lost, whole = sorted(ends, key=lambda events: events[-1] == "[DONE]")
+    assert json.loads(lost[-1])["error"]["code"] == "engine_lost"
+    assert whole[-1] == "[DONE]"
+    engine.cpu_percent()
+    wait_for(lambda: engine.cpu_percent(0.5) < 20, "end of the lost stream's work in the engine", 20)
+    found = service.metrics()
+    assert found["peagle_running_requests"][()] == 0
+    assert found["peagle_requests_total"]["default", "aborted"] == aborted + 1
+    wait_for(lambda: len(front_ends(service)) == 2 and counts(service, "restarts") != {}, "another process")
+    requests = counts(service, "requests")
+
+    def both_answer() -> bool:
+        service.texts(PROMPTS, KS, 2)
+        return all(number > requests[place] for place, number in counts(service, "requests").items())
+
+    wait_for(both_answer, "answer of the new process")
+    assert other.pid in {process.pid for process in front_ends(service)}
 
 
 def test_a_replica_that_goes_finishes_its_streams_and_takes_its_processes_along(service: Service) -> None:

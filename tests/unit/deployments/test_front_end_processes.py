@@ -1,6 +1,7 @@
 """The replica's side and the other side of a front-end process, over the socket between them, without an engine."""
 
 import asyncio
+import contextlib
 import json
 import socket
 from argparse import Namespace
@@ -16,6 +17,8 @@ from deployments import front_end_processes
 from deployments.answers import EngineAnswers
 from deployments.front_end import FrontEnd, Usage
 from deployments.front_end_processes import (
+    MAX_RESTARTS,
+    WINDOW,
     FrontEndProcess,
     FrontEndProcesses,
     RemoteGrammarChecker,
@@ -34,14 +37,13 @@ class NoProcess(FrontEndProcess):
     """The other side runs on this event loop. Its vLLM answers by `answer`, which a test sets."""
 
     answer: Callable[[Any], Any]
-    start_s = 0.0
 
     def _launch(self, setup: Any, end: socket.socket) -> Any:
         self.aborted: list[str] = []
         self.checker: RemoteGrammarChecker
         self.theirs: Wire
         self._work = asyncio.get_running_loop().create_task(self._serve(end))
-        return SimpleNamespace(kill=self.die, wait=lambda: -9, pid=self.place)
+        return SimpleNamespace(kill=self.die, wait=lambda: -9, pid=self.index)
 
     async def _serve(self, end: socket.socket) -> None:
         async def ask(body: Any, request: Any) -> Any:
@@ -60,9 +62,8 @@ class NoProcess(FrontEndProcess):
         vllm = SimpleNamespace(openai_serving_chat=chat, anthropic_serving_messages=SimpleNamespace())
         charge = lambda *charged: wire.send(front_end_processes.Charged(*charged))  # noqa: E731
         worker = Worker(wire, EngineAnswers(client, vllm, recorder, charge), recorder, self.checker)
+        wire.send(front_end_processes.Ready())
         try:
-            await asyncio.sleep(self.start_s)
-            wire.send(front_end_processes.Ready())
             async for message in wire.messages():
                 worker.handle(message)
         finally:
@@ -78,6 +79,7 @@ class Replica(FrontEndProcesses):
         monkeypatch.setattr(front_end_processes, "client_addresses", lambda _, number: [("", "")] * number)
         self.charged: list[Any] = []
         self.kept: list[Any] = []
+        self.lost: list[int] = []
 
         def charge(*charged: Any) -> None:
             self.charged.append(charged)
@@ -90,12 +92,15 @@ class Replica(FrontEndProcesses):
         self.front_end = FrontEnd(cluster())
 
     async def start(self) -> None:
+        async def abort(index: int) -> None:
+            self.lost.append(index)
+
         async def find_outcome(fields: Any) -> Any:
             return {"error": f"no {fields}"}
 
         self.launch(None, Namespace())
         self.engine_end = asyncio.get_running_loop().create_future()
-        await self.attach(SimpleNamespace(find_outcome=find_outcome), self.engine_end)
+        await self.attach(SimpleNamespace(find_outcome=find_outcome), abort, self.engine_end)
 
     def process(self, place: int) -> Any:
         return self._processes[place]
@@ -122,14 +127,14 @@ async def test_requests_go_to_the_process_with_the_fewest_sequences(monkeypatch:
     await replica.start()
     streams = [replica.ask(n=3), *(replica.ask(n=1) for _ in range(3))]
     assert [await anext(stream) for stream in streams] == [chunk()] * 4
-    assert [replica.process(place).num_requests for place in (0, 1)] == [1, 3]
+    assert replica.num_requests == [1, 3]
     assert [(one.n, one.vllm_xargs["peagle_k"]) for one in asked] == [(3, 7), (1, 7), (1, 7), (1, 7)]
     for stream in streams:
         await stream.aclose()
     await soon(lambda: len(replica.charged) == 4)
     assert replica.charged[0] == ("anyone", 0, Usage(4, 9, 4))
     assert [len(replica.process(place).aborted) for place in (0, 1)] == [1, 3]
-    assert [replica.process(place).num_sequences for place in (0, 1)] == [0, 0]
+    assert [replica.process(place).sequences.total() for place in (0, 1)] == [0, 0]
 
 
 async def test_answers_and_errors_come_through_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,43 +155,64 @@ async def test_answers_and_errors_come_through_as_they_are(monkeypatch: pytest.M
     assert found == {"error": "no {'regex': 'a'}"}
 
 
-@pytest.mark.parametrize("what", ["engine", "process"])
-async def test_an_engine_or_a_process_that_dies_ends_the_replica(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_does_not_read_holds_up_its_own_answer_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica, made = Replica(1, monkeypatch), list[int]()
+    await replica.start()
+    NoProcess.answer = lambda _: endless(made)
+    slow = replica.ask()
+    assert await anext(slow)
+    await soon(lambda: len(made) >= WINDOW)
+    await asyncio.sleep(0.05)
+    assert len(made) == WINDOW
+    NoProcess.answer = lambda _: events(*LAST)
+    assert len([item async for item in replica.ask()]) == 3
+    for _ in range(3 * WINDOW):
+        await anext(slow)
+    await asyncio.sleep(0.05)
+    assert 3 * WINDOW < len(made) <= 4 * WINDOW + 1
+    await slow.aclose()
+
+
+async def test_a_replica_that_loses_too_many_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = Replica(1, monkeypatch)
+    await replica.start()
+    for index in range(1, MAX_RESTARTS + 2):
+        await soon(lambda index=index: replica.process(0).index == index and replica.process(0).is_ready)
+        assert not replica.problem
+        replica.process(0).die()
+    await soon(lambda: bool(replica.problem))
+    assert replica.num_restarts == MAX_RESTARTS
+    assert "has ended with -9, and 8 others before it" in replica.problem
+    (refused,) = [item async for item in replica.ask()]
+    assert (refused.status, refused.code) == (503, "model_not_ready")
+
+
+async def test_an_engine_that_dies_ends_the_answers_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     replica = Replica(2, monkeypatch)
     await replica.start()
     NoProcess.answer = lambda _: endless()
     streams = [replica.ask(), replica.ask()]
     for stream in streams:
         await anext(stream)
-    if what == "engine":
-        replica.engine_end.set_result(None)
-    else:
-        replica.process(0).die()
+    replica.engine_end.set_result(None)
     for stream in streams:
-        *_, error = [item async for item in stream]
-        assert error.code == "engine_lost"
-    died = {"engine": "the engine has died", "process": "front-end process 0 has ended with -9"}
-    assert replica.problem == died[what]
-    (refused,) = [item async for item in replica.ask()]
-    assert (refused.status, refused.code) == (502, "engine_lost"), "HAProxy asks another replica"
+        with contextlib.suppress(StopAsyncIteration):
+            while not isinstance(item := await anext(stream), ApiError):
+                pass
+        assert item.code == "engine_lost"
 
 
-async def test_a_replica_whose_process_dies_at_its_start_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    replica = Replica(2, monkeypatch)
-    monkeypatch.setattr(NoProcess, "start_s", 60.0)
-    start = asyncio.create_task(replica.start())
-    await asyncio.sleep(0.05)
-    replica.process(1).die()
-    with pytest.raises(RuntimeError, match="front-end process 1 has ended with -9"):
-        await start
-
-
-async def test_counts_are_asked_for_until_a_process_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    replica = Replica(2, monkeypatch)
+async def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = Replica(1, monkeypatch)
     await replica.start()
-    monkeypatch.setattr(front_end_processes, "REPORT_TIMEOUT_S", 0.05)
-    await replica.refresh_counts()
-    assert all(replica.process(place).has_reported.is_set() for place in (0, 1))
+    monkeypatch.setattr(front_end_processes, "REPORT_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(front_end_processes, "MAX_SILENCE_S", 0.1)
+    for _ in range(3):
+        await replica.refresh_counts()
+        await asyncio.sleep(0.08)
+    assert replica.num_restarts == 0
     monkeypatch.setattr(Worker, "handle", lambda *_: None)
-    await replica.refresh_counts()
-    assert not any(replica.process(place).has_reported.is_set() for place in (0, 1))
+    async with asyncio.timeout(5):
+        while replica.num_restarts == 0:
+            await replica.refresh_counts()
+            await asyncio.sleep(0.01)  # without a process that is ready the line above waits for nothing

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
+from peagle.vllm.request_args import ALL_OF_CLIENT
 from tests.support.scheduler_run import SchedulerRun, measured_at_start, scheduler_config, steps_of
 
 K_MAX = 7
@@ -21,6 +22,19 @@ def shared_config(target_dir: Path, head_dir: Path, environment: None) -> Any:
 @pytest.fixture
 def config(shared_config: Any) -> Any:
     return copy.deepcopy(shared_config)
+
+
+def test_all_requests_of_a_client_that_has_ended_are_aborted_at_once(config: Any) -> None:
+    run = SchedulerRun(config, is_async=True)
+    for name in ("a", "b", "c"):
+        run.add(name)
+    for name, client in (("a", 1), ("b", 2), ("c", 1)):
+        run.scheduler.requests[name].client_index = client
+    run.step()
+    run.scheduler.finish_requests([f"{ALL_OF_CLIENT}1"], RequestStatus.FINISHED_ABORTED)
+    assert run.scheduler.requests.keys() == {"b"}
+    run.scheduler.finish_requests([f"{ALL_OF_CLIENT}1"], RequestStatus.FINISHED_ABORTED)
+    assert run.step().drafts.keys() == {"b"}
 
 
 @BOTH

@@ -280,21 +280,23 @@ def test_a_recorder_adds_up_what_those_of_other_clients_have_counted(
     total = DraftingRecorder(max_workloads=2)
     for name, workload in (("a", "code"), ("b", "code"), ("c", "chat")):
         processor.add_request(make_request(name, name, **{WORKLOAD_KEY: workload}), None)
-    total.add_delta(recorder.take_delta())
-    total.add_delta(RecorderDelta({"code": WorkloadCounts(2)}, 5))
+    total.add_delta(1, recorder.take_delta())
+    total.add_delta(2, RecorderDelta({"code": WorkloadCounts(2)}, 5))
     assert total.num_output_tokens == 5
     processor.process_outputs([last_output("a", [(2, 1)])])
-    total.add_delta(recorder.take_delta())
+    total.add_delta(1, recorder.take_delta())
     assert recorder.take_delta().workloads == {}
     assert total.num_output_tokens == 8
     assert total.workloads() == {
         "code": WorkloadCounts(4, 1, 0, 3, 1, counts_of([(2, 1)])), "chat": WorkloadCounts(1)
     }  # fmt: skip
-    processor.process_outputs([last_output("c", [])])
-    total.add_delta(recorder.take_delta())
-    total.add_delta(RecorderDelta({"a third": WorkloadCounts(1, 1)}))
-    total.add_delta(RecorderDelta({"a fourth": WorkloadCounts(1)}))
-    assert total.workloads().keys() == {"code", "a fourth"}, "those without sequences make room"
+    total.drop_source(1, {"chat": 2, "unknown": 3})  # one began since the last delta, and that of "code" has finished
+    assert {name: (one.num_running, one.num_finished, one.num_aborted) for name, one in total.workloads().items()} == {
+        "code": (2, 2, 0), "chat": (0, 0, 2), "default": (0, 0, 3)
+    }  # fmt: skip
+    total.add_delta(3, RecorderDelta({"a third": WorkloadCounts(1, 1)}))
+    total.add_delta(3, RecorderDelta({"a fourth": WorkloadCounts(1)}))
+    assert total.workloads().keys() == {"default", "code", "a fourth"}, "those without sequences make room"
 
 
 @pytest.mark.parametrize(
