@@ -456,7 +456,7 @@ class HeadManager:
 
     def _promote(self, change: HeadChange, reason: str) -> None:
         """Let a candidate draft in the place of the configured head."""
-        change.previous, self.state.replacement = self.state.replacement, change.ref
+        change.previous, self.state.replacement = self.live_head, change.ref
         self._set_state(change, "promoted", reason)
         self._begin_comparison(change)
 
@@ -473,7 +473,7 @@ class HeadManager:
 
     def _undo(self, change: HeadChange, reason: str) -> None:
         """Roll back a promoted head."""
-        self.state.replacement = change.previous
+        self.state.replacement = None if change.previous == self.state.configured else change.previous
         self._num_cold = dict(self._num_running)
         self._set_state(change, "rolled back", reason)
         self._drop_trial_against(change.head, "the head that it was compared with was rolled back")

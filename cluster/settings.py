@@ -246,6 +246,8 @@ class DrafterReplicas(Section):
 class LinkSettings(Section):
     """How long a target waits for drafts."""
 
+    removed: ClassVar[Mapping[str, str]] = {"min_deadline_ms": "a step waits max_deadline_ms at most"}
+
     max_deadline_ms: Finite = Field(
         default=1000.0, description="How long a step waits for its drafts before it runs without."
     )
@@ -255,7 +257,10 @@ class DrafterSettings(Section):
     """The drafter. `replicas`, `links` and `spare_heads` are for `placement: remote`. A candidate on trial gets an
     equal share of the cache."""
 
-    removed: ClassVar[Mapping[str, str]] = {"parallel_drafting": "the head's file says it"}
+    removed: ClassVar[Mapping[str, str]] = {
+        "parallel_drafting": "the head's file says it",
+        "heads_by_workload": "one head drafts for all workloads, set drafter.head",
+    }
 
     method: Literal["eagle3", "eagle", "mtp", "dflash", "dspark", "draft_model", "ngram"] = Field(
         default="eagle3",
@@ -605,7 +610,7 @@ class AutoscalingSettings(Section):
 
     removed: ClassVar[Mapping[str, str]] = {
         "decision_interval_s": "a decision is made every 5 s",
-        "warmup_s": "a replica counts as warm 30 s after its start",
+        "warmup_s": "Serve's upscale_delay_s says how long a demand must last",
         "spare_replicas": "lower utilisation, or raise target.min",
         "scale_to_zero": "write target: {min: 0}",
         "max_tpot_ms": "lower engine.max_num_seqs, the batch at which a replica's capacity counts",

@@ -98,10 +98,11 @@ class EngineAnswers:
             if hasattr(result, "usage"):
                 field = self._drafting_field(admitted, self._pop(admitted))
                 is_complete = True
-                yield self._write(admitted.call, result, field)
                 used = result.usage
                 num_prompt_tokens = used.input_tokens if admitted.call == "responses" else used.prompt_tokens
+                # Before the text: an answer that cannot be written is charged, too.
                 yield Usage(num_prompt_tokens, used.total_tokens - num_prompt_tokens, field["num_accepted_tokens"])
+                yield self._write(admitted.call, result, field)
                 return
             events = (self._response_events if admitted.call == "responses" else self._events)(admitted, result)
             if admitted.call == "messages":

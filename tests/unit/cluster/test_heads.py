@@ -175,7 +175,7 @@ def test_a_better_candidate_is_promoted(now: float, most_requests: int) -> None:
         assert 0 < trial.low < acceptance_length(0) / acceptance_length(now) - 1 < trial.high
         traffic.run(1200)
         assert traffic.head == "c", "and stays under watch"
-        assert traffic.manager.names_in_use == {C}
+        assert traffic.manager.names_in_use == {"a", C}, "what drafts, and what a roll-back returns to"
 
 
 def test_a_worse_candidate_is_dropped_and_its_requests_end_with_it() -> None:
@@ -195,6 +195,20 @@ def test_a_promoted_head_that_turns_out_worse_is_rolled_back() -> None:
     assert traffic.head == "a"
     assert traffic.manager.get_change(C).state == "rolled back"
     assert traffic.manager.desired.replacement is None
+
+
+def test_a_second_roll_back_does_not_bring_a_head_that_was_rolled_back() -> None:
+    traffic, _ = tried(0, 0.1, 0.0, 4500)
+    traffic.losses |= {"b": 0.5}
+    traffic.configured = HeadRef("b", "b")
+    traffic.run(60)
+    assert traffic.head == "b"
+    assert traffic.manager.roll_back().name == "b"
+    traffic.report()
+    assert traffic.head == "c"
+    assert traffic.manager.roll_back().name == C
+    traffic.report()
+    assert traffic.head == "a"
 
 
 def test_a_trial_begins_when_all_drafters_have_the_candidate() -> None:
