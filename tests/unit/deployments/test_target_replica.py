@@ -116,7 +116,8 @@ DRAFTING = {
 def test_drafting_of_an_answer_that_went_without_drafts_says_why() -> None:
     replica = Replica(whole)
     replica.record = RequestDrafting("x", "default", num_output_tokens=9, num_prompt_tokens=4, undraftable="min_p")
-    found = json.loads(items(replica)[0])["drafting"]
+    (text,) = [item for item in items(replica) if isinstance(item, str)]
+    found = json.loads(text)["drafting"]
     decided = {"k": 0, "max_k": 0, "source": "request", "reason": "min_p goes without drafts"}
     nothing = {"num_steps": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0, "acceptance_length": 1.0}
     assert found == DRAFTING | decided | nothing
