@@ -55,14 +55,14 @@ from deployments.body import (
 from deployments.errors import internal_error
 from deployments.metrics import FAMILIES, PREFIX
 from deployments.usage_log import UsageLog
-from peagle.vllm.request_args import DEPTH_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY
+from peagle.vllm.request_args import DEPTH_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 
 logger = logging.getLogger(__name__)
 
 QUEUED_PER_RUNNING = 2
 """Sequences that a front end hands to an engine, for each that the engine runs at a time: it is never to wait."""
 
-SERVER_KEYS = (DEPTH_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY)
+SERVER_KEYS = (DEPTH_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY)
 """Keys of `vllm_xargs` that the front end sets."""
 
 TRACE_HEADERS = ("traceparent", "tracestate")
@@ -263,6 +263,8 @@ class FrontEnd:
             decided[SURVIVAL_KEY] = list(drafting.survival)
         if (drafter := self._settings.drafter) is not None and drafter.is_remote:
             decided[HEAD_KEY] = self._head_index(drafting.workload)
+        if num_sequences > 1:
+            decided[GROUP_KEY] = secrets.token_hex(8)
         if self._settings.learns_from(caller, base_workload(drafting.workload)):
             decided[LEARN_KEY] = caller.name
         request_id = fields.pop("request_id", None)

@@ -25,6 +25,8 @@ WORKLOAD_KEY = "peagle_workload"
 LEARN_KEY = "peagle_learn"
 """`extra_args` key: str, name of the caller, whose answers may be kept to train heads. Absent: nothing is kept."""
 
+GROUP_KEY = "peagle_group"
+"""`extra_args` key: str, the same for all sequences of one request of several. Absent: it has one sequence."""
 
 ALL_OF_CLIENT = "peagle_client:"
 """Before the index of an engine's client: the id by which all requests of that client are aborted. No request has such

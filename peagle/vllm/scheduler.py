@@ -19,6 +19,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
@@ -37,6 +38,7 @@ from peagle.vllm.step_notes import (
     steps_text,
     write_plan,
 )
+from peagle.vllm.turns import count_overtaken, group_of, order_by_turns
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -84,12 +86,21 @@ class _PerRequestDepth(_Base):
         super().add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> "SchedulerOutput":
-        """vLLM's own. If prompts run in the same step, the draft budget is computed again first."""
+        """vLLM's own. If prompts run in the same step, the draft budget is computed again first. Waiting sequences are
+        admitted in turns (`peagle.vllm.turns`)."""
+        waiting = self.waiting
+        takes_turns = isinstance(waiting, FCFSRequestQueue) and any(map(group_of, waiting))
+        if isinstance(waiting, FCFSRequestQueue) and takes_turns:
+            ordered = order_by_turns(waiting, self.running)
+            waiting.clear()
+            waiting.extend(ordered)
         prompt_tokens = 0 if self._draft_budget is None else self._prompt_tokens_ahead()
         if prompt_tokens and not self._is_stuck:
             self._limit_drafts([request for request in self.running if request.spec_token_ids], prompt_tokens)
         output: SchedulerOutput = super().schedule(*args, **kwargs)
         self._is_stuck = prompt_tokens > 0 and not _prompt_tokens(output)
+        if takes_turns:
+            count_overtaken(self.waiting, [self.requests[new.req_id] for new in output.scheduled_new_reqs])
         return output
 
     def _prompt_tokens_ahead(self) -> int:

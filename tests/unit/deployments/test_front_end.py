@@ -42,7 +42,7 @@ from deployments.errors import engine_lost
 from deployments.front_end import Admitted, FrontEnd, FrontEndMetrics, Usage, drafting_field
 from deployments.routes import Entrance, make_app
 from deployments.usage_log import UsageLog
-from peagle.vllm.request_args import DEPTH_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY
+from peagle.vllm.request_args import DEPTH_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 
 SECRET = "sk-very-secret"
 DIGEST = hashlib.sha256(SECRET.encode()).hexdigest()
@@ -438,6 +438,17 @@ def test_log_probabilities_of_prompts_are_bounded_by_the_whole_answer() -> None:
     long = [{"role": "user", "content": "text" * 300}]
     assert chat(backend, messages=long, prompt_logprobs=3).json()["error"]["param"] == "prompt_logprobs"
     assert chat(backend, messages=long, logprobs=True, top_logprobs=3).status_code == 200
+
+
+def test_sequences_of_one_request_share_a_group_that_no_client_names() -> None:
+    backend = Echo()
+    for _ in range(2):
+        assert complete(backend, prompt=["a", "b"], vllm_xargs={"own": 1}).status_code == 200
+    first, second = (admitted.body.vllm_xargs for admitted in backend.admitted)
+    assert first[GROUP_KEY] != second[GROUP_KEY]
+    assert first["own"] == 1, "it passes as it is"
+    assert GROUP_KEY not in FRONT_END.admit("completions", {"prompt": "a"}).body.vllm_xargs
+    assert complete(backend, vllm_xargs={GROUP_KEY: "a"}).json()["error"]["param"] == f"vllm_xargs.{GROUP_KEY}"
 
 
 @pytest.mark.parametrize(
