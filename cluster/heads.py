@@ -116,7 +116,7 @@ class HeadChange:
         begun_s, changed_s: Unix times of the proposal and of the state.
         is_compared: a trial that runs, or a promoted head that is watched.
         evidence, control: since the comparison began, by workload: of the new head and of the one before.
-        previous: of a promoted head, what replaced the configured one before; None: nothing did.
+        previous: of a promoted head, the one that drafted before it and drafts again after a roll-back.
     """
 
     name: str
