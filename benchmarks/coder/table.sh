@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # The table over HTTP with the heads of train.sh, on the same host. See README.md.
-# ARMS, CELLS: others. HEAD: another P-EAGLE head. STOCK_SITE: packages with another vLLM for `vllm serve`.
+# ARMS, CELLS, GPUS: others. HEAD: another P-EAGLE head. STOCK_SITE: packages with another vLLM for `vllm serve`.
 # REPEATS, WAVES, TOGETHER (servers that run at a time, to spare memory): of headline.py. MAX_S: ends it then, with the cells it has.
 set -euo pipefail
 work=${WORK:-/tmp/coder}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} VLLM_USE_FLASHINFER_SAMPLER=0 RAY_USAGE_STATS_ENABLED=0 HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
-gpus=($(nvidia-smi -L | sed -n 's/^GPU \([0-9]*\):.*/\1/p'))
+gpus=(${GPUS:-$(nvidia-smi -L | sed -n 's/^GPU \([0-9]*\):.*/\1/p')})
 sizes=$(python3 -c 'from peagle.vllm.engine import capture_sizes; print(*capture_sizes(256 * 8), sep=",")')  # in all arms
 engine='{"dtype":"bfloat16","max_model_len":20480,"max_num_seqs":256,"max_num_batched_tokens":8192,"gpu_memory_utilization":0.1,"kv_cache_memory_bytes":'${KV:-7000000000}',"generation_config":"vllm","cudagraph_capture_sizes":['$sizes']}'
 arms="none eagle3-3x4 eagle3-5x4 eagle3-7x4 eagle3-7vx4 ngram-5x4 ours-7"
