@@ -37,9 +37,9 @@ class Chart(NamedTuple):
     panels: tuple[Panel, Panel]
 
 
-CODER_SHAPE, LLAMA_SHAPE = "Qwen2.5-Coder-1.5B's shape, random weights", "Llama-3.1-8B's shape, random weights"
+LLAMA_SHAPE = "Llama-3.1-8B's shape, random weights"
 SHAPE_NOTE = "acceptance set; one H200; vLLM 0.32, EAGLE-3 0.33"
-CODER_FILE, LLAMA_FILE = "2026-11-28-headline-coder-shape-h200x2.json", "2026-11-28-headline-8b-shape-h200x2.json"
+LLAMA_FILE = "2026-11-28-headline-8b-shape-h200x2.json"
 LLAMA_ARMS = {"this service": ["ours-7x4"], "EAGLE-3, K = 3": ["eagle3-3"]}
 
 CHARTS = {
@@ -51,10 +51,14 @@ CHARTS = {
         (
             Panel(
                 "Qwen2.5-Coder-1.5B, trained heads",
-                "HumanEval, greedy; one H200; vLLM 0.29",
-                "2026-11-27-headline-coder-gated-h200x4.json",
+                "HumanEval, greedy; one H200; vLLM 0.32, the others 0.33",
+                "2026-11-29-headline-coder-h200.json",
                 "humaneval",
-                {"this service": ["ours-7"], "EAGLE-3, best of K = 5, 7": ["eagle3-5", "eagle3-7"], "none": ["none"]},
+                {
+                    "this service": ["ours-7"],
+                    "EAGLE-3, best of K = 3, 5, 7": ["eagle3-3x4", "eagle3-5x4", "eagle3-7x4"],
+                    "none": ["none"],
+                },
             ),
             Panel(LLAMA_SHAPE, SHAPE_NOTE, LLAMA_FILE, "random", LLAMA_ARMS),
         ),
@@ -66,15 +70,11 @@ CHARTS = {
         min,
         (
             Panel(
-                CODER_SHAPE,
-                SHAPE_NOTE,
-                CODER_FILE,
-                "random",
-                {
-                    "this service": ["ours-7x4"],
-                    "EAGLE-3, best of K = 3, 5": ["eagle3-3x4", "eagle3-5x4"],
-                    "one process": ["ours-7"],
-                },
+                "Qwen2.5-Coder-1.5B, trained heads",
+                "HumanEval, greedy; one H200; vLLM 0.32, EAGLE-3 0.33",
+                "2026-11-29-headline-coder-front-ends-h200.json",
+                "humaneval",
+                {"this service": ["ours-7x4"], "EAGLE-3, K = 5": ["eagle3-5x4"], "one process": ["ours-7"]},
             ),
             Panel(LLAMA_SHAPE, SHAPE_NOTE, LLAMA_FILE, "random", LLAMA_ARMS),
         ),

@@ -218,7 +218,7 @@ class TargetSettings(Section):
     )
     env: dict[str, str] = Field(default_factory=dict, description="Environment variables of replica and engine.")
     front_ends: Count | None = Field(
-        default=None, le=64, description="Processes that turn text to tokens and back; by default by the CPUs."
+        default=None, le=64, description="Processes that turn text to tokens and back; by default by CPUs and GPUs."
     )
 
     @property

@@ -71,7 +71,8 @@ gc.enable()
 
 logger = logging.getLogger(__name__)
 
-CPUS_OF_A_FRONT_END, MAX_DEFAULT_FRONT_ENDS = 8, 4
+CPUS_OF_A_FRONT_END, MAX_DEFAULT_FRONT_ENDS = 4, 4
+"""Measured with 16 CPUs and one GPU: 2026-11-29-headline-coder-front-ends-h200.json."""
 
 
 class TargetServer(LLMServer):
@@ -113,8 +114,8 @@ class TargetServer(LLMServer):
 
         on_cpu = not settings.target.has_gpu
         own_node = ray.get_runtime_context().get_node_id()
-        num_cpus = next(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["NodeID"] == own_node)  # type: ignore[no-untyped-call]
-        number = settings.target.front_ends or default_front_ends(num_cpus, on_cpu)
+        has = next(node["Resources"] for node in ray.nodes() if node["NodeID"] == own_node)  # type: ignore[no-untyped-call]
+        number = settings.target.front_ends or default_front_ends(has.get("CPU", 0), 0 if on_cpu else has.get("GPU", 1))
         several = FrontEndProcesses(number, max_workloads, self._recorder, charge, keep) if number > 1 else None
         self._front_ends = several
 
@@ -330,10 +331,11 @@ def grammar_limits(limits: LimitSettings) -> GrammarLimits:
     return GrammarLimits(limits.grammar_timeout_s, limits.max_grammar_mib * 2**20)
 
 
-def default_front_ends(num_cpus: float, on_cpu: bool) -> int:
-    """Front-end processes of a replica. num_cpus: that Ray has on its node."""
+def default_front_ends(num_cpus: float, num_gpus: float) -> int:
+    """Front-end processes of a replica. num_cpus, num_gpus: of its node, as Ray counts them; 0 GPUs for an engine on
+    the CPU."""
     # An engine on the CPU needs the cores itself.
-    return 1 if on_cpu else max(1, min(MAX_DEFAULT_FRONT_ENDS, int(num_cpus / CPUS_OF_A_FRONT_END)))
+    return max(1, min(MAX_DEFAULT_FRONT_ENDS, int(num_cpus / num_gpus / CPUS_OF_A_FRONT_END))) if num_gpus else 1
 
 
 def use_all_cores_of_a_small_machine(environ: MutableMapping[str, str] = os.environ) -> None:

@@ -315,7 +315,7 @@ def test_a_call_by_handle_goes_through_the_same_edge() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_cpus", "on_cpu", "number"), [(2, False, 1), (16, False, 2), (128, False, 4), (16, True, 1)]
+    ("num_cpus", "num_gpus", "number"), [(2, 1, 1), (8, 1, 2), (16, 1, 4), (128, 1, 4), (64, 8, 2), (16, 0, 1)]
 )
-def test_front_end_processes_by_default_follow_the_nodes_cpus(num_cpus: float, on_cpu: bool, number: int) -> None:
-    assert default_front_ends(num_cpus, on_cpu) == number
+def test_front_end_processes_by_default_follow_the_cpus_of_a_gpu(num_cpus: float, num_gpus: float, number: int) -> None:
+    assert default_front_ends(num_cpus, num_gpus) == number
