@@ -61,6 +61,9 @@ RAY_ENVIRONMENT = {
 }
 """Environment of the processes that start Ray, on every node."""
 
+SETUP_HOOK_ENV = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
+"""Environment variable of a worker process of Ray with the path of a function that it calls first of all."""
+
 KV_NAMESPACE = "peagle"
 
 
@@ -114,7 +117,7 @@ def engine_class(on_cpu: bool, launch_front_ends: Callable[[Any, Namespace], tup
     from vllm.entrypoints.launchers.cli_args import FrontendArgs
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-    from peagle.vllm import clients, compat
+    from peagle.vllm import clients, compat, fork_server
 
     compat.check("engine")
     if on_cpu:
@@ -135,6 +138,8 @@ def engine_class(on_cpu: bool, launch_front_ends: Callable[[Any, Namespace], tup
                 if config.parallel_config.world_size == 1:
                     # The class, because the name "uni" is not taken on a CPU.
                     config.parallel_config.distributed_executor_backend = UniProcExecutor if on_cpu else "mp"
+                    if not config.parallel_config.numa_bind:  # which binds spawned processes alone
+                        fork_server.use()
                 front: Any = self.llm_config.get_engine_config()
                 given = vars(FrontendArgs(**front.frontend_kwargs)) | vars(arguments)
                 stack.enter_context(clients.started_for(*launch_front_ends(config, Namespace(**given))))

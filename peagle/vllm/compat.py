@@ -183,6 +183,8 @@ PATCH_POINTS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "engine": {
         "vllm.v1.executor.uniproc_executor:UniProcExecutor": (),
         "vllm.entrypoints.launchers.cli_args:FrontendArgs": (),
+        "vllm.utils.system_utils:get_mp_context": (),
+        "vllm.utils.system_utils:multiprocessing": (),
     },
     "cpu engine": {
         "vllm.utils.ompmultiprocessing:OMPProcessManager": ("configure_omp_envs(rank, local_rank)",),

@@ -1,0 +1,71 @@
+"""A process that has imported vLLM, from which the processes of an engine are forked.
+
+In a Ray actor vLLM spawns the engine's process, and that one its worker's. Each imports vLLM anew, one after the other,
+which on a host with GPUs takes some 20 s each. `start` lets a server of Python's `multiprocessing` import it while the
+actor itself does. It imports what `vllm serve` has imported where it forks, so CUDA is not initialised.
+"""
+
+import multiprocessing
+import os
+import pickle
+import sys
+from multiprocessing import context, forkserver, reduction
+from types import SimpleNamespace
+from typing import Any
+
+MODULES = [
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+]
+
+
+def start() -> None:
+    """Let the server begin to import. Does nothing where it runs."""
+    path = os.environ.get("PYTHONPATH")
+    # The server's own search path: Python passes it on from 3.13 on only.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    try:
+        multiprocessing.set_forkserver_preload(MODULES)
+        forkserver.ensure_running()
+    finally:
+        if path is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = path
+
+
+def use() -> None:
+    """Have vLLM fork from the server where it would spawn, in this process and in those that it starts so."""
+    from vllm.utils import system_utils
+
+    system_utils.multiprocessing = SimpleNamespace(get_context=lambda _: Context())  # type: ignore[assignment]
+
+
+class Process(context.ForkServerProcess):
+    """One that has its parent's environment, as a spawned one has, and not the server's."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _with_environment, (dict(os.environ), bytes(reduction.ForkingPickler.dumps(self.__dict__)))
+
+
+class Context(context.ForkServerContext):
+    Process = Process
+
+
+def _with_environment(environ: dict[str, str], state: bytes) -> Process:
+    # What is the same stays as it is: where the environment has moved, a process cannot change its title.
+    for name in os.environ.keys() - environ.keys():
+        del os.environ[name]
+    os.environ.update(environ.items() - os.environ.items())
+    use()
+    # The parent's server serves this process too; Python looks for one that is its child, and would start another.
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
+    if threads := environ.get("OMP_NUM_THREADS"):  # which Torch has read already
+        import torch
+
+        torch.set_num_threads(int(threads))
+    process = Process.__new__(Process)
+    process.__dict__.update(pickle.loads(state))
+    return process

@@ -1,0 +1,51 @@
+import json
+import os
+import subprocess
+import sys
+
+PROGRAM = """
+import json, os, sys
+from peagle.vllm import fork_server
+
+def inner(pipe):
+    pipe.send(("inner", os.environ.get("SET_LATE"), os.environ.get("SET_IN_CHILD"), os.getpid(), os.getppid()))
+
+def outer(pipe):
+    from vllm.utils.system_utils import get_mp_context
+    has_vllm = "vllm.v1.engine.core" in sys.modules
+    pipe.send(("outer", os.environ.get("SET_LATE"), os.environ.get("LEFT_OUT"), has_vllm, os.getpid(), os.getppid()))
+    os.environ["SET_IN_CHILD"] = "here"
+    child = get_mp_context().Process(target=inner, args=(pipe,))
+    child.start()
+    child.join()
+    sys.exit(7)
+
+if __name__ == "__main__":
+    os.environ["LEFT_OUT"] = "1"
+    fork_server.start()
+    fork_server.start()
+    import torch
+    from vllm.utils.system_utils import get_mp_context
+    fork_server.use()
+    del os.environ["LEFT_OUT"]
+    os.environ["SET_LATE"] = "1"
+    os.environ["OMP_NUM_THREADS"] = "1"
+    ours, theirs = get_mp_context().Pipe()
+    process = get_mp_context().Process(target=outer, args=(theirs,))
+    process.start()
+    theirs.close()
+    found = [ours.recv(), ours.recv()]
+    process.join()
+    print(json.dumps({"messages": found, "exit": process.exitcode, "cuda": torch.cuda.is_initialized()}))
+"""
+
+
+def test_processes_are_forked_from_one_server_with_their_parents_environment(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=120, env={**os.environ})
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    (_, late, left_out, has_vllm, _, server), (_, inner_late, in_child, _, inner_server) = found["messages"]
+    assert (late, left_out, has_vllm, found["exit"]) == ("1", None, True, 7)
+    assert (inner_late, in_child, inner_server) == ("1", "here", server)
