@@ -102,6 +102,7 @@ Tag = Annotated[str, AfterValidator(_check_tag)]
 
 Count = Annotated[int, Field(ge=1)]
 Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Delay = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 _KEY_RULE = (
     "write key_sha256 (printf %s KEY | sha256sum), or key_env, the name of an environment variable that holds it, or "
@@ -181,7 +182,7 @@ class ModelSettings(Section):
         description="Model's name in requests; by default the last part of `source`.",
     )
     aliases: dict[str, Tag] = Field(
-        default_factory=dict, description="Further names of the model, each with the workload of its requests."
+        {}, description="Further names of the model, each with the workload of its requests."
     )
 
     @field_validator("source")
@@ -216,7 +217,7 @@ class TargetSettings(Section):
         default_factory=lambda: {"GPU": 1.0},
         description="Ray resources of each engine worker, such as `{GPU: 1}` or `{CPU: 1}`.",
     )
-    env: dict[str, str] = Field(default_factory=dict, description="Environment variables of replica and engine.")
+    env: dict[str, str] = Field({}, description="Environment variables of replica and engine.")
     front_ends: Count | None = Field(
         None, le=64, description="Processes that turn text to tokens and back; by default by CPUs and GPUs."
     )
@@ -238,7 +239,7 @@ class DrafterReplicas(Section):
     )
     cache_gib: float = Field(1.0, gt=0, description="Memory of its KV cache, all heads together.")
     host: str | None = Field(None, min_length=1, description="Address that it listens on; by default its node's.")
-    env: dict[str, str] = Field(default_factory=dict, description="Environment variables of its process.")
+    env: dict[str, str] = Field({}, description="Environment variables of its process.")
 
 
 class LinkSettings(Section):
@@ -269,9 +270,7 @@ class DrafterSettings(Section):
     max_draft_tokens: int | None = Field(
         None, ge=1, le=64, description="K_max, proposed in one pass; default: the head's `num_depths`."
     )
-    engine_options: dict[str, Any] = Field(
-        default_factory=dict, description="Further keys of vLLM's `speculative_config`."
-    )
+    engine_options: dict[str, Any] = Field({}, description="Further keys of vLLM's `speculative_config`.")
     replicas: DrafterReplicas | None = Field(None, description="The drafter's replicas.")
     links: LinkSettings | None = Field(None, description="How long targets wait for drafts.")
     spare_heads: int = Field(0, ge=0, le=31, description="Room for candidate heads in each replica.")
@@ -384,9 +383,7 @@ class Objective(Section):
         "weight": "every workload's tokens count the same",
     }
 
-    max_tpot_ms: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="Limit of the mean time per output token."
-    )
+    max_tpot_ms: Finite | None = Field(None, description="Limit of the mean time per output token.")
 
 
 class DepthSettings(Section):
@@ -396,11 +393,9 @@ class DepthSettings(Section):
     policy: Literal["adaptive", "fixed"] = Field("adaptive", description="Whether K of the other workloads is learned.")
     default: int | None = Field(None, ge=0, description="K where nothing else decides; by default `max`.")
     max: int | None = Field(None, ge=0, description="Largest K of any request; by default K_max.")
-    by_workload: dict[Tag, int] = Field(default_factory=dict, description="Pinned K by workload.")
+    by_workload: dict[Tag, int] = Field({}, description="Pinned K by workload.")
     state: str | None = Field(None, description="File for what was learned; by default Ray's key-value store.")
-    objectives: dict[Tag, Objective] = Field(
-        default_factory=dict, description="Limits of a workload; with `policy: adaptive` only."
-    )
+    objectives: dict[Tag, Objective] = Field({}, description="Limits of a workload; with `policy: adaptive` only.")
 
     @model_validator(mode="after")
     def _check_meaning(self) -> typing.Self:
@@ -423,10 +418,8 @@ class IngressSettings(Section):
     }
 
     num_cpus: float = Field(1.0, ge=0, description="Logical CPUs of the router.")
-    allow_origins: list[str] = Field(default_factory=list, description="Web pages that a browser may call from (CORS).")
-    allowed_hosts: list[str] = Field(
-        default_factory=list, description="`Host` names that clients may use without `callers`; `*`: any."
-    )
+    allow_origins: list[str] = Field([], description="Web pages that a browser may call from (CORS).")
+    allowed_hosts: list[str] = Field([], description="`Host` names that clients may use without `callers`; `*`: any.")
     usage_log: str | None = Field(
         None, description="File to which each target replica appends a line of JSON a request; `-`: stdout."
     )
@@ -488,12 +481,8 @@ class CallerSettings(Section):
     workload: Tag | None = Field(None, description="Workload of its requests without a tag.")
     max_k: int | None = Field(None, ge=0, description="Largest K of its requests.")
     max_running_requests: int | None = Field(None, ge=1, description="Its running sequences.")
-    requests_per_minute: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="Its requests, whatever their answer."
-    )
-    tokens_per_minute: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="Its prompt and output tokens."
-    )
+    requests_per_minute: Finite | None = Field(None, description="Its requests, whatever their answer.")
+    tokens_per_minute: Finite | None = Field(None, description="Its prompt and output tokens.")
     tokens_per_day: int | None = Field(None, ge=1, description="Its prompt and output tokens from 0:00 to 24:00 UTC.")
     learn: bool = Field(False, description="Whether heads may be trained on its requests and answers.")
 
@@ -604,18 +593,12 @@ class AutoscalingSettings(Section):
     drafter: ReplicaRange | None = Field(None, description="Bounds of the number of drafters, if remote.")
     target_ongoing_requests: Finite = Field(16.0, description="Requests of a replica that `queue_length` aims at.")
     utilisation: float = Field(0.75, gt=0, le=1, description="Share of a replica's capacity that is planned for.")
-    start_time_s: float = Field(
-        180.0, ge=0, allow_inf_nan=False, description="From the decision to a replica that serves."
-    )
+    start_time_s: Delay = Field(180.0, description="From the decision to a replica that serves.")
     idle_s: Finite = Field(
         600.0, description="Time without a request before the last target ends, with `target.min: 0`."
     )
-    upscale_delay_s: float = Field(
-        15.0, ge=0, allow_inf_nan=False, description="How long a decision to grow must last."
-    )
-    downscale_delay_s: float = Field(
-        300.0, ge=0, allow_inf_nan=False, description="How long a decision to shrink must last; more than 30."
-    )
+    upscale_delay_s: Delay = Field(15.0, description="How long a decision to grow must last.")
+    downscale_delay_s: Delay = Field(300.0, description="How long a decision to shrink must last; more than 30.")
 
     @model_validator(mode="after")
     def _check_meaning(self) -> typing.Self:
@@ -651,7 +634,7 @@ class LearningSettings(Section):
     )
     replay: str | None = Field(None, description="Folder of conversations that must not be forgotten.")
     recipe: dict[str, dict[str, Any]] = Field(
-        default_factory=dict, description="Sections of the training recipe that differ from the learner's own."
+        {}, description="Sections of the training recipe that differ from the learner's own."
     )
     num_cpus: float = Field(1.0, gt=0, description="CPUs of its process, which gives way to every other.")
     num_gpus: float | None = Field(
@@ -697,9 +680,9 @@ class PodSettings(Section):
     memory: Quantity | None = Field(
         None, description="By default 4Gi of the head, 10Gi of others; with GPUs 8Gi, 64Gi."
     )
-    node_selector: dict[str, str] = Field(default_factory=dict, description="Labels that their nodes have.")
+    node_selector: dict[str, str] = Field({}, description="Labels that their nodes have.")
     tolerations: list[Toleration] = Field(
-        default_factory=list, description="Taints that their nodes may have, besides `nvidia.com/gpu` of GPU nodes."
+        [], description="Taints that their nodes may have, besides `nvidia.com/gpu` of GPU nodes."
     )
 
 
@@ -709,12 +692,12 @@ class KubernetesSettings(Section):
     image: str | None = Field(
         None, min_length=1, description="By default `peagle-serve:VERSION-cpu`, with GPUs `-gpu`."
     )
-    image_pull_secrets: list[str] = Field(default_factory=list, description="Secrets to pull the image with.")
+    image_pull_secrets: list[str] = Field([], description="Secrets to pull the image with.")
     service_account: str | None = Field(
         None, description="Service account of worker pods, such as one that may read a bucket."
     )
     volumes: dict[str, str] = Field(
-        default_factory=dict,
+        {},
         description="PersistentVolumeClaims by the directory where all pods have them, with checkpoints.",
     )
     shared_memory: Quantity | None = Field(None, description="/dev/shm of a pod; by default 1Gi, with GPUs 8Gi.")
@@ -747,7 +730,7 @@ class ClusterSettings(Section):
 
     model: ModelSettings = Field(description="The target model.")
     target: TargetSettings = Field(default_factory=TargetSettings, description="Replicas of the target.")
-    engine: dict[str, Any] = Field(default_factory=dict, description="vLLM's engine arguments, unchanged.")
+    engine: dict[str, Any] = Field({}, description="vLLM's engine arguments, unchanged.")
     drafter: DrafterSettings | None = Field(None, description="The drafter; without it nothing is drafted.")
     depth: DepthSettings = Field(default_factory=DepthSettings, description="K of requests.")
     ingress: IngressSettings = Field(default_factory=IngressSettings, description="The HTTP front end.")
