@@ -6,14 +6,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
-import yaml
 from pydantic import Field
-from ray import serve
 
 from cluster.request import ANYONE
 from cluster.settings import Catalog, DrafterSettings, SettingsError, load_settings, swapped
-from deployments.app import build
-from deployments.manifest import render
 from deployments.replicas import settings_with
 from peagle.checkpoint import read_head_config
 
@@ -358,24 +354,3 @@ def test_live_settings_that_cannot_be_leave_a_running_service_as_it_was(
     assert settings_with(settings, user_config) is settings
     (record,) = [record for record in caplog.records if record.name == "deployments.replicas"]
     assert all(word in record.getMessage() for word in words), record.getMessage()
-
-
-ROOT = Path(__file__).parents[3]
-SERVICES = {
-    path.name: document["applications"]
-    for path in sorted((ROOT / "configs").glob("*.yaml"))
-    if len((document := yaml.safe_load(path.read_text())).get("applications", ())) == 1  # several: test_up.py
-}
-
-
-@pytest.mark.parametrize("name", SERVICES)
-def test_every_shipped_service_config_makes_an_application_and_a_manifest(name: str) -> None:
-    (application,) = SERVICES[name]
-    assert isinstance(build(application["args"]), serve.Application)
-    service, *_ = yaml.safe_load_all(render(ROOT / "configs" / name))
-    sent = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"][0]["args"]
-    assert (sent["model"], sent["engine"]) == (application["args"]["model"], application["args"]["engine"])
-    workers = service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]
-    num_gpus = sent["engine"].get("tensor_parallel_size", 1) * sent["target"]["bundle"].get("GPU", 0)
-    num_gpus += sent["drafter"].get("replicas", {}).get("num_gpus", 0)
-    assert int(workers["resources"]["limits"].get("nvidia.com/gpu", 0)) == num_gpus
