@@ -11,14 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.simulate_depths import ENGINES, TableEngine, points_of
 from cluster.k_policy import Demand, best_ks
-from cluster.step_latency import (
-    FIRST_STEPS,
-    StepLatency,
-    StepLatencyModel,
-    TimedStep,
-    average_latency,
-    guessed_latency,
-)
+from cluster.step_latency import FIRST_STEPS, StepLatency, StepLatencyModel, TimedStep, average_latency, guessed_latency
 from tests.support.step_tables import latency_of
 
 SIZES = [1, 2, 4, *range(8, 257, 8), *range(272, 2049, 16)]
