@@ -110,7 +110,10 @@ def unit_of(name: str, kind: str, path: str) -> str:
 
 
 def bounds_of(field: FieldInfo) -> str:
-    found = ((sign, bound) for sort, sign in BOUNDS.items() for bound in field.metadata if isinstance(bound, sort))
+    kinds = (kind for kind in typing.get_args(field.annotation) if typing.get_origin(kind) is typing.Annotated)
+    inner = [bound for kind in kinds for part in kind.__metadata__ for bound in getattr(part, "metadata", ())]
+    all_bounds = [*field.metadata, *inner]
+    found = ((sign, bound) for sort, sign in BOUNDS.items() for bound in all_bounds if isinstance(bound, sort))
     return "".join(f", {sign} {getattr(bound, type(bound).__name__.lower()):g}" for sign, bound in found)
 
 

@@ -192,14 +192,12 @@ class CounterDeltas:
             known.
         by_head: steps by head and workload. Steps between two reports of which only the second names the head are
             left out, because whose they were is not known.
-        replicas: that reported.
         tokens, seconds: by replica, new output tokens and the time they took, where it is at most `MAX_GAP_S`.
         head, trial_head: digests of the heads that most of the replicas drafted with; "" where none named one.
     """
 
     workloads: dict[str, WorkloadCounts] = field(default_factory=dict)
     by_head: dict[str, dict[str, Counts]] = field(default_factory=dict)
-    replicas: list[str] = field(default_factory=list)
     tokens: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     head: str = ""
@@ -234,7 +232,6 @@ class DeltaTracker:
                 shared = report.workloads.keys() & last.workloads.keys()
                 last = None if _activity(report, shared) < _activity(last, shared) else last
             before = {} if last is None else last.workloads
-            deltas.replicas.append(report.replica)
             seconds = report.uptime_s - (0.0 if last is None else last.uptime_s)
             is_recent = seconds <= MAX_GAP_S
             if is_recent:

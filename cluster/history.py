@@ -171,15 +171,13 @@ class ServiceHistory:
                     counts = grown.setdefault((HISTOGRAMS.get(name, ANSWERS), workload), {})
                     counts[end] = counts.get(end, 0.0) + value - (before if before <= value else 0.0)
         kept = {key: value for key, value in self._counters.items() if key[0] in self._replicas}
-        self._counters, older = kept | counters, self._recent  # a replica may be missing for a moment
-        self._recent = (
-            older
-            if not counters
-            else {
+        self._counters = kept | counters  # a replica may be missing for a moment
+        if counters:
+            older = self._recent
+            self._recent = {
                 found: {end: count + DECAY * older.get(found, {}).get(end, 0.0) for end, count in counts.items()}
                 for found, counts in grown.items()
             }
-        )
         if not self._points:
             grown = {}  # counted before the router started
         caches = [row["kv_cache"] for row in self._replicas.values() if row["kv_cache"] is not None]

@@ -130,11 +130,10 @@ class ScalingPolicy:
 
     def observe(self, deltas: CounterDeltas | None, reports: Sequence[TargetReport], now_s: float) -> None:
         """Add a round of reports; `deltas`: what `KPolicy.observe` found new in them."""
-        names = set[str]() if deltas is None else set(deltas.replicas)
-        self._reported_s |= dict.fromkeys(names, now_s)
+        self._reported_s |= {report.replica: now_s for report in reports}
         self._reported_s = {name: at for name, at in self._reported_s.items() if now_s - at <= STALE_AFTER_S}
-        queued = sum(report.num_queued for report in reports if report.replica in names)
-        ongoing = queued + sum(report.num_running for report in reports if report.replica in names)
+        queued = sum(report.num_queued for report in reports)
+        ongoing = queued + sum(report.num_running for report in reports)
         kept = math.exp((self._observed_s - now_s) / LOAD_TIME_S)
         self._ongoing, self._is_busy = kept * self._ongoing + (1 - kept) * ongoing, ongoing > 0
         self._observed_s = now_s
@@ -251,5 +250,5 @@ def _apply_dead_band(needed: float, sparse: float, num_wanted: int, bounds: Repl
         asked = down
     elif up < num_wanted:
         why = f", but {kept}" if down < num_wanted else ", within the dead band"
-    number = min(bounds.max, max(1, bounds.min, asked))  # only `idle_s` without a request takes the target to zero
+    number = bounds.clamp(max(1, asked))  # only `idle_s` without a request takes the target to zero
     return number, why if asked == number else f"{why}, held to {number} by the bounds {bounds.min}..{bounds.max}"

@@ -102,6 +102,7 @@ Tag = Annotated[str, AfterValidator(_check_tag)]
 
 Count = Annotated[int, Field(ge=1)]
 Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Delay = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 _KEY_RULE = (
     "write key_sha256 (printf %s KEY | sha256sum), or key_env, the name of an environment variable that holds it, or "
@@ -175,13 +176,13 @@ class ModelSettings(Section):
         description="Embedded model, directory, Hugging Face id `org/name`, or `s3://`, `gs://`, `az://`.",
     )
     id: str = Field(
-        default="",
+        "",
         pattern=r"^[^\s]*$",
         validate_default=True,
         description="Model's name in requests; by default the last part of `source`.",
     )
     aliases: dict[str, Tag] = Field(
-        default_factory=dict, description="Further names of the model, each with the workload of its requests."
+        {}, description="Further names of the model, each with the workload of its requests."
     )
 
     @field_validator("source")
@@ -210,15 +211,15 @@ class TargetSettings(Section):
 
     removed: ClassVar[Mapping[str, str]] = {"max_ongoing_requests": "limits says how many requests a replica takes"}
 
-    num_replicas: Count = Field(default=1, description="Target replicas; with `autoscaling` leave it out.")
-    num_cpus: float = Field(default=1.0, ge=0, description="Logical CPUs of the replica's own process.")
+    num_replicas: Count = Field(1, description="Target replicas; with `autoscaling` leave it out.")
+    num_cpus: float = Field(1.0, ge=0, description="Logical CPUs of the replica's own process.")
     bundle: dict[str, float] = Field(
         default_factory=lambda: {"GPU": 1.0},
         description="Ray resources of each engine worker, such as `{GPU: 1}` or `{CPU: 1}`.",
     )
-    env: dict[str, str] = Field(default_factory=dict, description="Environment variables of replica and engine.")
+    env: dict[str, str] = Field({}, description="Environment variables of replica and engine.")
     front_ends: Count | None = Field(
-        default=None, le=64, description="Processes that turn text to tokens and back; by default by CPUs and GPUs."
+        None, le=64, description="Processes that turn text to tokens and back; by default by CPUs and GPUs."
     )
 
     @property
@@ -231,16 +232,14 @@ class DrafterReplicas(Section):
 
     removed: ClassVar[Mapping[str, str]] = {"max_num_requests": "a replica has room for what all targets run together"}
 
-    num_replicas: Count = Field(default=1, description="Drafter replicas; with `autoscaling` leave it out.")
-    num_cpus: float = Field(default=1.0, ge=0, description="Logical CPUs of one replica.")
+    num_replicas: Count = Field(1, description="Drafter replicas; with `autoscaling` leave it out.")
+    num_cpus: float = Field(1.0, ge=0, description="Logical CPUs of one replica.")
     num_gpus: float | None = Field(
-        default=None, ge=0, description="GPUs of one replica; by default 1 where the target has GPUs, else 0."
+        None, ge=0, description="GPUs of one replica; by default 1 where the target has GPUs, else 0."
     )
-    cache_gib: float = Field(default=1.0, gt=0, description="Memory of its KV cache, all heads together.")
-    host: str | None = Field(
-        default=None, min_length=1, description="Address that it listens on; by default its node's."
-    )
-    env: dict[str, str] = Field(default_factory=dict, description="Environment variables of its process.")
+    cache_gib: float = Field(1.0, gt=0, description="Memory of its KV cache, all heads together.")
+    host: str | None = Field(None, min_length=1, description="Address that it listens on; by default its node's.")
+    env: dict[str, str] = Field({}, description="Environment variables of its process.")
 
 
 class LinkSettings(Section):
@@ -248,9 +247,7 @@ class LinkSettings(Section):
 
     removed: ClassVar[Mapping[str, str]] = {"min_deadline_ms": "a step waits max_deadline_ms at most"}
 
-    max_deadline_ms: Finite = Field(
-        default=1000.0, description="How long a step waits for its drafts before it runs without."
-    )
+    max_deadline_ms: Finite = Field(1000.0, description="How long a step waits for its drafts before it runs without.")
 
 
 class DrafterSettings(Section):
@@ -263,25 +260,21 @@ class DrafterSettings(Section):
     }
 
     method: Literal["eagle3", "eagle", "mtp", "dflash", "dspark", "draft_model", "ngram"] = Field(
-        default="eagle3",
+        "eagle3",
         description="As vLLM names it. `eagle3`: a P-EAGLE or an EAGLE-3 head, as its file says.",
     )
-    head: str = Field(default="", description="Shipped head, or as `model.source`; none with `mtp` and `ngram`.")
+    head: str = Field("", description="Shipped head, or as `model.source`; none with `mtp` and `ngram`.")
     placement: Literal["colocated", "remote"] = Field(
-        default="colocated", description="In the target's engine, or on drafter replicas."
+        "colocated", description="In the target's engine, or on drafter replicas."
     )
     max_draft_tokens: int | None = Field(
-        default=None, ge=1, le=64, description="K_max, proposed in one pass; default: the head's `num_depths`."
+        None, ge=1, le=64, description="K_max, proposed in one pass; default: the head's `num_depths`."
     )
-    engine_options: dict[str, Any] = Field(
-        default_factory=dict, description="Further keys of vLLM's `speculative_config`."
-    )
-    replicas: DrafterReplicas | None = Field(default=None, description="The drafter's replicas.")
-    links: LinkSettings | None = Field(default=None, description="How long targets wait for drafts.")
-    spare_heads: int = Field(default=0, ge=0, le=31, description="Room for candidate heads in each replica.")
-    trial_share: float = Field(
-        default=0.1, gt=0, le=0.5, description="Share of the requests that a candidate head drafts for."
-    )
+    engine_options: dict[str, Any] = Field({}, description="Further keys of vLLM's `speculative_config`.")
+    replicas: DrafterReplicas | None = Field(None, description="The drafter's replicas.")
+    links: LinkSettings | None = Field(None, description="How long targets wait for drafts.")
+    spare_heads: int = Field(0, ge=0, le=31, description="Room for candidate heads in each replica.")
+    trial_share: float = Field(0.1, gt=0, le=0.5, description="Share of the requests that a candidate head drafts for.")
 
     @property
     def is_remote(self) -> bool:
@@ -390,25 +383,19 @@ class Objective(Section):
         "weight": "every workload's tokens count the same",
     }
 
-    max_tpot_ms: float | None = Field(
-        default=None, gt=0, allow_inf_nan=False, description="Limit of the mean time per output token."
-    )
+    max_tpot_ms: Finite | None = Field(None, description="Limit of the mean time per output token.")
 
 
 class DepthSettings(Section):
     """K of requests: how many draft tokens a step verifies. `state` also keeps which heads were put into others' place;
     without it both end with the Ray cluster."""
 
-    policy: Literal["adaptive", "fixed"] = Field(
-        default="adaptive", description="Whether K of the other workloads is learned."
-    )
-    default: int | None = Field(default=None, ge=0, description="K where nothing else decides; by default `max`.")
-    max: int | None = Field(default=None, ge=0, description="Largest K of any request; by default K_max.")
-    by_workload: dict[Tag, int] = Field(default_factory=dict, description="Pinned K by workload.")
-    state: str | None = Field(default=None, description="File for what was learned; by default Ray's key-value store.")
-    objectives: dict[Tag, Objective] = Field(
-        default_factory=dict, description="Limits of a workload; with `policy: adaptive` only."
-    )
+    policy: Literal["adaptive", "fixed"] = Field("adaptive", description="Whether K of the other workloads is learned.")
+    default: int | None = Field(None, ge=0, description="K where nothing else decides; by default `max`.")
+    max: int | None = Field(None, ge=0, description="Largest K of any request; by default K_max.")
+    by_workload: dict[Tag, int] = Field({}, description="Pinned K by workload.")
+    state: str | None = Field(None, description="File for what was learned; by default Ray's key-value store.")
+    objectives: dict[Tag, Objective] = Field({}, description="Limits of a workload; with `policy: adaptive` only.")
 
     @model_validator(mode="after")
     def _check_meaning(self) -> typing.Self:
@@ -430,13 +417,11 @@ class IngressSettings(Section):
         "max_ongoing_requests": "the router takes what the targets and the metrics ask it",
     }
 
-    num_cpus: float = Field(default=1.0, ge=0, description="Logical CPUs of the router.")
-    allow_origins: list[str] = Field(default_factory=list, description="Web pages that a browser may call from (CORS).")
-    allowed_hosts: list[str] = Field(
-        default_factory=list, description="`Host` names that clients may use without `callers`; `*`: any."
-    )
+    num_cpus: float = Field(1.0, ge=0, description="Logical CPUs of the router.")
+    allow_origins: list[str] = Field([], description="Web pages that a browser may call from (CORS).")
+    allowed_hosts: list[str] = Field([], description="`Host` names that clients may use without `callers`; `*`: any.")
     usage_log: str | None = Field(
-        default=None, description="File to which each target replica appends a line of JSON a request; `-`: stdout."
+        None, description="File to which each target replica appends a line of JSON a request; `-`: stdout."
     )
 
 
@@ -454,30 +439,22 @@ class LimitSettings(Section):
         "max_grammar_choices": "a list of choices has at most max_list_entries",
     }
 
-    max_body_bytes: Count = Field(default=4 * 2**20, description="Size of a body; beyond it 413.")
+    max_body_bytes: Count = Field(4 * 2**20, description="Size of a body; beyond it 413.")
     max_body_bytes_in_flight: Count = Field(
-        default=128 * 2**20, description="All bodies above 16 KiB together; beyond it 429. One caller: half."
+        128 * 2**20, description="All bodies above 16 KiB together; beyond it 429. One caller: half."
     )
-    max_body_values: Count = Field(
-        default=150_000, description="Numbers, texts, objects and lists of a body; beyond it 413."
-    )
-    max_list_entries: Count = Field(default=2048, description="Entries of a field's list or object, token ids apart.")
-    max_num_sequences: Count = Field(default=16, description="`n` times the number of prompts.")
-    max_num_logprobs: int = Field(default=20, ge=0, description="Log probabilities of an output token.")
-    max_num_prompt_logprobs: int = Field(
-        default=2**16, ge=0, description="`n` times prompt tokens times (1 + logprobs)."
-    )
-    max_grammar_bytes: Count = Field(
-        default=64 * 2**10, description="Characters, as JSON, of a field that makes a grammar."
-    )
-    max_grammar_mib: Count = Field(default=100, description="Memory to compile a grammar and follow it for 64 tokens.")
-    grammar_timeout_s: Finite = Field(default=10.0, description="CPU time for the same.")
+    max_body_values: Count = Field(150_000, description="Numbers, texts, objects and lists of a body; beyond it 413.")
+    max_list_entries: Count = Field(2048, description="Entries of a field's list or object, token ids apart.")
+    max_num_sequences: Count = Field(16, description="`n` times the number of prompts.")
+    max_num_logprobs: int = Field(20, ge=0, description="Log probabilities of an output token.")
+    max_num_prompt_logprobs: int = Field(2**16, ge=0, description="`n` times prompt tokens times (1 + logprobs).")
+    max_grammar_bytes: Count = Field(64 * 2**10, description="Characters, as JSON, of a field that makes a grammar.")
+    max_grammar_mib: Count = Field(100, description="Memory to compile a grammar and follow it for 64 tokens.")
+    grammar_timeout_s: Finite = Field(10.0, description="CPU time for the same.")
     max_running_requests: Count = Field(
-        default=256, description="Running sequences of a replica that answers HTTP; beyond it they wait."
+        256, description="Running sequences of a replica that answers HTTP; beyond it they wait."
     )
-    max_queued_requests: int = Field(
-        default=256, ge=0, description="Waiting sequences of such a replica; beyond it 429."
-    )
+    max_queued_requests: int = Field(256, ge=0, description="Waiting sequences of such a replica; beyond it 429.")
 
     @model_validator(mode="after")
     def _check_bodies(self) -> "LimitSettings":
@@ -495,27 +472,19 @@ class CallerSettings(Section):
 
     No message repeats a value that may be a key: settings files and logs are read by more people than keys are for."""
 
-    key_sha256: str | None = Field(default=None, description="The API key's SHA-256, 64 hexadecimal digits.")
-    key_env: None = Field(default=None, description="Environment variable that holds the key.")
+    key_sha256: str | None = Field(None, description="The API key's SHA-256, 64 hexadecimal digits.")
+    key_env: None = Field(None, description="Environment variable that holds the key.")
     key_file: str | None = Field(
-        default=None, description="File with a key a line, all of them valid; read by each target replica."
+        None, description="File with a key a line, all of them valid; read by each target replica."
     )
-    tags: TagRight = Field(
-        default="refuse", description="Whether the caller may set workload tags; `refuse` answers 403."
-    )
-    workload: Tag | None = Field(default=None, description="Workload of its requests without a tag.")
-    max_k: int | None = Field(default=None, ge=0, description="Largest K of its requests.")
-    max_running_requests: int | None = Field(default=None, ge=1, description="Its running sequences.")
-    requests_per_minute: float | None = Field(
-        default=None, gt=0, allow_inf_nan=False, description="Its requests, whatever their answer."
-    )
-    tokens_per_minute: float | None = Field(
-        default=None, gt=0, allow_inf_nan=False, description="Its prompt and output tokens."
-    )
-    tokens_per_day: int | None = Field(
-        default=None, ge=1, description="Its prompt and output tokens from 0:00 to 24:00 UTC."
-    )
-    learn: bool = Field(default=False, description="Whether heads may be trained on its requests and answers.")
+    tags: TagRight = Field("refuse", description="Whether the caller may set workload tags; `refuse` answers 403.")
+    workload: Tag | None = Field(None, description="Workload of its requests without a tag.")
+    max_k: int | None = Field(None, ge=0, description="Largest K of its requests.")
+    max_running_requests: int | None = Field(None, ge=1, description="Its running sequences.")
+    requests_per_minute: Finite | None = Field(None, description="Its requests, whatever their answer.")
+    tokens_per_minute: Finite | None = Field(None, description="Its prompt and output tokens.")
+    tokens_per_day: int | None = Field(None, ge=1, description="Its prompt and output tokens from 0:00 to 24:00 UTC.")
+    learn: bool = Field(False, description="Whether heads may be trained on its requests and answers.")
 
     @model_validator(mode="before")
     @classmethod
@@ -585,7 +554,7 @@ def pod_directories(raw: Any) -> list[str]:
 class ReplicaRange(Section):
     """Bounds of a deployment's number of replicas."""
 
-    min: int = Field(default=1, ge=0, description="Fewest replicas; 0: the last one ends after `idle_s`.")
+    min: int = Field(1, ge=0, description="Fewest replicas; 0: the last one ends after `idle_s`.")
     max: int = Field(ge=1, description="Most replicas.")
 
     @model_validator(mode="after")
@@ -617,29 +586,19 @@ class AutoscalingSettings(Section):
     }
 
     policy: Literal["acceptance", "queue_length"] = Field(
-        default="acceptance",
+        "acceptance",
         description="`acceptance`: demand and capacity in tokens/s; `queue_length`: Serve's rule.",
     )
     target: ReplicaRange = Field(description="Bounds of the number of targets.")
-    drafter: ReplicaRange | None = Field(default=None, description="Bounds of the number of drafters, if remote.")
-    target_ongoing_requests: Finite = Field(
-        default=16.0, description="Requests of a replica that `queue_length` aims at."
-    )
-    utilisation: float = Field(
-        default=0.75, gt=0, le=1, description="Share of a replica's capacity that is planned for."
-    )
-    start_time_s: float = Field(
-        default=180.0, ge=0, allow_inf_nan=False, description="From the decision to a replica that serves."
-    )
+    drafter: ReplicaRange | None = Field(None, description="Bounds of the number of drafters, if remote.")
+    target_ongoing_requests: Finite = Field(16.0, description="Requests of a replica that `queue_length` aims at.")
+    utilisation: float = Field(0.75, gt=0, le=1, description="Share of a replica's capacity that is planned for.")
+    start_time_s: Delay = Field(180.0, description="From the decision to a replica that serves.")
     idle_s: Finite = Field(
-        default=600.0, description="Time without a request before the last target ends, with `target.min: 0`."
+        600.0, description="Time without a request before the last target ends, with `target.min: 0`."
     )
-    upscale_delay_s: float = Field(
-        default=15.0, ge=0, allow_inf_nan=False, description="How long a decision to grow must last."
-    )
-    downscale_delay_s: float = Field(
-        default=300.0, ge=0, allow_inf_nan=False, description="How long a decision to shrink must last; more than 30."
-    )
+    upscale_delay_s: Delay = Field(15.0, description="How long a decision to grow must last.")
+    downscale_delay_s: Delay = Field(300.0, description="How long a decision to shrink must last; more than 30.")
 
     @model_validator(mode="after")
     def _check_meaning(self) -> typing.Self:
@@ -668,26 +627,26 @@ class LearningSettings(Section):
     }
 
     heads_dir: str | None = Field(
-        default=None, min_length=1, description="Folder of proposed heads; by default in the node's cache directory."
+        None, min_length=1, description="Folder of proposed heads; by default in the node's cache directory."
     )
     workloads: Literal["all"] | list[str] | None = Field(
-        default=None, description="Workloads whose answers are kept; required without `callers`."
+        None, description="Workloads whose answers are kept; required without `callers`."
     )
-    replay: str | None = Field(default=None, description="Folder of conversations that must not be forgotten.")
+    replay: str | None = Field(None, description="Folder of conversations that must not be forgotten.")
     recipe: dict[str, dict[str, Any]] = Field(
-        default_factory=dict, description="Sections of the training recipe that differ from the learner's own."
+        {}, description="Sections of the training recipe that differ from the learner's own."
     )
-    num_cpus: float = Field(default=1.0, gt=0, description="CPUs of its process, which gives way to every other.")
+    num_cpus: float = Field(1.0, gt=0, description="CPUs of its process, which gives way to every other.")
     num_gpus: float | None = Field(
-        default=None, ge=0, description="GPUs of its process; by default 1 where the target has GPUs."
+        None, ge=0, description="GPUs of its process; by default 1 where the target has GPUs."
     )
-    share: float = Field(default=0.5, gt=0, le=1, description="Share of the time that it may be busy.")
-    buffer_mib: float = Field(default=256.0, gt=0, description="Answers kept in the learner, prompts included.")
-    keep_hours: float = Field(default=24.0, gt=0, description="Longest time that an answer is kept.")
-    min_new_answers: Count = Field(default=200, description="New answers before a round begins.")
-    min_held_out: int = Field(default=30, ge=2, description="Fewest held-out answers of a comparison.")
-    min_gain: float = Field(default=0.02, ge=0, description="AL gain on recent answers that a proposal needs.")
-    max_loss: float = Field(default=0.01, ge=0, description="AL loss on the mix of before that a proposal may have.")
+    share: float = Field(0.5, gt=0, le=1, description="Share of the time that it may be busy.")
+    buffer_mib: float = Field(256.0, gt=0, description="Answers kept in the learner, prompts included.")
+    keep_hours: float = Field(24.0, gt=0, description="Longest time that an answer is kept.")
+    min_new_answers: Count = Field(200, description="New answers before a round begins.")
+    min_held_out: int = Field(30, ge=2, description="Fewest held-out answers of a comparison.")
+    min_gain: float = Field(0.02, ge=0, description="AL gain on recent answers that a proposal needs.")
+    max_loss: float = Field(0.01, ge=0, description="AL loss on the mix of before that a proposal may have.")
 
 
 def _check_quantity(text: str) -> str:
@@ -703,9 +662,9 @@ class Toleration(Section):
     """A taint of nodes that pods may run on all the same, as Kubernetes has it."""
 
     key: str = Field(description="The taint's key.")
-    value: str | None = Field(default=None, description="The taint's value; by default any.")
+    value: str | None = Field(None, description="The taint's value; by default any.")
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = Field(
-        default=None, description="The taint's effect; by default any."
+        None, description="The taint's effect; by default any."
     )
 
     def as_kubernetes(self) -> dict[str, str]:
@@ -716,14 +675,14 @@ class PodSettings(Section):
     """Pods of one kind. What they ask for is also their limit."""
 
     cpus: float | None = Field(
-        default=None, gt=0, description="Processors; by default 1 of the head, of others 8 a GPU or what Ray places."
+        None, gt=0, description="Processors; by default 1 of the head, of others 8 a GPU or what Ray places."
     )
     memory: Quantity | None = Field(
-        default=None, description="By default 4Gi of the head, 10Gi of others; with GPUs 8Gi, 64Gi."
+        None, description="By default 4Gi of the head, 10Gi of others; with GPUs 8Gi, 64Gi."
     )
-    node_selector: dict[str, str] = Field(default_factory=dict, description="Labels that their nodes have.")
+    node_selector: dict[str, str] = Field({}, description="Labels that their nodes have.")
     tolerations: list[Toleration] = Field(
-        default_factory=list, description="Taints that their nodes may have, besides `nvidia.com/gpu` of GPU nodes."
+        [], description="Taints that their nodes may have, besides `nvidia.com/gpu` of GPU nodes."
     )
 
 
@@ -731,19 +690,17 @@ class KubernetesSettings(Section):
     """Pods of a manifest (`peagle manifest`), which alone reads this section."""
 
     image: str | None = Field(
-        default=None, min_length=1, description="By default `peagle-serve:VERSION-cpu`, with GPUs `-gpu`."
+        None, min_length=1, description="By default `peagle-serve:VERSION-cpu`, with GPUs `-gpu`."
     )
-    image_pull_secrets: list[str] = Field(default_factory=list, description="Secrets to pull the image with.")
+    image_pull_secrets: list[str] = Field([], description="Secrets to pull the image with.")
     service_account: str | None = Field(
-        default=None, description="Service account of worker pods, such as one that may read a bucket."
+        None, description="Service account of worker pods, such as one that may read a bucket."
     )
     volumes: dict[str, str] = Field(
-        default_factory=dict,
+        {},
         description="PersistentVolumeClaims by the directory where all pods have them, with checkpoints.",
     )
-    shared_memory: Quantity | None = Field(
-        default=None, description="/dev/shm of a pod; by default 1Gi, with GPUs 8Gi."
-    )
+    shared_memory: Quantity | None = Field(None, description="/dev/shm of a pod; by default 1Gi, with GPUs 8Gi.")
     head: PodSettings = Field(default_factory=PodSettings, description="The pod of Ray's head, without replicas.")
     workers: PodSettings = Field(default_factory=PodSettings, description="Pods with replicas.")
 
@@ -773,19 +730,19 @@ class ClusterSettings(Section):
 
     model: ModelSettings = Field(description="The target model.")
     target: TargetSettings = Field(default_factory=TargetSettings, description="Replicas of the target.")
-    engine: dict[str, Any] = Field(default_factory=dict, description="vLLM's engine arguments, unchanged.")
-    drafter: DrafterSettings | None = Field(default=None, description="The drafter; without it nothing is drafted.")
+    engine: dict[str, Any] = Field({}, description="vLLM's engine arguments, unchanged.")
+    drafter: DrafterSettings | None = Field(None, description="The drafter; without it nothing is drafted.")
     depth: DepthSettings = Field(default_factory=DepthSettings, description="K of requests.")
     ingress: IngressSettings = Field(default_factory=IngressSettings, description="The HTTP front end.")
     limits: LimitSettings = Field(default_factory=LimitSettings, description="Limits of one request and of a replica.")
     callers: dict[str, CallerSettings] | None = Field(
-        default=None, description="Callers by name; without it everyone is served and may set tags."
+        None, description="Callers by name; without it everyone is served and may set tags."
     )
     autoscaling: AutoscalingSettings | None = Field(
-        default=None, description="Replica counts that follow the traffic; without it they are fixed."
+        None, description="Replica counts that follow the traffic; without it they are fixed."
     )
     learning: LearningSettings | None = Field(
-        default=None, description="A learner that trains heads on live traffic; off without it."
+        None, description="A learner that trains heads on live traffic; off without it."
     )
     kubernetes: KubernetesSettings = Field(default_factory=KubernetesSettings, description="Pods of `peagle manifest`.")
 

@@ -245,9 +245,7 @@ class PackedBatches:
 
 def answer_token_counts(data: Conversations, vocab_size: int) -> Tensor:
     """count_V [vocab_size] int64: how often each token of the target occurs in the answers."""
-    starts = data.lengths.cumsum(dtype=np.int64) - data.lengths
-    position = np.arange(len(data.tokens)) - np.repeat(starts, data.lengths)
-    answers = data.tokens[position >= np.repeat(data.prompt_lengths, data.lengths)]
+    answers = np.concatenate([data.tokens[:0], *(tokens[prompt:] for tokens, prompt in data.documents())])
     return torch.from_numpy(np.bincount(answers, minlength=vocab_size))
 
 

@@ -61,13 +61,7 @@ class TargetLogits:
     of the whole vocabulary.
     """
 
-    def __init__(
-        self,
-        hidden_NS: Tensor,
-        lm_head_VS: Tensor,
-        target_ids_V: Tensor,
-        statistics: Statistics = statistics,
-    ) -> None:
+    def __init__(self, hidden_NS: Tensor, lm_head_VS: Tensor, target_ids_V: Tensor, statistics: Statistics) -> None:
         """hidden_NS: the target's last hidden states (after its norm); lm_head_VS: its output matrix.
 
         target_ids_V: the target's ids of the draft vocabulary [V_draft]; as many as the target has: all in order.
@@ -130,13 +124,7 @@ class ChainWeights:
     """
 
     def __init__(
-        self,
-        offset_R: Tensor,
-        token_N: Tensor,
-        *,
-        num_depths: int,
-        offset_decay: float = 1.0,
-        reach: float = 1.0,
+        self, offset_R: Tensor, token_N: Tensor, *, num_depths: int, offset_decay: float, reach: float
     ) -> None:
         """offset_R: 0..num_depths - 1, of all useful rows of the pass. token_N: the token behind each position, as an
         index into the draft vocabulary, -1 where it lacks that."""

@@ -161,9 +161,8 @@ class PEaglePass:
         device = batch.tokens_BN.device.type
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             attention_mask = AttentionMask.from_rows(rows, batch.document_BN)
-            mask = (
-                attention_mask.block() if self._compiled else attention_mask.dense()
-            )  # a BlockMask's attention must run compiled
+            # A BlockMask's attention must run compiled.
+            mask = attention_mask.block() if self._compiled else attention_mask.dense()
             return self._draft_rows(drafter, batch.tokens_BN, states.aux_BNX, position_BT, mask)
 
 
@@ -272,15 +271,11 @@ def join(out_BAND: Tensor, lse_BAN: Tensor, q_BAND: Tensor, own: list[tuple[Tens
 
 
 def _plain_attention(
-    document_BN: Tensor,
-    q_BAND: Tensor,
-    k_BGND: Tensor,
-    v_BGND: Tensor,
-    anchor_N: Tensor | None = None,
+    document_BN: Tensor, q_BAND: Tensor, k_BGND: Tensor, v_BGND: Tensor, anchor_N: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Causal attention within documents: output, and log-sum-exp [B, A, N] in float32 or wider.
 
-    anchor_N: of each query, ascending; by default one query an anchor.
+    anchor_N: of each query, ascending; None: one query an anchor.
     """
     q_BGMND = q_BAND.unflatten(1, (k_BGND.shape[1], -1)) * q_BAND.shape[-1] ** -0.5
     key_N = torch.arange(k_BGND.shape[2], device=q_BAND.device)

@@ -104,9 +104,7 @@ def publish(
     return files
 
 
-def model_card(
-    head: Path, repo: str, provenance: dict[str, Any], base_model: str, license_id: str, note: str = ""
-) -> str:
+def model_card(head: Path, repo: str, provenance: dict[str, Any], base_model: str, license_id: str, note: str) -> str:
     """Text of README.md, with the metadata that the hub reads; the rest as in `publish`."""
     config = check_head(head)
     parallel = config.ptd_token_id is not None

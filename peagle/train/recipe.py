@@ -27,10 +27,8 @@ class GenerateRecipe(Section):
     max_loop_tokens: int = Field(64, ge=1, description="Repeated tokens after which an answer is cut.")
     temperature: float = Field(0.7, gt=0, description="Temperature of the answers that are not greedy.")
     greedy_share: float = Field(0.5, ge=0, le=1, description="Share of the answers that is greedy.")
-    openings: dict[str, list[str]] = Field(default_factory=dict, description="Beginnings of user turns, by group.")
-    shares: dict[str, float] = Field(
-        default_factory=dict, description="Share of the prompts by group; the rest begins free."
-    )
+    openings: dict[str, list[str]] = Field({}, description="Beginnings of user turns, by group.")
+    shares: dict[str, float] = Field({}, description="Share of the prompts by group; the rest begins free.")
 
     @model_validator(mode="after")
     def _shares_match(self) -> GenerateRecipe:

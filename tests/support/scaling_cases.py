@@ -39,17 +39,9 @@ class FakeReplica:
     def serve(self, workload: str, num_requests: int, survival: Sequence[float] = GOOD) -> None:
         """Requests that arrive and end."""
         per_request = round(OUTPUT_TOKENS / (1 + sum(survival)))
-        self.count(
-            workload,
-            WorkloadCounts(
-                num_requests,
-                num_requests,
-                0,
-                num_requests * OUTPUT_TOKENS,
-                num_requests * PROMPT_TOKENS,
-                steps(num_requests * per_request, survival),
-            ),
-        )
+        num_tokens = num_requests * OUTPUT_TOKENS, num_requests * PROMPT_TOKENS
+        counts = steps(num_requests * per_request, survival)
+        self.count(workload, WorkloadCounts(num_requests, num_requests, 0, *num_tokens, counts))
 
     def count(self, workload: str, more: WorkloadCounts) -> None:
         self.workloads[workload] = self.workloads.get(workload, WorkloadCounts()) + more

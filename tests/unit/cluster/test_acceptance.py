@@ -8,13 +8,7 @@ import numpy as np
 import pytest
 
 from cluster import acceptance
-from cluster.acceptance import (
-    MAX_HEADS,
-    MAX_WORKLOADS,
-    PUBLISHED_RATES,
-    AcceptancePosteriors,
-    AcceptanceSnapshot,
-)
+from cluster.acceptance import MAX_HEADS, MAX_WORKLOADS, PUBLISHED_RATES, AcceptancePosteriors, AcceptanceSnapshot
 from cluster.counts import CounterDeltas, Counts
 
 K_MAX = 7

@@ -182,17 +182,6 @@ def test_bodies_are_held_up_to_a_bound_of_which_one_caller_has_half() -> None:
         body(2 * large)
 
 
-async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back() -> None:
-    requests = Requests(max_running=2, max_queued=2)
-    for number in range(5):
-        await requests.send(str(number), WEB)
-    assert requests.running == ["0", "1"]
-    assert requests.admission.num_queued == 2
-    (refusal,) = requests.refused
-    assert refusal.retry_after_s >= 1
-    assert "2 requests run and 2 wait" in refusal.message
-
-
 async def test_who_leaves_the_queue_gives_up_its_turn_and_no_place_is_lost() -> None:
     requests = Requests(max_running=1, max_queued=10)
     for name in ("first", "second", "third"):

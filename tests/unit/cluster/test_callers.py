@@ -72,17 +72,6 @@ def test_a_key_by_digest_and_by_variable_are_the_same_caller_and_stay_secret() -
         assert SECRET.encode() not in pickle.dumps((settings, table))
 
 
-@pytest.mark.parametrize(
-    "header",
-    [None, "", "Bearer", "Bearer ", SECRET, f"Basic {SECRET}", f"Bearer {SECRET}x", f"Bearer {DIGEST}", "Bearer \xe9"],
-)
-def test_an_unknown_caller_is_told_nothing_of_the_key(header: str | None) -> None:
-    table = service({"web": {"key_sha256": DIGEST}}).caller_table()
-    with pytest.raises(ApiError) as raised:
-        identify_caller(table, header)
-    assert SECRET not in str(raised.value)
-
-
 def test_all_keys_of_a_file_are_the_callers_and_others_can_be_read_later(tmp_path: Path) -> None:
     path = tmp_path / "web"
     settings = service({"web": {"key_file": str(path), "max_k": 3}, "job": {"key_sha256": DIGEST}})

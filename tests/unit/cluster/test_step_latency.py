@@ -11,14 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.simulate_depths import ENGINES, TableEngine, points_of
 from cluster.k_policy import Demand, best_ks
-from cluster.step_latency import (
-    FIRST_STEPS,
-    StepLatency,
-    StepLatencyModel,
-    TimedStep,
-    average_latency,
-    guessed_latency,
-)
+from cluster.step_latency import FIRST_STEPS, StepLatency, StepLatencyModel, TimedStep, average_latency, guessed_latency
 from tests.support.step_tables import latency_of
 
 SIZES = [1, 2, 4, *range(8, 257, 8), *range(272, 2049, 16)]
@@ -198,13 +191,8 @@ def test_engines_are_averaged_by_their_steps():
 @pytest.mark.parametrize(
     ("document", "message"),
     [
-        ({}, "missing required field `points`"),
-        ({"points": []}, r"length >= 1 - at `\$.points`"),
         ({"points": [{"num_requests": 1, "num_tokens": 1}]}, r"missing required field `step_s` - at `\$.points\[0\]`"),
-        (
-            {"points": [{"num_requests": 2, "num_tokens": 1, "step_s": 1.0}]},
-            "no step can be .*num_requests=2",
-        ),
+        ({"points": [{"num_requests": 2, "num_tokens": 1, "step_s": 1.0}]}, "no step can be .*num_requests=2"),
         ({"points": [{"num_requests": 1, "num_tokens": 1, "step_s": 1.0}]}, "no point has drafts"),
         ({"points": [{"num_requests": 1, "num_tokens": 1, "step_s": math.nan}]}, "no step can be .*seconds=nan"),
     ],

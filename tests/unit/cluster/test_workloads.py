@@ -61,11 +61,6 @@ def test_tag_comes_before_alias_before_system_prompt_before_default():
     assert workloads.resolve(None, "small") == workloads.resolve() == "default"
 
 
-def test_a_system_prompt_becomes_a_workload_at_its_third_request():
-    workloads = Workloads()
-    assert [workloads.resolve(prompt=CODE) for _ in range(3)] == ["default", "default", fingerprint(CODE)]
-
-
 def test_tags_get_their_workload_at_once_while_there_is_room_and_share_default_afterwards():
     workloads = Workloads(5, ["code", "chat"])
     assert [workloads.resolve(f"tag{i}") for i in range(4)] == ["tag0", "tag1", "default", "default"]

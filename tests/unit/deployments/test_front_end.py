@@ -516,6 +516,7 @@ async def test_more_than_run_and_wait_gets_429_and_callers_take_turns() -> None:
     error = refused.exception()
     assert isinstance(error, ApiError)
     assert (error.status, error.retry_after_s) == (429, 2)
+    assert "1 requests run and 2 wait" in error.message
     assert error.body()["error"]["type"] == "rate_limit_error"
     backend.pause.set()
     await asyncio.gather(*pieces, return_exceptions=True)
@@ -829,9 +830,12 @@ def test_only_requests_of_callers_who_opted_in_may_be_learned_from(learn: bool) 
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/none", "/health/x"])
-@pytest.mark.parametrize("headers", [{}, bearer("sk-wrong")])
-def test_an_unknown_key_gets_401_before_anything_else(path: str, headers: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "key", [None, "", "Bearer", "Bearer ", SECRET, f"Basic {SECRET}", f"Bearer {SECRET}x", f"Bearer {DIGEST}"]
+)
+def test_an_unknown_key_gets_401_before_anything_else(path: str, key: str | None) -> None:
     backend = Echo(callers(web={"key_sha256": DIGEST}))
+    headers = {} if key is None else {"Authorization": key}
     response = request(backend, "POST", path, content=b"{", headers=headers)
     assert response.status_code == 401
     assert response.headers["www-authenticate"] == "Bearer"

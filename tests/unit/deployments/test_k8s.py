@@ -17,12 +17,14 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from ray import serve
 from ray.scripts.scripts import cli as ray_command_line
 
 import peagle.heads
 from cluster.request import identify_caller
 from cluster.settings import Catalog, ClusterSettings, load_settings, with_live
 from deployments import ROUTER_NAME, TARGET_NAME
+from deployments.app import build
 from deployments.batch import read_requests
 from deployments.cli import main
 from deployments.manifest import CPU, GPU, KEYS_SECRET, render
@@ -189,6 +191,10 @@ def test_the_service_has_the_settings_of_its_config(path: Path) -> None:
         assert found.drafter.replicas == anywhere  # a drafter on 127.0.0.1 is not reached from another pod
     inside = yaml.safe_load(service["spec"]["serveConfigV2"])
     assert (inside["proxy_location"], inside["http_options"]["host"]) == ("EveryNode", "0.0.0.0")
+    assert isinstance(build(inside["applications"][0]["args"]), serve.Application)
+    num_gpus = settings.num_workers * settings.target.bundle.get("GPU", 0)
+    num_gpus += 0 if settings.drafter.replicas is None else settings.drafter.replicas.num_gpus
+    assert int([*gpus(service).values()][1] or 0) == num_gpus
 
 
 def test_keys_are_named_and_not_held(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,13 +120,9 @@ def test_line_ends_that_json_allows_inside_a_string(tmp_path) -> None:
     [
         (b"  ", "Invalid JSON"),
         (b'{"prompt": "\xff"}', "invalid unicode"),
-        (b'["a"]', "Input should be a valid dictionary"),
         (b"{}", "needs one of messages, conversations, instruction, prompt, turns; has no column"),
         (b'{"prompt": " "}', "messages.0.content: String should match"),
-        (
-            b'{"conversations": [{"from": "someone", "value": "a"}]}',
-            "messages.0.role: Input should be 'system'",
-        ),
+        (b'{"conversations": [{"from": "someone", "value": "a"}]}', "messages.0.role: Input should be 'system'"),
         (b'{"messages": [{"role": "user", "content": null}]}', "messages.0 needs content"),
         (b'{"messages": [{"role": "user", "content": "a", "reasoning": "b"}]}', "did you mean reasoning_content?"),
         (b'{"prompt": "a", "tools": "["}', "tools must be JSON"),
