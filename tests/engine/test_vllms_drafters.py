@@ -6,13 +6,13 @@ drafts are accepted.
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from peagle.vllm.engine import engine_kwargs
 from tests.support.engine_cases import TEXT, counts_of, engine_settings
-from tests.support.engine_harness import Job, RunningEngine, engine_of
+from tests.support.engine_harness import Job, RunningEngine
 
 K_MAX = 4
 NUM_TOKENS = 12
@@ -24,9 +24,8 @@ def method(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def jobs(target_dir: Path) -> list[Job]:
+def jobs(tokenizer: Any) -> list[Job]:
     """A repetitive text first, which n-grams can draft for."""
-    tokenizer = AutoTokenizer.from_pretrained(target_dir)
     texts = ["one two three one two three one two three one two", *(TEXT[50 * place :][:80] for place in range(3))]
     return [Job(tokenizer(text)["input_ids"], NUM_TOKENS) for text in texts]
 
@@ -43,7 +42,7 @@ def engine(method: str, jobs: list[Job], target_dir: Path, environment: None) ->
         on_cpu=True,
         extra=engine_settings(90),
     )
-    with engine_of(kwargs) as running:
+    with RunningEngine(kwargs) as running:
         yield running
 
 
