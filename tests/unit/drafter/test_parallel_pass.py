@@ -48,14 +48,6 @@ def test_a_request_without_rows_gets_no_drafts() -> None:
     assert found.tolist() == [[-1] * MAX_DEPTH, requests.expected(steps[1])]
 
 
-def test_in_float32_drafts_are_the_sessions_and_in_bfloat16_tokens_of_the_target() -> None:
-    requests, step = Requests(random_drafter(CONFIG).float(), 1), Step(0, 0, 9, 5)
-    found = run(requests.new_pass(), requests.batch([step]))
-    assert found.tolist() == [requests.expected(step)]
-    low = run(requests.new_pass(dtype=torch.bfloat16), requests.batch([step], dtype=torch.bfloat16))
-    assert ((low >= 0) & (low < CONFIG.vocab_size)).all()
-
-
 def test_graphs_hold_every_batch_and_pad_drafting_ones_little() -> None:
     keys = graph_keys(LIMITS)
     assert {key[2] for key in keys} == {0, 1, 2, 4, 7}
