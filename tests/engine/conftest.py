@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.support.engine_cases import NEARLY_FULL, PROMPT_LENGTHS, TEXT, engine_settings
-from tests.support.engine_harness import RunningEngine, target_kwargs
+from tests.support.engine_harness import RunningEngine, float32_kwargs
 from tests.support.warm_engine import engines_start_warm
 
 
@@ -16,7 +16,7 @@ from tests.support.warm_engine import engines_start_warm
 def plain_engine(target_dir: Path) -> Iterator[RunningEngine]:
     """The target without speculation. It waits beside the other engines of this folder, one start for all of them."""
     with engines_start_warm():
-        engine = RunningEngine(target_kwargs(target_dir, engine_settings(200)))
+        engine = RunningEngine(float32_kwargs(target_dir, None, engine_settings(200)))
     with engine:
         yield engine
 

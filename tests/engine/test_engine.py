@@ -34,7 +34,7 @@ from tests.support.engine_cases import (
     sampling_jobs,
     varied_jobs,
 )
-from tests.support.engine_harness import Job, Result, RunningEngine, drafted_kwargs
+from tests.support.engine_harness import Job, Result, RunningEngine, float32_kwargs
 from tests.support.scripted_drafts import scripted_steps
 
 pytestmark = pytest.mark.engine
@@ -79,7 +79,7 @@ def engine(
     request: pytest.FixtureRequest, reference: Reference, target_dir: Path, head_dir: Path, environment: None
 ) -> Iterator[RunningEngine]:
     """The target with the head."""
-    kwargs = drafted_kwargs(target_dir, head_dir, K_MAX, engine_settings(NUM_BLOCKS))
+    kwargs = float32_kwargs(target_dir, head_dir, engine_settings(NUM_BLOCKS), K_MAX)
     kwargs["worker_extension_cls"] = "tests.support.counted_passes.CountedPasses"
     if request.param == "sync":
         kwargs["scheduler_cls"] = "tests.support.scripted_drafts.ScriptedDraftScheduler"

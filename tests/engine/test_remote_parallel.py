@@ -17,7 +17,7 @@ from peagle.checkpoint import save_head
 from peagle.config import DrafterConfig
 from peagle.heads import prepare_head
 from tests.engine.test_draft_engine import strong_head
-from tests.support.engine_harness import Job, Result, RunningEngine, target_kwargs
+from tests.support.engine_harness import Job, Result, RunningEngine, float32_kwargs
 from tests.support.remote_harness import RemoteEngine, drafter_process
 from tests.support.small_run import write_small_run
 
@@ -73,7 +73,7 @@ def prompts() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def reference(prompts: list[list[int]], small_target: Path, two_ranks: None) -> list[Result]:
     jobs = [Job(prompt, NUM_TOKENS, sampling={"detokenize": False}) for prompt in prompts]
-    with RunningEngine(target_kwargs(small_target, SETTINGS)) as engine:
+    with RunningEngine(float32_kwargs(small_target, None, SETTINGS)) as engine:
         return engine.run(jobs)
 
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from peagle.vllm.engine import engine_kwargs
 from tests.support.engine_cases import TEXT, counts_of, engine_settings
-from tests.support.engine_harness import Job, RunningEngine
+from tests.support.engine_harness import Job, RunningEngine, float32_kwargs
 
 K_MAX = 4
 NUM_TOKENS = 12
@@ -33,16 +32,7 @@ def jobs(tokenizer: Any) -> list[Job]:
 @pytest.fixture(scope="module")
 def engine(method: str, jobs: list[Job], target_dir: Path, environment: None) -> Iterator[RunningEngine]:
     drafter = target_dir if method == "draft_model" else None
-    kwargs = engine_kwargs(
-        target_dir,
-        drafter,
-        method=method,
-        max_draft_tokens=K_MAX,
-        dtype="float32",
-        on_cpu=True,
-        extra=engine_settings(90),
-    )
-    with RunningEngine(kwargs) as running:
+    with RunningEngine(float32_kwargs(target_dir, drafter, engine_settings(90), K_MAX, method=method)) as running:
         yield running
 
 

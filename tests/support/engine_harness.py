@@ -181,18 +181,9 @@ class RunningEngine:
         self._loop.close()
 
 
-def target_kwargs(target_dir: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """The target without speculation, in float32."""
-    return engine_kwargs(target_dir, None, dtype="float32", on_cpu=current_platform.is_cpu(), extra=settings)
-
-
-def drafted_kwargs(target_dir: Path, head_dir: Path, k_max: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """The target with a head in its own process, in float32."""
-    return engine_kwargs(
-        target_dir,
-        head_dir,
-        max_draft_tokens=k_max,
-        dtype="float32",
-        on_cpu=current_platform.is_cpu(),
-        extra=settings,
-    )
+def float32_kwargs(
+    target_dir: Path, drafter_dir: Path | None, settings: dict[str, Any], k_max: int | None = None, **more: Any
+) -> dict[str, Any]:
+    """`engine_kwargs` of a target with a drafter or without, in float32."""
+    kinds = {"dtype": "float32", "on_cpu": current_platform.is_cpu()}
+    return engine_kwargs(target_dir, drafter_dir, max_draft_tokens=k_max, extra=settings, **kinds, **more)

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from peagle.vllm.engine import RemoteSettings, engine_kwargs
-from tests.support.engine_harness import Result, RunningEngine
+from peagle.vllm.engine import RemoteSettings
+from tests.support.engine_harness import Result, RunningEngine, float32_kwargs
 from tests.support.transport_harness import ROOT, eventually, only_link
 
 PATIENT = RemoteSettings(max_deadline_s=60.0)  # two cores, shared with other tests
@@ -48,15 +48,7 @@ class RemoteEngine(RunningEngine):
     """`RunningEngine` with what the service asks of the worker."""
 
     def __init__(self, target_dir: Path, head_dir: Path, *, k_max: int, is_async: bool, extra: dict[str, Any]) -> None:
-        kwargs = engine_kwargs(
-            target_dir,
-            head_dir,
-            max_draft_tokens=k_max,
-            dtype="float32",
-            on_cpu=True,
-            remote=PATIENT,
-            extra=extra,
-        )
+        kwargs = float32_kwargs(target_dir, head_dir, extra, k_max, remote=PATIENT)
         if is_async:
             kwargs["worker_cls"] = "tests.support.async_remote_worker.AsyncRemoteWorker"
         super().__init__(kwargs, is_async=is_async)
