@@ -13,9 +13,8 @@ from peagle.config import DrafterConfig
 from peagle.drafter.graphs import graph_keys
 from peagle.drafter.parallel_pass import PassLimits
 from peagle.model import Drafter
-from tests.support.head_factory import random_drafter
+from tests.support.head_factory import CONFIG, random_drafter
 from tests.support.pass_requests import MAX_DEPTH, STEPS, SWITCHES, Requests, Step, run
-from tests.unit.peagle.test_draft import CONFIG
 
 LIMITS = PassLimits(
     max_num_requests=128, max_num_rows=4096, max_blocks=64, num_blocks=512, block_size=16,
