@@ -155,7 +155,7 @@ def test_what_the_engine_would_not_survive_is_an_error_of_the_request(service):
 def test_requests_of_many_sequences_are_overtaken_by_one_of_one(service):
     """Both of one caller, whose order is that of their arrival, and of another."""
     # Together more sequences than run at a time. With log probabilities each goes through its prompt itself.
-    wide = {"prompt": "The quick brown fox jumps over the lazy dog. " * 10, "n": 9, "echo": True, "logprobs": 1}
+    wide = {"prompt": "The quick brown fox jumps over the lazy dog. " * 18, "n": 9, "echo": True, "logprobs": 1}
     wide |= {"max_tokens": 16, "ignore_eos": True}
 
     def complete(body: dict[str, Any], address: str = "127.0.0.1") -> float:
