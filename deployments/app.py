@@ -20,7 +20,7 @@ from deployments.autoscaling import drafter_autoscaling, target_autoscaling
 from deployments.replicas import MAX_DRAIN_S
 from peagle.checkpoint import check_head, read_head_config
 from peagle.config import read_json
-from peagle.embedded import embedded_targets
+from peagle.embedded import EMBEDDED_TARGETS
 from peagle.schema import SettingsError
 from peagle.vllm.engine import openmp_preload
 from peagle.vllm.setting_types import SettingTypes
@@ -167,7 +167,7 @@ def bind_learner(settings: ClusterSettings) -> serve.Application | None:
 def catalog() -> Catalog:
     """What this installation has: embedded models, shipped heads, and vLLM's settings."""
     return Catalog(
-        frozenset(embedded_targets()),
+        frozenset(EMBEDDED_TARGETS),
         Path(peagle.heads.__file__).parent,
         read_head_config,
         SettingTypes.read("engine/arg_utils:AsyncEngineArgs", "entrypoints/launchers/cli_args:FrontendArgs"),
@@ -202,7 +202,7 @@ def check_heads(settings: ClusterSettings) -> None:
     """
     if settings.drafter is None or settings.drafter.is_vllms_own:
         return
-    embedded = embedded_targets().get(settings.model.source)
+    embedded = EMBEDDED_TARGETS.get(settings.model.source)
     target_config = Path(settings.model.source) / "config.json"
     folder = peagle.heads.shipped_heads().get(settings.drafter.head, Path(settings.drafter.head))
     if not folder.is_dir():

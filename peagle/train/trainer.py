@@ -397,7 +397,7 @@ class Trainer(HeadTraining):
         if self.answers is None or not self.workers.leads:
             return {}
         self.average.swap()
-        groups = evaluate(self.drafter, self.target, load_answers(self.answers, max_conversations))
+        groups = evaluate([self.drafter], self.target, load_answers(self.answers, max_conversations))["groups"]
         self.average.swap()
         for group in ("all", "non-looping", "humaneval"):
             if group in groups:

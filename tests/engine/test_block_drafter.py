@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from peagle.vllm.engine import engine_kwargs
-from tests.support.engine_harness import Job, engine_of
+from tests.support.engine_harness import Job, RunningEngine
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM runs block drafters on GPUs")
 
@@ -62,7 +62,7 @@ class DraftRecorder:
 def run(kwargs: dict[str, Any]) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
     """Tokens of each answer, and all drafts in order."""
     extension = f"{__name__}.{DraftRecorder.__name__}"
-    with engine_of({**kwargs, "worker_extension_cls": extension}) as engine:
+    with RunningEngine({**kwargs, "worker_extension_cls": extension}) as engine:
         engine.call_workers("start_recording")
         jobs = [Job([17 * place + step for step in range(40)], NUM_TOKENS) for place in range(1, 5)]
         tokens = [engine.run([job])[0].tokens for job in jobs]

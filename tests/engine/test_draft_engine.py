@@ -28,9 +28,10 @@ from peagle.model import Drafter
 from peagle.train.recipe import Recipe
 from peagle.train.target import Target
 from peagle.train.trainer import Trainer
+from peagle.vllm import fork_server
 from tests.support import record_drafts
 from tests.support.small_run import write_small_run
-from tests.support.warm_engine import CONTEXT, engines_start_warm
+from tests.support.warm_engine import engines_start_warm
 
 pytestmark = pytest.mark.engine
 
@@ -109,7 +110,7 @@ def record(folder: Path, job: dict[str, Any]) -> list[dict[str, Any]]:
     (folder / "job.json").write_text(json.dumps(job))
     with engines_start_warm(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        process = CONTEXT.Process(target=record_drafts.main, args=(folder / "job.json", folder / "records.json"))
+        process = fork_server.Process(target=record_drafts.main, args=(folder / "job.json", folder / "records.json"))
         process.start()
         process.join(300)
     assert process.exitcode == 0

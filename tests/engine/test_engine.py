@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 from vllm.platforms import current_platform
 from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 
@@ -22,14 +21,11 @@ from tests.support.engine_cases import (
     BATCH,
     K_MAX,
     MIXED,
-    NEARLY_FULL,
     NUM_BLOCKS,
     NUM_LONG,
     NUM_SAMPLES,
     NUM_SHORT,
-    PROMPT_LENGTHS,
     SAMPLED_TEXT,
-    TEXT,
     check_counts,
     engine_settings,
     grammar_job,
@@ -38,7 +34,7 @@ from tests.support.engine_cases import (
     sampling_jobs,
     varied_jobs,
 )
-from tests.support.engine_harness import Job, Result, RunningEngine, drafted_kwargs
+from tests.support.engine_harness import Job, Result, RunningEngine, float32_kwargs
 from tests.support.scripted_drafts import scripted_steps
 
 pytestmark = pytest.mark.engine
@@ -47,24 +43,6 @@ Prompts = list[list[int]]
 Reference = dict[str, dict[int, Result]]
 """By the kind of job and its number; the greedy ones by the place of their prompt."""
 PLACES = (*BATCH, 5)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(target_dir: Path) -> Any:
-    return AutoTokenizer.from_pretrained(target_dir)
-
-
-@pytest.fixture(scope="module")
-def text_tokens(tokenizer: Any) -> list[int]:
-    tokens: list[int] = tokenizer(TEXT * 6)["input_ids"]
-    assert len(tokens) >= 7 * len(PROMPT_LENGTHS) + NEARLY_FULL
-    return tokens
-
-
-@pytest.fixture(scope="module")
-def prompts(text_tokens: list[int]) -> Prompts:
-    """Different prompts of 1 to 300 tokens; the longest needs two prefill chunks."""
-    return [text_tokens[7 * place : 7 * place + length] for place, length in enumerate(PROMPT_LENGTHS)]
 
 
 def batch_of(prompts: Prompts) -> Prompts:
@@ -101,13 +79,12 @@ def engine(
     request: pytest.FixtureRequest, reference: Reference, target_dir: Path, head_dir: Path, environment: None
 ) -> Iterator[RunningEngine]:
     """The target with the head."""
-    kwargs = drafted_kwargs(target_dir, head_dir, K_MAX, engine_settings(NUM_BLOCKS))
+    kwargs = float32_kwargs(target_dir, head_dir, engine_settings(NUM_BLOCKS), K_MAX)
     kwargs["worker_extension_cls"] = "tests.support.counted_passes.CountedPasses"
     if request.param == "sync":
         kwargs["scheduler_cls"] = "tests.support.scripted_drafts.ScriptedDraftScheduler"
-    running = RunningEngine(kwargs, is_async=request.param == "async")
-    yield running
-    running.shutdown()
+    with RunningEngine(kwargs, is_async=request.param == "async") as running:
+        yield running
 
 
 def test_greedy_output_is_the_targets(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
@@ -127,21 +104,26 @@ def test_greedy_output_is_the_targets(engine: RunningEngine, prompts: Prompts, r
     assert engine.num_preempted == preempted_before
 
 
+def passes_of(engine: RunningEngine) -> list[int]:
+    (passes,) = engine.call_workers("passes")
+    return list(passes)
+
+
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="a GPU's passes are graphs")
 def test_steps_that_verify_nothing_run_no_pass_of_the_drafter(
     engine: RunningEngine, prompts: Prompts, reference: Reference
 ) -> None:
     """Where one request has drafts, all of its batch go through the pass."""
-    places, before = BATCH[:4], len(engine.passes())
+    places, before = BATCH[:4], len(passes_of(engine))
     engine.run([Job(prompts[place], NUM_SHORT, k=0) for place in places])
-    passes = engine.passes()[before:]
+    passes = passes_of(engine)[before:]
     assert 1 <= len(passes) <= len(places)  # steps that hold a prompt; the four may come in one or in several
     ks = (0, 3, 0, K_MAX)
     results = engine.run([Job(prompts[place], NUM_SHORT, k=k) for place, k in zip(places, ks, strict=True)])
     for result, place, k in zip(results, places, ks, strict=True):
         assert result.tokens[0] == reference["greedy"][place].tokens[0][:NUM_SHORT]
         check_counts(result, k)
-    passes = engine.passes()[before + len(passes) :]
+    passes = passes_of(engine)[before + len(passes) :]
     assert len(passes) >= max(result.drafting.counts.num_steps for result in results if result.drafting)
     assert max(passes) == len(places)
 

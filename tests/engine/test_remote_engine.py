@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 from vllm.platforms import current_platform
 
-from peagle.vllm.engine import RemoteSettings
 from peagle.vllm.request_args import undraftable_field
-from tests.support.drafter_process import DrafterProcess
 from tests.support.engine_cases import (
     BATCH,
     K_MAX,
@@ -22,28 +19,24 @@ from tests.support.engine_cases import (
     NUM_BLOCKS,
     NUM_LONG,
     NUM_SHORT,
-    PROMPT_LENGTHS,
-    TEXT,
     check_counts,
     engine_settings,
     varied_jobs,
 )
 from tests.support.engine_harness import Job, Result, RunningEngine
-from tests.support.remote_harness import RemoteEngine, check_text, num_verified
+from tests.support.remote_harness import RemoteEngine, check_text, drafter_process, num_verified
+from tests.support.transport_harness import only_link
 
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(not current_platform.is_cpu(), reason="the drafter process of the tests is a CPU process"),
 ]
 
-PATIENT = RemoteSettings(max_deadline_s=60.0)  # two cores, shared with other tests
-
 
 @pytest.fixture(scope="module")
-def prompts(target_dir: Path) -> list[list[int]]:
-    """Different prompts of 1 to 300 tokens; the longest needs two prefill chunks."""
-    tokens = AutoTokenizer.from_pretrained(target_dir)(TEXT * 6)["input_ids"]
-    return [tokens[7 * place : 7 * place + PROMPT_LENGTHS[place]] for place in BATCH]
+def prompts(prompts: list[list[int]]) -> list[list[int]]:
+    """Those of a batch."""
+    return [prompts[place] for place in BATCH]
 
 
 @pytest.fixture(scope="module")
@@ -61,31 +54,24 @@ def reference(references: tuple[list[Result], list[Result]]) -> list[Result]:
 
 
 @pytest.fixture(scope="module")
-def drafter(target_dir: Path, head_dir: Path, environment: None) -> Iterator[DrafterProcess]:
+def drafter(target_dir: Path, head_dir: Path, environment: None) -> Iterator[dict[str, Any]]:
     """Serves the shipped head."""
-    process = DrafterProcess(head_dir, target_dir)
-    yield process
-    process.kill()
+    with drafter_process(head_dir, target_dir) as running:
+        yield running
 
 
 @pytest.fixture(scope="module", params=[pytest.param("sync", marks=pytest.mark.long), "async"])
 def engine(
     request: pytest.FixtureRequest,
     reference: list[Result],
-    drafter: DrafterProcess,
+    drafter: dict[str, Any],
     target_dir: Path,
     head_dir: Path,
 ) -> Iterator[RemoteEngine]:
     is_async, extra = request.param == "async", engine_settings(NUM_BLOCKS)
-    running = RemoteEngine.start(target_dir, head_dir, PATIENT, k_max=K_MAX, is_async=is_async, extra=extra)
-    running.connect(drafter)
-    yield running
-    running.shutdown()
-
-
-def only_link(engine: RemoteEngine) -> dict[str, Any]:
-    (link,) = engine.links().values()
-    return link
+    with RemoteEngine(target_dir, head_dir, k_max=K_MAX, is_async=is_async, extra=extra) as running:
+        running.connect(drafter)
+        yield running
 
 
 @pytest.mark.parametrize("ks", [MIXED, (0,)], ids=["mixed", "none"])
@@ -140,10 +126,10 @@ def test_aborted_requests_leave_the_drafter(
 
 
 def test_without_a_drafter_nothing_is_verified(
-    engine: RemoteEngine, drafter: DrafterProcess, prompts: list[list[int]], reference: list[Result]
+    engine: RemoteEngine, drafter: dict[str, Any], prompts: list[list[int]], reference: list[Result]
 ) -> None:
     """None is named: no drafts, and in asynchronous scheduling no placeholders for them either."""
-    engine.set_drafters([])
+    engine.call_workers("set_drafters", [])
     engine.run([Job(prompts[0], 2)])  # a step in which the worker notices
     jobs = [Job(prompt, 8) for prompt in prompts[:4]]
     results = engine.run(jobs)

@@ -16,11 +16,9 @@ from vllm.platforms import current_platform
 from peagle.checkpoint import save_head
 from peagle.config import DrafterConfig
 from peagle.heads import prepare_head
-from peagle.vllm.engine import RemoteSettings
 from tests.engine.test_draft_engine import strong_head
-from tests.support.drafter_process import DrafterProcess
-from tests.support.engine_harness import Job, Result, engine_of, target_kwargs
-from tests.support.remote_harness import RemoteEngine
+from tests.support.engine_harness import Job, Result, RunningEngine, float32_kwargs
+from tests.support.remote_harness import RemoteEngine, drafter_process
 from tests.support.small_run import write_small_run
 
 pytestmark = [
@@ -30,7 +28,6 @@ pytestmark = [
     pytest.mark.skipif(not current_platform.is_cpu(), reason="the drafter process of the tests is a CPU process"),
 ]
 
-PATIENT = RemoteSettings(max_deadline_s=60.0)
 NUM_TOKENS, K_MAX, VOCAB_SIZE = 24, 3, 64
 SETTINGS: dict[str, Any] = {
     "tensor_parallel_size": 2,
@@ -44,15 +41,6 @@ SETTINGS: dict[str, Any] = {
     "enforce_eager": True,
     "generation_config": "vllm",
 }
-
-
-class ParallelEngine(RemoteEngine):
-    def reports(self) -> list[dict[str, Any]]:
-        """Of all ranks."""
-        return list(self._run(self._client.collective_rpc("remote_report")))
-
-    def report(self) -> dict[str, Any]:
-        return dict(self.reports()[0])
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +73,7 @@ def prompts() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def reference(prompts: list[list[int]], small_target: Path, two_ranks: None) -> list[Result]:
     jobs = [Job(prompt, NUM_TOKENS, sampling={"detokenize": False}) for prompt in prompts]
-    with engine_of(target_kwargs(small_target, SETTINGS)) as engine:
+    with RunningEngine(float32_kwargs(small_target, None, SETTINGS)) as engine:
         return engine.run(jobs)
 
 
@@ -93,21 +81,17 @@ def reference(prompts: list[list[int]], small_target: Path, two_ranks: None) -> 
 def test_one_rank_sends_and_all_verify(
     prompts: list[list[int]], reference: list[Result], small_target: Path, head: Path, is_async: bool
 ) -> None:
-    drafter = DrafterProcess(head, small_target)
-    try:
-        engine = ParallelEngine.start(small_target, head, PATIENT, k_max=K_MAX, is_async=is_async, extra=SETTINGS)
-        try:
-            engine.connect(drafter)
-            jobs = [Job(prompt, NUM_TOKENS, sampling={"detokenize": False}) for prompt in prompts]
-            for _ in range(2):
-                for result, expected in zip(results := engine.run(jobs), reference, strict=True):
-                    assert result.tokens == expected.tokens
-            assert all(one.drafting is not None and one.drafting.counts.num_steps > 10 for one in results)
-            sender, other = engine.reports()
-            assert other == {}
-            assert [link["num_timeouts"] for link in sender["links"]] == [0]
-            assert sender["links"][0]["num_answered"] > NUM_TOKENS
-        finally:
-            engine.shutdown()
-    finally:
-        drafter.kill()
+    with (
+        drafter_process(head, small_target) as drafter,
+        RemoteEngine(small_target, head, k_max=K_MAX, is_async=is_async, extra=SETTINGS) as engine,
+    ):
+        engine.connect(drafter)
+        jobs = [Job(prompt, NUM_TOKENS, sampling={"detokenize": False}) for prompt in prompts]
+        for _ in range(2):
+            for result, expected in zip(results := engine.run(jobs), reference, strict=True):
+                assert result.tokens == expected.tokens
+        assert all(one.drafting is not None and one.drafting.counts.num_steps > 10 for one in results)
+        sender, other = engine.call_workers("remote_report")
+        assert other == {}
+        assert [link["num_timeouts"] for link in sender["links"]] == [0]
+        assert sender["links"][0]["num_answered"] > NUM_TOKENS

@@ -6,13 +6,12 @@ drafts are accepted.
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
-from peagle.vllm.engine import engine_kwargs
 from tests.support.engine_cases import TEXT, counts_of, engine_settings
-from tests.support.engine_harness import Job, RunningEngine, engine_of
+from tests.support.engine_harness import Job, RunningEngine, float32_kwargs
 
 K_MAX = 4
 NUM_TOKENS = 12
@@ -24,9 +23,8 @@ def method(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def jobs(target_dir: Path) -> list[Job]:
+def jobs(tokenizer: Any) -> list[Job]:
     """A repetitive text first, which n-grams can draft for."""
-    tokenizer = AutoTokenizer.from_pretrained(target_dir)
     texts = ["one two three one two three one two three one two", *(TEXT[50 * place :][:80] for place in range(3))]
     return [Job(tokenizer(text)["input_ids"], NUM_TOKENS) for text in texts]
 
@@ -34,16 +32,7 @@ def jobs(target_dir: Path) -> list[Job]:
 @pytest.fixture(scope="module")
 def engine(method: str, jobs: list[Job], target_dir: Path, environment: None) -> Iterator[RunningEngine]:
     drafter = target_dir if method == "draft_model" else None
-    kwargs = engine_kwargs(
-        target_dir,
-        drafter,
-        method=method,
-        max_draft_tokens=K_MAX,
-        dtype="float32",
-        on_cpu=True,
-        extra=engine_settings(90),
-    )
-    with engine_of(kwargs) as running:
+    with RunningEngine(float32_kwargs(target_dir, drafter, engine_settings(90), K_MAX, method=method)) as running:
         yield running
 
 

@@ -79,6 +79,9 @@ def test_heads_come_and_go_by_what_is_accepted_of_their_drafts(
         num_before = len(lengths)
         wait_for(lambda: len(lengths) > num_before + 4, "answers of the promoted head")
         assert min(lengths[-2:]) > max(lengths[:1])
+        found = {one["head"]: one for one in service.drafting()["heads"]}
+        assert found[trial.head]["is_live"]
+        assert found[trial.head]["acceptance_length"] > found[first]["acceptance_length"]
 
         assert main(["heads", "--propose", wrong]) == 0
         dropped = decided(capsys.readouterr().out.split(":")[0])
@@ -96,7 +99,6 @@ def test_heads_come_and_go_by_what_is_accepted_of_their_drafts(
 
         swap(service, head=service.written["applications"][0]["args"]["drafter"]["head"])
         wait_for(lambda: heads(service)[0] == first, "the operator's head, which was never rolled back")
-    found = answers(service, "default")
-    assert texts(found) == plain
+    assert texts(answers(service, "default")) == plain
     assert main(["heads", service.url]) == 0
     assert f"({dropped.head}) against {trial.head}: dropped" in capsys.readouterr().out

@@ -57,7 +57,7 @@ def test_vllms_own_metrics_stand_beside_with_the_replica(service):
 
 
 @pytest.mark.long
-def test_the_page_in_a_browser_shows_the_service_and_which_tokens_were_drafted(service, tmp_path):
+def test_the_page_in_a_browser_shows_the_service_and_which_tokens_were_drafted(service):
     with browser() as tab:
         for width in (1200, 390):
             tab.open(f"{service.url}/", width)
@@ -71,8 +71,6 @@ def test_the_page_in_a_browser_shows_the_service_and_which_tokens_were_drafted(s
             assert "CPU" in tab.text("replicas")
             assert "target" in tab.text("events")
             assert tab.run("document.documentElement.scrollWidth <= innerWidth"), "it needs no sideways scrolling"
-            tab.picture(tmp_path / f"page-{width}.png")
-            assert (tmp_path / f"page-{width}.png").stat().st_size > 10_000
         question = PROMPTS[0]
         tab.fill("prompt", question)
         tab.fill("max-tokens", "12")

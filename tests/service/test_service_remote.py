@@ -1,4 +1,4 @@
-"""The real service with `placement: remote`: drafts come from another process, which may die, and swap its head."""
+"""The real service with `placement: remote`: drafts come from another process, which may die."""
 
 import os
 import signal
@@ -6,17 +6,14 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deployments import DRAFTER_NAME
-from tests.support.service_harness import PROMPTS, Service, changed_head, wait_for
+from tests.support.service_harness import PROMPTS, Service, wait_for
 
 pytestmark = pytest.mark.service
-
-SHIPPED = "smollm2-135m-instruct"
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +95,7 @@ def load(service: Service, plain: list[str]) -> Iterator[list[float]]:
 def test_drafts_of_another_process_are_accepted_and_change_no_answer(service: Service, plain: list[str]) -> None:
     found = answers(service, "remote")
     assert texts(found) == plain
-    assert acceptance_length(found) > 1.5
+    assert acceptance_length(found) > 1.5, "a head that is broken or fed wrongly falls to nearly 1"
     num_verified = sum(one["drafting"]["num_draft_tokens"] for one in found)
     wait_for(lambda: drafter_of(service)["counters"]["drafts"] >= num_verified, "report of drafts")
     document = service.drafting()
@@ -130,38 +127,3 @@ def test_a_killed_drafter_costs_drafts_and_no_request(service: Service, plain: l
 
 def swap(service: Service, **user_config: Any) -> None:
     service.change_live({"name": DRAFTER_NAME, "user_config": user_config})
-
-
-@pytest.mark.long
-def test_a_new_head_goes_live_under_load_and_its_acceptance_is_seen(
-    service: Service, plain: list[str], tmp_path: Path
-) -> None:
-    (right,) = heads(service)
-    learned = ("mask_hidden", "mask_embedding")  # without these the first draft stays as good
-    worse = changed_head(tmp_path / "worse", lambda tensors: [tensors[name].zero_() for name in learned])
-    with load(service, plain) as lengths:
-        swap(service, head=worse)
-        wait_for(lambda: heads(service)[0] != right, "new head")
-        new = heads(service)[0]
-        wait_for(lambda: links(service) == ["up"], "link for the new head")
-        num_before = len(lengths)
-        wait_for(lambda: len(lengths) > num_before + 1, "answer")
-
-        def by_head() -> dict[str, Any]:
-            return {one["head"]: one for one in service.drafting()["heads"]}
-
-        def length_of(head: str) -> float:
-            return by_head()[head]["acceptance_length"] or 1.0  # none before its first steps are counted
-
-        # Two short answers may have no accepted draft of the worse head.
-        wait_for(lambda: 1 < length_of(new) < length_of(right), "shorter acceptance of the new head")
-        assert by_head()[new]["is_live"]
-        assert not by_head()[right]["is_live"]
-        assert drafter_of(service)["refused"] == ""
-        swap(service, head=SHIPPED)
-        wait_for(lambda: heads(service)[0] == right, "old head")
-        wait_for(lambda: links(service) == ["up"], "link for the old head")
-    found = answers(service, "remote")
-    assert texts(found) == plain
-    assert {one["drafting"]["head"] for one in found} == {right}
-    assert acceptance_length(found) > 1.5

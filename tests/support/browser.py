@@ -1,6 +1,5 @@
 """A headless Chromium that a test looks through, over its DevTools protocol. Needs the Debian package `chromium`."""
 
-import base64
 import itertools
 import json
 import os
@@ -72,13 +71,6 @@ class Tab:
 
     def text(self, name: str) -> str:
         return str(self.run(f"document.getElementById({json.dumps(name)}).innerText"))
-
-    def picture(self, path: Path, height: int | None = None) -> None:
-        """Save what the page shows as PNG, from its top down to `height` (all of it by default)."""
-        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": height or size["height"], "scale": 1}
-        found = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
-        path.write_bytes(base64.b64decode(found["data"]))
 
 
 @contextmanager

@@ -16,17 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from peagle.config import DrafterConfig
 from peagle.draft import Drafts, DraftSession
 from peagle.drafter.engine import DraftEngine
 from peagle.drafter.kvcache import NO_ROW
 from peagle.drafter.parallel_pass import ParallelPass, PassLimits
 from peagle.drafter.protocol import Int32Array, Step, StepDescriptor, TargetShape, check_sizes, check_step
 from peagle.model import Drafter
-from tests.support.head_factory import TARGET, random_drafter
+from tests.support.head_factory import CONFIG, random_drafter
 from tests.support.pass_requests import ints
 
-CONFIG = DrafterConfig.for_target(TARGET, num_layers=2, ptd_token_id=99, num_depths=5)
 BLOCK = 4
 MAX_DEPTH = 4
 VOCABULARY = 99

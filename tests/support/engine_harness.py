@@ -3,10 +3,9 @@
 import asyncio
 import dataclasses
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from vllm import SamplingParams, TokensPrompt
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -88,13 +87,10 @@ class _Preemptions(StatLoggerBase):
 
 
 class RunningEngine:
-    """An `AsyncLLM` with a `DraftingRecorder`, driven from synchronous tests on its own event loop."""
+    """An `AsyncLLM` with a `DraftingRecorder`, driven from synchronous tests on its own event loop. It is gone after
+    its `with`, so that the next one has the machine to itself."""
 
-    def __init__(
-        self,
-        kwargs: dict[str, Any],
-        is_async: bool = False,
-    ) -> None:
+    def __init__(self, kwargs: dict[str, Any], is_async: bool = False) -> None:
         arguments = dict(kwargs)
         if "speculative_config" in arguments:
             arguments["per_request_spec_decode_metrics"] = "detailed"
@@ -138,11 +134,6 @@ class RunningEngine:
         """Preemptions since the start."""
         return sum(logger.num_preempted for logger in self._preemptions)
 
-    def passes(self) -> list[int]:
-        """Of an engine with `CountedPasses`."""
-        (passes,) = self._run(self._client.collective_rpc("passes"))
-        return list(passes)
-
     def run(self, jobs: Sequence[Job]) -> list[Result]:
         """All of `jobs` at once, results in their order."""
 
@@ -153,9 +144,9 @@ class RunningEngine:
 
         return self._run(gather())
 
-    def call_workers(self, method: str) -> list[Any]:
-        """What a method of the engine's `worker_extension_cls` returns in each worker."""
-        return self._run(self._client.collective_rpc(method))
+    def call_workers(self, method: str, *args: Any) -> list[Any]:
+        """What a method of the workers, or of their `worker_extension_cls`, returns in each."""
+        return self._run(self._client.collective_rpc(method, args=args))
 
     async def _one(self, job: Job) -> Result:
         self._num_requests += 1
@@ -178,7 +169,10 @@ class RunningEngine:
             num_outputs=self._num_outputs.pop(request_id, 0),
         )
 
-    def shutdown(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Stop the engine's processes."""
         self._client.shutdown()
         for task in (pending := asyncio.all_tasks(self._loop)):
@@ -187,28 +181,9 @@ class RunningEngine:
         self._loop.close()
 
 
-def target_kwargs(target_dir: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """The target without speculation, in float32."""
-    return engine_kwargs(target_dir, None, dtype="float32", on_cpu=current_platform.is_cpu(), extra=settings)
-
-
-def drafted_kwargs(target_dir: Path, head_dir: Path, k_max: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """The target with a head in its own process, in float32."""
-    return engine_kwargs(
-        target_dir,
-        head_dir,
-        max_draft_tokens=k_max,
-        dtype="float32",
-        on_cpu=current_platform.is_cpu(),
-        extra=settings,
-    )
-
-
-@contextmanager
-def engine_of(kwargs: dict[str, Any]) -> Iterator[RunningEngine]:
-    """An engine that is gone afterwards, so that the next one has the machine to itself."""
-    engine = RunningEngine(kwargs)
-    try:
-        yield engine
-    finally:
-        engine.shutdown()
+def float32_kwargs(
+    target_dir: Path, drafter_dir: Path | None, settings: dict[str, Any], k_max: int | None = None, **more: Any
+) -> dict[str, Any]:
+    """`engine_kwargs` of a target with a drafter or without, in float32."""
+    kinds = {"dtype": "float32", "on_cpu": current_platform.is_cpu()}
+    return engine_kwargs(target_dir, drafter_dir, max_draft_tokens=k_max, extra=settings, **kinds, **more)

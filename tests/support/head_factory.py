@@ -51,6 +51,17 @@ def head_tensors(
     return tensors
 
 
+def write_target(folder: Path, *, tied: bool = True, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """A checkpoint of TARGET: its config, its tables, and a tensor that no head needs."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(TARGET | {"tie_word_embeddings": tied}))
+    names, random = ["model.embed_tokens.weight", *([] if tied else ["lm_head.weight"])], torch.Generator()
+    random.manual_seed(seed)
+    tables = {name: torch.randn(100, 32, generator=random).to(dtype) for name in names}
+    save_file(tables | {"model.norm.weight": torch.ones(32)}, folder / "model.safetensors")
+    return folder
+
+
 def rewrite(head_dir: Path, **changes: Tensor | None) -> None:
     """Replace, add or (None) remove tensors behind the checks' back; `__` in a name stands for a dot."""
     tensors = load_file(head_dir / "model.safetensors")

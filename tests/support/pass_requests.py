@@ -17,7 +17,7 @@ from peagle.drafter.protocol import NO_DRAFT, Int32Array
 from peagle.drafter.rows import PassBatch
 from peagle.drafter.serving import input_projection
 from peagle.model import Drafter
-from tests.unit.peagle.test_draft import CONFIG
+from tests.support.head_factory import CONFIG
 
 BLOCK_SIZE = 4
 MAX_DEPTH = 5

@@ -1,13 +1,19 @@
 """A real engine whose drafter is another process, for tests that do something to the drafter meanwhile."""
 
-import time
-from collections.abc import Sequence
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from peagle.vllm.engine import RemoteSettings, engine_kwargs
-from tests.support.engine_harness import Result, RunningEngine
+from peagle.vllm.engine import RemoteSettings
+from tests.support.engine_harness import Result, RunningEngine, float32_kwargs
+from tests.support.transport_harness import ROOT, eventually, only_link
 
+PATIENT = RemoteSettings(max_deadline_s=60.0)  # two cores, shared with other tests
 LINK_TIMEOUT_S = 120.0
 
 
@@ -23,49 +29,35 @@ def num_verified(results: Sequence[Result]) -> int:
     return sum(one.drafting.counts.num_draft_tokens for one in results if one.drafting is not None)
 
 
+@contextmanager
+def drafter_process(head_dir: Path, target_dir: Path) -> Iterator[dict[str, Any]]:
+    """A drafter in a process of its own (`benchmarks.drafter`), as a target's `set_drafters` takes it."""
+    command = [sys.executable, "-m", "benchmarks.drafter", "--head", str(head_dir), "--target", str(target_dir)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([*command, "--device", "cpu"], env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line, "the drafter has ended: see its messages on stderr"
+            yield json.loads(line)
+        finally:
+            process.kill()
+
+
 class RemoteEngine(RunningEngine):
     """`RunningEngine` with what the service asks of the worker."""
 
-    @classmethod
-    def start(
-        cls,
-        target_dir: Path,
-        head_dir: Path,
-        settings: RemoteSettings,
-        *,
-        k_max: int,
-        is_async: bool,
-        extra: dict[str, Any],
-    ) -> "RemoteEngine":
-        kwargs = engine_kwargs(
-            target_dir,
-            head_dir,
-            max_draft_tokens=k_max,
-            dtype="float32",
-            on_cpu=True,
-            remote=settings,
-            extra=extra,
-        )
+    def __init__(self, target_dir: Path, head_dir: Path, *, k_max: int, is_async: bool, extra: dict[str, Any]) -> None:
+        kwargs = float32_kwargs(target_dir, head_dir, extra, k_max, remote=PATIENT)
         if is_async:
             kwargs["worker_cls"] = "tests.support.async_remote_worker.AsyncRemoteWorker"
-        return cls(kwargs, is_async=is_async)
-
-    def set_drafters(self, drafters: Sequence[dict[str, Any]]) -> None:
-        self._run(self._client.collective_rpc("set_drafters", args=(list(drafters),)))
+        super().__init__(kwargs, is_async=is_async)
 
     def report(self) -> dict[str, Any]:
-        (report,) = self._run(self._client.collective_rpc("remote_report"))
-        return dict(report)
+        """Of the pool of links, which the first rank has."""
+        return dict(self.call_workers("remote_report")[0])
 
-    def links(self) -> dict[str, dict[str, Any]]:
-        """What the pool says of each link, by address."""
-        return {link["address"]: link for link in self.report()["links"]}
-
-    def connect(self, *drafters: Any) -> None:
-        """Use these `DrafterProcess`es, and wait until steps can go to all of them."""
-        self.set_drafters([drafter.entry for drafter in drafters])
-        addresses = {drafter.entry["address"] for drafter in drafters}
-        end_s = time.monotonic() + LINK_TIMEOUT_S
-        while {address for address, link in self.links().items() if link["state"] == "up"} != addresses:
-            assert time.monotonic() < end_s, self.links()
-            time.sleep(0.05)
+    def connect(self, drafter: dict[str, Any]) -> None:
+        """Use this drafter, and wait until steps can go to it."""
+        self.call_workers("set_drafters", [drafter])
+        eventually(lambda: only_link(self)["state"] == "up", LINK_TIMEOUT_S)

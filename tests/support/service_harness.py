@@ -220,7 +220,7 @@ class SharedApplication:
     """The application of configs/local.yaml, started by the first test that asks for it and stopped when another needs
     the machine or Ray: K is fixed, drafts come from another process with the shipped head. The target waits for drafts
     however busy the machine is, so every step has some. What a module changes live it takes back. A grammar is refused
-    after 2 s of CPU time and not after the default of 10 s, because hostile ones take all of it."""
+    after 1 s of CPU time and not after the default of 10 s, because hostile ones take all of it."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
@@ -229,7 +229,7 @@ class SharedApplication:
     def start(self) -> Service:
         if self._running is None:
             self._stack.enter_context(pytest.MonkeyPatch.context()).setenv("TEST_WEB_KEY", WEB_KEY)
-            limits = {"grammar_timeout_s": 2.0}
+            limits = {"grammar_timeout_s": 1.0}
             running = running_service(drafter={"links": PATIENT}, depth=FIXED, engine=PARSERS, limits=limits)
             self._running = self._stack.enter_context(running)
         return self._running

@@ -30,7 +30,7 @@ from deployments.cli import main
 from deployments.manifest import CPU, GPU, KEYS_SECRET, render
 from deployments.up import UpError, read_config
 from peagle.checkpoint import read_head_config
-from peagle.embedded import embedded_targets
+from peagle.embedded import EMBEDDED_TARGETS
 from peagle.schema import SettingsError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -172,7 +172,7 @@ def settings_in(service: Json, env: dict[str, str]) -> tuple[ClusterSettings, Js
     the options of the deployments by name."""
     (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
     options = {deployment["name"]: deployment for deployment in application["deployments"]}
-    catalog = Catalog(frozenset(embedded_targets()), Path(peagle.heads.__file__).parent, read_head_config)
+    catalog = Catalog(frozenset(EMBEDDED_TARGETS), Path(peagle.heads.__file__).parent, read_head_config)
     settings = load_settings(application["args"], catalog, env)
     assert options[TARGET_NAME]["user_config"] == options[ROUTER_NAME]["user_config"]
     return with_live(settings, options[TARGET_NAME]["user_config"]), options

@@ -14,14 +14,13 @@ from peagle.config import HeadError
 from peagle.drafter.serving import DrafterLimits, load_runtime_head, load_served_head
 from peagle.heads import prepare_head, shipped_heads
 from peagle.train.target import Target
-from tests.support.head_factory import CONFIG, REDUCED, head_tensors, reconfigure
+from tests.support.head_factory import CONFIG, REDUCED, head_tensors, reconfigure, write_target
 from tests.support.pass_requests import Requests, Step, run
-from tests.unit.peagle.test_draft_vocabulary import make_target
 
 
 @pytest.mark.parametrize("config", [CONFIG, REDUCED], ids=["whole", "reduced"])
 def test_a_shipped_head_takes_the_targets_tables(tmp_path: Path, config: Any) -> None:
-    target_dir = make_target(tmp_path / "target", tied=config is CONFIG)
+    target_dir = write_target(tmp_path / "target", tied=config is CONFIG)
     head_dir = save_head(tmp_path / "head", config, head_tensors(config, shipped=True))
     drafter = load_runtime_head(head_dir, target_dir, "cpu", torch.float32)
     plain = load_runtime_head(prepare_head(head_dir, target_dir, tmp_path / "cache"), target_dir)
@@ -35,7 +34,7 @@ def test_a_shipped_head_takes_the_targets_tables(tmp_path: Path, config: Any) ->
 
 
 def test_a_head_of_another_target_or_kind_is_refused(tmp_path: Path) -> None:
-    target_dir, eagle3 = make_target(tmp_path / "target", tied=True), dataclasses.replace(CONFIG, ptd_token_id=None)
+    target_dir, eagle3 = write_target(tmp_path / "target"), dataclasses.replace(CONFIG, ptd_token_id=None)
     reconfigure(target_dir, vocab_size=101)
     for config, problem in ((CONFIG, "vocabulary: the head has 100 tokens, the target 101"),
                             (eagle3, "head .* has no mask token .* P-EAGLE heads only")):  # fmt: skip

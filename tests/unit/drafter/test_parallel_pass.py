@@ -13,9 +13,8 @@ from peagle.config import DrafterConfig
 from peagle.drafter.graphs import graph_keys
 from peagle.drafter.parallel_pass import PassLimits
 from peagle.model import Drafter
-from tests.support.head_factory import random_drafter
+from tests.support.head_factory import CONFIG, random_drafter
 from tests.support.pass_requests import MAX_DEPTH, STEPS, SWITCHES, Requests, Step, run
-from tests.unit.peagle.test_draft import CONFIG
 
 LIMITS = PassLimits(
     max_num_requests=128, max_num_rows=4096, max_blocks=64, num_blocks=512, block_size=16,
@@ -46,14 +45,6 @@ def test_a_request_without_rows_gets_no_drafts() -> None:
     steps = [Step(0, 0, 0, 5), Step(1, 0, 6, 2)]
     found = run(requests.new_pass(), requests.batch(steps))
     assert found.tolist() == [[-1] * MAX_DEPTH, requests.expected(steps[1])]
-
-
-def test_in_float32_drafts_are_the_sessions_and_in_bfloat16_tokens_of_the_target() -> None:
-    requests, step = Requests(random_drafter(CONFIG).float(), 1), Step(0, 0, 9, 5)
-    found = run(requests.new_pass(), requests.batch([step]))
-    assert found.tolist() == [requests.expected(step)]
-    low = run(requests.new_pass(dtype=torch.bfloat16), requests.batch([step], dtype=torch.bfloat16))
-    assert ((low >= 0) & (low < CONFIG.vocab_size)).all()
 
 
 def test_graphs_hold_every_batch_and_pad_drafting_ones_little() -> None:

@@ -14,11 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from peagle.config import DrafterConfig
 from peagle.draft import DraftSession
 from peagle.model import Drafter
-from tests.support.head_factory import random_drafter
+from tests.support.head_factory import CONFIG, TARGET, random_drafter
 
-TARGET = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2)
-TARGET |= dict(vocab_size=100, head_dim=8, rms_norm_eps=1e-5, max_position_embeddings=512, rope_theta=10000.0)
-CONFIG = DrafterConfig.for_target(TARGET, num_layers=3, ptd_token_id=99, num_depths=5)
 EAGLE3 = dataclasses.replace(CONFIG, num_hidden_layers=1, ptd_token_id=None)
 
 
@@ -120,8 +117,7 @@ def test_drafts_of_a_reduced_vocabulary_are_the_target_s_token_ids(kind: Drafter
 def test_speculative_decoding_with_a_real_target_equals_greedy_decoding(config: DrafterConfig) -> None:
     """Draft, verify and go on, against Hugging Face's own greedy decoding; some drafts are made right by hand."""
     torch.manual_seed(0)
-    settings = {key: value for key, value in TARGET.items() if key != "rope_theta"}
-    target = LlamaForCausalLM(LlamaConfig(**settings, initializer_range=0.4)).double().eval()
+    target = LlamaForCausalLM(LlamaConfig(**TARGET, initializer_range=0.4)).double().eval()
     drafter = random_drafter(config)
     prompt = [5, 17, 3, 88, 41]
     reference = target.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=None)[

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from peagle.checkpoint import build_drafter, is_plain, load_head, save_drafter, without_tables
 from peagle.draft import Drafts, DraftSession
@@ -16,7 +14,6 @@ from peagle.train.data import Conversations, answer_token_counts, frequent_token
 from peagle.train.recipe import Recipe
 from peagle.train.target import Target
 from peagle.train.trainer import Trainer
-from tests.support.head_factory import TARGET
 from tests.support.small_run import write_small_run
 
 
@@ -28,18 +25,6 @@ def test_most_frequent_tokens_ascending_and_ties_to_the_lower_id() -> None:
     for size in (8, 1):
         with pytest.raises(ValueError, match=rf"draft_vocab_size = {size}: must be in 2\.\.7"):
             frequent_tokens(count_V, size, always=[6, 0])
-
-
-def make_target(folder: Path, *, tied: bool) -> Path:
-    """A checkpoint of REDUCED's target: its config and its tables."""
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(TARGET | {"tie_word_embeddings": tied}))
-    random = torch.Generator().manual_seed(2)
-    tables = {"model.embed_tokens.weight": torch.randn(100, 32, generator=random)}
-    if not tied:
-        tables["lm_head.weight"] = torch.randn(100, 32, generator=random)
-    save_file(tables, folder / "model.safetensors")
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -20,12 +20,9 @@ from peagle.draft import DraftSession
 from peagle.model import Drafter, Layer, Rotary
 from peagle.train.cod import CodRows, attend_under, chain_lengths, draft_rows, sample_rows
 from peagle.train.masks import AttentionMask
-from tests.support.head_factory import random_drafter
+from tests.support.head_factory import CONFIG, TARGET, random_drafter
 
-NUM_DEPTHS = 5
-SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-TARGET = SHAPE | {"num_hidden_layers": 8, "vocab_size": 100, "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
-CONFIG = DrafterConfig.for_target(TARGET, num_layers=3, ptd_token_id=99, num_depths=NUM_DEPTHS)
+NUM_DEPTHS = CONFIG.num_depths
 VARIANTS = {
     "plain": CONFIG,
     "fc_norm": dataclasses.replace(CONFIG, fc_norm=True),
@@ -120,7 +117,7 @@ def test_layers_after_the_first_are_those_of_transformers(kind: str) -> None:
     torch.manual_seed(0)
     scaling = Llama3Rope(**LONG) if "stretched" in kind else None
     rope = {"rope_theta": 10000.0, "rope_type": "default"} | ({"rope_type": "llama3"} | LONG if scaling else {})
-    settings = SHAPE | {"rms_norm_eps": 1e-5, "attn_implementation": "eager", "rope_parameters": rope}
+    settings = TARGET | {"head_dim": 8, "rms_norm_eps": 1e-5, "attn_implementation": "eager", "rope_parameters": rope}
     reference_config = (Qwen3Config if kind == "qwen3" else LlamaConfig)(**settings)
     reference = (Qwen3DecoderLayer if kind == "qwen3" else LlamaDecoderLayer)(reference_config, 0)
     config = dataclasses.replace(CONFIG, qk_norm=kind == "qwen3", rope_scaling=scaling)

@@ -1,6 +1,5 @@
 """The embedded target and the shipped heads become what vLLM loads: right weights, right tokenizer, right joins."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from peagle.checkpoint import load_head, save_head
 from peagle.config import HeadError
 from peagle.embedded import prepare_target
 from peagle.heads import head_digest, prepare_head
-from tests.support.head_factory import CONFIG, TARGET, head_tensors
+from tests.support.head_factory import CONFIG, head_tensors, write_target
 
 
 @pytest.fixture(scope="module")
@@ -85,16 +84,7 @@ def test_missing_model_file_names_the_command(tmp_path: Path, monkeypatch: pytes
 
 @pytest.fixture
 def small_target(tmp_path: Path) -> Path:
-    """A checkpoint of CONFIG's target: its config and a random embedding table."""
-    return make_target(tmp_path / "target", seed=1)
-
-
-def make_target(folder: Path, seed: int) -> Path:
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(TARGET))
-    table = torch.randn(100, 32, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
-    save_file({"model.embed_tokens.weight": table, "model.norm.weight": torch.ones(32)}, folder / "model.safetensors")
-    return folder
+    return write_target(tmp_path / "target", dtype=torch.bfloat16)
 
 
 def test_shipped_head_is_joined_with_the_targets_table(tmp_path: Path, small_target: Path) -> None:
@@ -118,7 +108,7 @@ def test_join_is_reused_and_follows_head_and_target(tmp_path: Path, small_target
     inode = first.stat().st_ino
     again = prepare_head(head, small_target, cache)
     assert (again, again.stat().st_ino) == (first, inode)
-    assert prepare_head(head, make_target(tmp_path / "other", seed=2), cache) != first
+    assert prepare_head(head, write_target(tmp_path / "other", seed=1), cache) != first
     save_head(head, CONFIG, {name: tensor + 1 for name, tensor in head_tensors(CONFIG, shipped=True).items()})
     assert prepare_head(head, small_target, cache) != first
 

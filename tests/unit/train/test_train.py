@@ -48,7 +48,7 @@ def test_learns_saves_and_resumes_exactly(small) -> None:
     target = Target(small / "target")
     head = load_head(small / "straight/head")
     drafter = build_drafter(*head, embed_VH=target.embed_VS, lm_head_VH=target.lm_head_VS)
-    groups = evaluate(drafter, target, load_answers(small / "data"))
+    groups = evaluate([drafter], target, load_answers(small / "data"))["groups"]
     # The head is stored in bfloat16: hence the tolerance.
     assert groups["all"]["acceptance_length"]["4"] == pytest.approx(found["4"], rel=0.1)
     (shown,) = (small / "straight" / "tensorboard").iterdir()
