@@ -70,12 +70,6 @@ SEND_TIMEOUT_S = 120.0
 """For the files of a head to reach drafters on other nodes."""
 
 
-def make_head_manager(settings: ClusterSettings) -> HeadManager:
-    """Without remote drafters it has no spare slot, and hears of no head."""
-    drafter = settings.drafter or DrafterSettings()
-    return HeadManager(drafter.spare_heads, drafter.trial_share)
-
-
 class Router:
     """What all targets have in common, for one model."""
 
@@ -94,7 +88,8 @@ class Router:
         self._channel = compat.KVChannel(context.app_name)
         on_gpu = settings.target.has_gpu
         self.k_policy = KPolicy(settings.depth_policy(), on_gpu=on_gpu, max_num_seqs=settings.max_num_seqs)
-        self._heads = make_head_manager(settings)
+        drafting = settings.drafter or DrafterSettings()  # without remote drafters no head is heard of
+        self._heads = HeadManager(drafting.spare_heads, drafting.trial_share)
         self._state = StateStore(settings.depth.state, self.k_policy, self._heads, self._channel)
         self._state.restore()
         self._head_counts: dict[str, Counts] = {}

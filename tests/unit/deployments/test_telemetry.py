@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.counts import CounterDeltas, Counts, TargetReport, WorkloadCounts
@@ -21,7 +20,6 @@ from deployments.telemetry import (
     drafter_metrics,
     drafting_document,
     head_metrics,
-    labelled,
     prometheus_text,
 )
 from deployments.view import as_text
@@ -100,18 +98,6 @@ def test_metrics_have_heads_drafters_and_links() -> None:
     assert found["peagle_drafter_passes_total", "r1"] == 5
     assert found["peagle_link_up", "h:2", "t1"] == 0
     assert found["peagle_link_steps_total", "h:1", "t1"] == 7
-
-
-def test_the_metrics_of_several_replicas_are_one_family_with_a_label_each() -> None:
-    def seen(count: int) -> list[Any]:
-        registry = CollectorRegistry(auto_describe=False)
-        Counter("peagle_answers", "Answers.", ["status"], registry=registry).labels("200").inc(count)
-        return list(registry.collect())
-
-    text = prometheus_text([*labelled(seen(2), replica="i1"), *labelled(seen(3), replica="i2")])
-    assert text.count(b"# TYPE peagle_answers_total counter") == 1
-    found = samples(text)
-    assert (found["peagle_answers_total", "i1", "200"], found["peagle_answers_total", "i2", "200"]) == (2, 3)
 
 
 # ---- the store
