@@ -13,13 +13,14 @@ from cluster.heads import DrafterReport, HeadManager, HeadRef
 from cluster.k_policy import KPolicy
 from cluster.request import DepthPolicy
 from cluster.spending import DaySpending, SpendingTracker
+from deployments.metrics import Families
 from deployments.telemetry import (
     StateStore,
+    add_change_metrics,
+    add_drafter_metrics,
     add_head_counts,
-    change_metrics,
-    drafter_metrics,
+    add_head_metrics,
     drafting_document,
-    head_metrics,
     prometheus_text,
 )
 from deployments.view import as_text
@@ -89,8 +90,11 @@ def test_metrics_have_heads_drafters_and_links() -> None:
     reports = [report("a", "t1", [link("h:1", "up", {"steps": 7.0}), link("h:2", "late", {})])]
     changes = swapped(0, 0.1, 120).manager.document()
     drafters = [drafter("r1", "a", refused="no such head")]
-    families = [*head_metrics({"a": GOOD}), *change_metrics(changes), *drafter_metrics(drafters, reports)]
-    found = samples(prometheus_text(families))
+    families = Families()
+    add_head_metrics(families, {"a": GOOD})
+    add_change_metrics(families, changes)
+    add_drafter_metrics(families, drafters, reports)
+    found = samples(prometheus_text(families.values()))
     assert found["peagle_head_gain", "a", "low", "b"] == pytest.approx(changes[0]["low"])
     assert found["peagle_head_accepted_tokens_total", "1", "a"] == 2
     assert found["peagle_drafter_head", "a", "0", "r1"] == 1
