@@ -6,7 +6,6 @@ which vLLM and torch are by far the slowest to import.
 """
 
 import os
-from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -99,7 +98,7 @@ def target_options(settings: ClusterSettings) -> dict[str, Any]:
     }
 
 
-def replica_env(settings: ClusterSettings, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
+def replica_env(settings: ClusterSettings) -> dict[str, str]:
     """Environment variables of a target replica and its engine.
 
     Serve runs a replica's code in a thread of its own by default, from which each chunk of a stream would cross over.
@@ -113,9 +112,9 @@ def replica_env(settings: ClusterSettings, inherited: Mapping[str, str] = os.env
     if 0 < (num_gpus := settings.target.bundle.get("GPU", 0.0)) < 1:
         env["VLLM_RAY_PER_WORKER_GPUS"] = str(num_gpus)
     if not settings.target.has_gpu:
-        if preload := openmp_preload(inherited.get("LD_PRELOAD", "")):
+        if preload := openmp_preload(os.environ.get("LD_PRELOAD", "")):
             env["LD_PRELOAD"] = preload
-        env["VLLM_CPU_KVCACHE_SPACE"] = inherited.get("VLLM_CPU_KVCACHE_SPACE", "1")
+        env["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
     return {**env, **settings.target.env}
 
 

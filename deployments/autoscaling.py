@@ -21,7 +21,7 @@ from ray.serve.config import AutoscalingContext
 
 from cluster.counts import CounterDeltas, TargetReport
 from cluster.k_policy import KPolicy
-from cluster.scaling import Decision, Pool, ScalingPolicy
+from cluster.scaling import Pool, ScalingPolicy
 from cluster.settings import STALE_AFTER_S, AutoscalingSettings, ClusterSettings, ReplicaRange
 from deployments import DRAFTER_NAME, TARGET_NAME
 from deployments.compat import KVChannel
@@ -92,7 +92,7 @@ class Autoscaler:
         self._decided_s, self._num_decisions = -math.inf, 0
         self._deciding: asyncio.Task[None] | None = None
         self._problem = ""
-        self._last: Decision | None = None
+        self._numbers: dict[str, int | None] = {}
         self.document: dict[str, Any] | None = None
         """The newest decision, for `GET /drafting`."""
 
@@ -126,9 +126,9 @@ class Autoscaler:
                 logger.exception("autoscaling: no decision can be made or published")
             return
         self._num_decisions += 1
-        if self._last is None or (self._last.target, self._last.drafter) != (decision.target, decision.drafter):
+        if numbers != self._numbers:
             logger.info("autoscaling: %s", json.dumps({**dataclasses.asdict(decision), "pool": vars(target)}))
-        self._last = decision
+        self._numbers = numbers
         self.document = {
             "policy": self._settings.policy,
             "num_decisions": self._num_decisions,

@@ -270,11 +270,8 @@ def _check_messages(messages: Any) -> None:
             if isinstance(part, str):
                 continue
             where, kinds = f"{name}.content.{number}", chat_part_kinds()
-            kind = part.get("type") if isinstance(part, dict) else None
-            if not isinstance(kind, str) or kind not in kinds:
-                raise ApiError(
-                    400, f"{where} must be an object whose type is one of {', '.join(sorted(kinds))}", param=where
-                )
+            kind = str(part.get("type")) if isinstance(part, dict) else ""
+            check(kind in kinds, where, f"an object whose type is one of {', '.join(sorted(kinds))}")
             check("text" not in kind or isinstance(part.get("text"), str), f"{where}.text", "a text")
             link = part.get(kind)
             is_link = isinstance(link, dict) and isinstance(link.get("url"), str)

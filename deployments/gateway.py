@@ -138,10 +138,8 @@ class Forwarder:
     async def _ask(
         self, request: Request, method: str, prefix: str, body: bytes, path: str = ""
     ) -> aiohttp.ClientResponse:
-        path, query = (
-            path or request.scope["raw_path"].decode("latin-1"),
-            request.scope["query_string"].decode("latin-1"),
-        )
+        path = path or request.scope["raw_path"].decode("latin-1")
+        query = request.scope["query_string"].decode("latin-1")
         url = URL(f"{self._base_url}{prefix}{path}" + (f"?{query}" if query else ""), encoded=True)
         dropped = {*OF_CONNECTION, "content-length", self._address_header, compat.GATEWAY_HEADER}
         headers = [(name, value) for name, value in request.headers.items() if name not in dropped]

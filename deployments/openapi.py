@@ -11,7 +11,7 @@ from fastapi import FastAPI, Security
 from fastapi.security import HTTPBearer
 from pydantic import BaseModel, Field, create_model
 
-from deployments.body import name_keys
+from deployments.body import BODIES, UNUSED_FIELDS, name_keys
 
 Tag = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,63}$")]
 
@@ -41,25 +41,19 @@ REFUSALS: Any = {
 }
 
 
-def document(
-    app: FastAPI,
-    bodies: Mapping[str, Mapping[type[BaseModel], type[BaseModel]]],
-    unused: Mapping[type[BaseModel], Collection[str]],
-) -> dict[str, Any]:
-    """The document of `app`.
+UNUSED: dict[type[BaseModel], Collection[str]] = {BODIES[call]: fields for call, fields in UNUSED_FIELDS.items()}
 
-    Args:
-        bodies: the records that a path takes, each with that of its answer.
-        unused: further fields of a record that makes text, which are taken and change nothing.
-    """
+
+def document(app: FastAPI, bodies: Mapping[str, Mapping[type[BaseModel], type[BaseModel]]]) -> dict[str, Any]:
+    """The document of `app`. `bodies`: the records that a path takes, each with that of its answer."""
     key = Security(HTTPBearer(auto_error=False, scheme_name="key"))
     shown = FastAPI(title=app.title, version=app.version, responses=REFUSALS, dependencies=[key])
 
     @functools.cache
     def taken(record: type[BaseModel]) -> Any:
-        if record not in unused:
+        if record not in UNUSED:
             return record
-        further: Any = {"drafting": (AskedDrafting | None, None), **dict.fromkeys(unused[record], (Any, None))}
+        further: Any = {"drafting": (AskedDrafting | None, None), **dict.fromkeys(UNUSED[record], (Any, None))}
         return create_model(record.__name__, __base__=record, __cls_kwargs__={"extra": "forbid"}, **further)
 
     @functools.cache
@@ -73,7 +67,7 @@ def document(
         ask.__annotations__["body"] = functools.reduce(operator.or_, map(taken, records))
         answers: Any = list(records.values())
         made: dict[str, Any] = {"name": " or ".join(record.__name__ for record in records)}
-        if unused.keys() & records.keys():
+        if UNUSED.keys() & records.keys():
             answers = map(given, answers)
             made["responses"] = {200: {"content": {"text/event-stream": {}}}}  # version 3.1 cannot say what an event is
         shown.post(path, response_model=functools.reduce(operator.or_, answers), **made)(ask)

@@ -142,8 +142,7 @@ class DrafterLinks:
         is_busy: Callable[[], bool],
     ) -> None:
         self._drafter, self._rpc, self._is_busy = drafter, rpc, is_busy
-        self._reports: dict[str, DrafterReport] = {}
-        self._num_missed: dict[str, int] = {}
+        self._known: dict[str, tuple[DrafterReport, int]] = {}  # by address, with the polls that missed it in a row
         self._handed_on: list[dict[str, Any]] | None = None
         self._problem = ""
         self._num_polls, self._awake_until = 0, 0
@@ -189,13 +188,9 @@ class DrafterLinks:
 
     def newest_reports(self, reports: Iterable[DrafterReport]) -> list[DrafterReport]:
         """The newest report of each drafter that was missed no more than `MAX_MISSED_POLLS` times in a row."""
-        present = {report.address: report for report in reports}
-        found = {**self._reports, **present}
-        self._num_missed = {
-            address: 0 if address in present else self._num_missed.get(address, 0) + 1 for address in found
-        }
-        self._reports = {address: found[address] for address, n in self._num_missed.items() if n <= MAX_MISSED_POLLS}
-        return list(self._reports.values())
+        kept = {address: (report, n + 1) for address, (report, n) in self._known.items() if n < MAX_MISSED_POLLS}
+        self._known = {**kept, **{report.address: (report, 0) for report in reports}}
+        return [report for report, _ in self._known.values()]
 
 
 def drafters_of(reports: Iterable[DrafterReport]) -> list[dict[str, Any]]:

@@ -38,21 +38,22 @@ from cluster.request import base_workload
 from cluster.settings import ClusterSettings, DrafterSettings, live_config
 from deployments import DRAFTER_NAME, TARGET_NAME, compat
 from deployments.autoscaling import Autoscaler, read_pools
+from deployments.metrics import Families
 from deployments.replicas import POLL_TIMEOUT_S, REPLICA_LOST, ReplicaMonitor, settings_with
 from deployments.telemetry import (
     StateStore,
+    add_change_metrics,
+    add_depth_metrics,
+    add_drafter_metrics,
     add_head_counts,
-    change_metrics,
-    depth_metrics,
-    drafter_metrics,
+    add_head_metrics,
+    add_learner_metrics,
+    add_scaling_metrics,
+    add_spending_metrics,
+    add_target_metrics,
     drafting_document,
-    head_metrics,
     labelled,
-    learner_metrics,
     prometheus_text,
-    scaling_metrics,
-    spending_metrics,
-    target_metrics,
 )
 from peagle.heads import candidate_directory, candidate_files, keep_candidate
 
@@ -68,12 +69,6 @@ SHOWN_SETTINGS: Any = {
 
 SEND_TIMEOUT_S = 120.0
 """For the files of a head to reach drafters on other nodes."""
-
-
-def make_head_manager(settings: ClusterSettings) -> HeadManager:
-    """Without remote drafters it has no spare slot, and hears of no head."""
-    drafter = settings.drafter or DrafterSettings()
-    return HeadManager(drafter.spare_heads, drafter.trial_share)
 
 
 class Router:
@@ -94,7 +89,8 @@ class Router:
         self._channel = compat.KVChannel(context.app_name)
         on_gpu = settings.target.has_gpu
         self.k_policy = KPolicy(settings.depth_policy(), on_gpu=on_gpu, max_num_seqs=settings.max_num_seqs)
-        self._heads = make_head_manager(settings)
+        drafting = settings.drafter or DrafterSettings()  # without remote drafters no head is heard of
+        self._heads = HeadManager(drafting.spare_heads, drafting.trial_share)
         self._state = StateStore(settings.depth.state, self.k_policy, self._heads, self._channel)
         self._state.restore()
         self._head_counts: dict[str, Counts] = {}
@@ -220,17 +216,18 @@ class Router:
         """Prometheus text over all replicas. Only counts by head begin anew in a restarted router."""
         reports = await self._monitor.refresh()
         model = self._settings.model.id
-        families = target_metrics(reports, self._monitor.num_ready or 0, model)
-        families += head_metrics(self._head_counts)
-        families += change_metrics(self._heads.document())
-        families += depth_metrics(self._document(), model)
-        families += scaling_metrics(self._scaling_document())
-        families += spending_metrics(self._state.spending.today)
+        found = Families()
+        add_target_metrics(found, reports, self._monitor.num_ready or 0, model)
+        add_head_metrics(found, self._head_counts)
+        add_change_metrics(found, self._heads.document())
+        add_depth_metrics(found, self._document(), model)
+        add_scaling_metrics(found, self._scaling_document())
+        add_spending_metrics(found, self._state.spending.today)
         if self._drafters is not None:
-            families += drafter_metrics(await self._drafters.refresh(), reports)
+            add_drafter_metrics(found, await self._drafters.refresh(), reports)
         if self._learner is not None:
-            families += learner_metrics(self._learner.reports)
-        return prometheus_text(families + await self._replica_families())
+            add_learner_metrics(found, self._learner.reports)
+        return prometheus_text([*found.values(), *await self._replica_families()])
 
     async def _replica_families(self) -> list[Metric]:
         """What each replica's front end and engine count themselves."""

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,11 +14,11 @@ from typing import Any, Protocol
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.docs import get_swagger_ui_html
-from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse
+from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm import __version__ as vllm_version
@@ -31,7 +31,7 @@ from cluster.errors import ApiError
 from cluster.request import ANYONE
 from cluster.settings import IngressSettings
 from deployments import openapi
-from deployments.body import BODIES, UNUSED_FIELDS, Call, detect_call, engine_keys, read_json
+from deployments.body import BODIES, Call, detect_call, engine_keys, read_json
 from deployments.compat import GATEWAY_HEADER, address_header, gateway_token, listening_host
 from deployments.errors import internal_error, json_response
 from deployments.front_end import FrontEnd, logger
@@ -58,7 +58,6 @@ RECORDS: dict[str, dict[type[BaseModel], type[BaseModel]]] = {
     **TOKENIZER_PATHS,
 }
 """What is taken by POST, and its answer, by path."""
-UNUSED: dict[type[BaseModel], Collection[str]] = {BODIES[call]: fields for call, fields in UNUSED_FIELDS.items()}
 
 JSON_MEDIA_TYPE = "application/json"
 
@@ -145,13 +144,6 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-class PlainRoute(APIRoute):
-    """Its function gets the request as it is, without FastAPI's search for parameters."""
-
-    def get_route_handler(self) -> Any:
-        return self.endpoint
-
-
 def make_app(backend: Backend, entrance: Entrance) -> FastAPI:
     """The HTTP API: OpenAI's, SageMaker's, and GET /health, /metrics, /drafting and the page at /."""
     engine_keys()  # takes a part of a second
@@ -164,7 +156,7 @@ def make_app(backend: Backend, entrance: Entrance) -> FastAPI:
         return await _answer(backend, request)
 
     for path in RECORDS:
-        app.router.add_api_route(path, ask, methods=["POST"], route_class_override=PlainRoute)
+        app.add_route(path, ask, methods=["POST"])  # of Starlette: without FastAPI's search for parameters
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -230,8 +222,8 @@ def make_app(backend: Backend, entrance: Entrance) -> FastAPI:
         logger.error("a request to %s failed", request.url.path, exc_info=error)
         return json_response(internal_error(), _path(request.scope))
 
-    served = [route.path_format for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema]
-    app.openapi = functools.cache(functools.partial(openapi.document, app, RECORDS, UNUSED))  # type: ignore[method-assign]
+    served = [route.path_format for route in app.routes if isinstance(route, Route) and route.include_in_schema]
+    app.openapi = functools.cache(functools.partial(openapi.document, app, RECORDS))  # type: ignore[method-assign]
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(Exception, unexpected)

@@ -19,9 +19,8 @@ import os
 import socket
 import time
 from argparse import Namespace
-from collections.abc import AsyncIterator, Mapping, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -338,19 +337,17 @@ def default_front_ends(num_cpus: float, num_gpus: float) -> int:
     return max(1, min(MAX_DEFAULT_FRONT_ENDS, int(num_cpus / num_gpus / CPUS_OF_A_FRONT_END))) if num_gpus else 1
 
 
-def use_all_cores_of_a_small_machine(environ: MutableMapping[str, str] = os.environ) -> None:
+def use_all_cores_of_a_small_machine() -> None:
     """Let vLLM's CPU worker compute on every core where there are few. To be called on the replica's own node.
 
     By itself vLLM keeps one core free for its other processes, which mostly wait: on two cores that halves the speed.
     """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) <= MAX_SMALL_MACHINE_CORES:
-        environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(str(core) for core in cores))
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(str(core) for core in cores))
 
 
-def engine_config(
-    settings: ClusterSettings, target: str, head_dir: Path | None, env: Mapping[str, str] = MappingProxyType({})
-) -> LLMConfig:
+def engine_config(settings: ClusterSettings, target: str, head_dir: Path | None, env: Mapping[str, str]) -> LLMConfig:
     """`ray.serve.llm`'s configuration of the engine of a replica whose environment has `env`."""
     extra = {"enable_prompt_tokens_details": True, **settings.engine}  # usage says how much of a prompt was cached
     dtype = extra.pop("dtype", "auto")

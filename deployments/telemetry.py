@@ -131,9 +131,8 @@ def engine_metrics(folder: str | None = None) -> list[Metric]:
     return found
 
 
-def target_metrics(reports: Sequence[TargetReport], num_ready: int, model: str) -> list[Metric]:
+def add_target_metrics(found: Families, reports: Sequence[TargetReport], num_ready: int, model: str) -> None:
     """What targets of `model` have counted by workload, every counter from zero on at each replica's start."""
-    found = Families()
     found.add("target_replicas", num_ready)
     for report in reports:
         found.add("running_requests", report.num_running, model, report.replica)
@@ -148,26 +147,22 @@ def target_metrics(reports: Sequence[TargetReport], num_ready: int, model: str) 
             found.add_positions("draft_tokens", counted.counts.drafted, *labels)
             found.add_positions("reached_draft_tokens", counted.counts.reached, *labels)
             found.add_positions("accepted_tokens", counted.counts.accepted, *labels)
-    return list(found.values())
 
 
-def head_metrics(by_head: Mapping[str, Counts]) -> list[Metric]:
+def add_head_metrics(found: Families, by_head: Mapping[str, Counts]) -> None:
     """Steps and tokens by the head that drafted them, as the router has counted them."""
-    found = Families()
     for head, counts in by_head.items():
         found.add("head_verification_steps", counts.num_steps, head)
         found.add_positions("head_draft_tokens", counts.drafted, head)
         found.add_positions("head_accepted_tokens", counts.accepted, head)
-    return list(found.values())
 
 
 SHOWN_S = 3600.0
 """Time for which the metric shows that a head was rolled back."""
 
 
-def change_metrics(changes: Iterable[Mapping[str, Any]]) -> list[Metric]:
+def add_change_metrics(found: Families, changes: Iterable[Mapping[str, Any]]) -> None:
     """Heads that are tried, watched, or were rolled back of late (`HeadManager.document`)."""
-    found = Families()
     for change in changes:
         is_compared = change["state"] in ("loading", "running") or change["is_watched"]
         if is_compared or (change["state"] == "rolled back" and time.time() - change["changed_s"] < SHOWN_S):
@@ -175,12 +170,10 @@ def change_metrics(changes: Iterable[Mapping[str, Any]]) -> list[Metric]:
             found.add("head_change", 1, *heads, change["state"])
             for bound in ("gain", "low", "high") if change["gain"] is not None else ():
                 found.add("head_gain", change[bound], *heads, "mean" if bound == "gain" else bound)
-    return list(found.values())
 
 
-def drafter_metrics(drafters: Sequence[DrafterReport], reports: Sequence[TargetReport]) -> list[Metric]:
+def add_drafter_metrics(found: Families, drafters: Sequence[DrafterReport], reports: Sequence[TargetReport]) -> None:
     """The drafter replicas and the targets' links to them."""
-    found = Families()
 
     def count(prefix: str, counters: Mapping[str, float], *labels: str) -> None:
         for name, value in sorted(counters.items()):
@@ -198,12 +191,10 @@ def drafter_metrics(drafters: Sequence[DrafterReport], reports: Sequence[TargetR
         for link in report.links:
             found.add("link_up", float(link["state"] == "up"), report.replica, link["drafter"])
             count("link_", link["counters"], report.replica, link["drafter"])
-    return list(found.values())
 
 
-def learner_metrics(reports: Sequence[LearnerReport]) -> list[Metric]:
+def add_learner_metrics(found: Families, reports: Sequence[LearnerReport]) -> None:
     """What the learner keeps and does, its counters from zero on at its start, and its last round's comparison."""
-    found = Families()
     for report in reports:
         found.add("learner_buffer_bytes", report.num_bytes)
         found.add("learner_phase", 1, report.phase)
@@ -217,12 +208,10 @@ def learner_metrics(reports: Sequence[LearnerReport]) -> list[Metric]:
         for mix in report.last_round.keys() & {"recent", "before"}:
             for bound in ("ratio", "low", "high"):
                 found.add("learner_acceptance_ratio", report.last_round[mix][bound], mix, bound)
-    return list(found.values())
 
 
-def depth_metrics(document: Mapping[str, Any], model: str) -> list[Metric]:
+def add_depth_metrics(found: Families, document: Mapping[str, Any], model: str) -> None:
     """What `KPolicy.document` says, as gauges."""
-    found = Families()
     for row in document["workloads"]:
         found.add("depth", row["k"], model, row["workload"], row["source"])
         for bound, rates in row["survival"].items():
@@ -230,14 +219,12 @@ def depth_metrics(document: Mapping[str, Any], model: str) -> list[Metric]:
                 found.add("survival", rate, model, row["workload"], str(position), bound)
     if document["step_s"] is not None:
         found.add("step_seconds", document["step_s"], model)
-    return list(found.values())
 
 
-def scaling_metrics(document: Mapping[str, Any] | None) -> list[Metric]:
+def add_scaling_metrics(found: Families, document: Mapping[str, Any] | None) -> None:
     """A decision as gauges. Its reason in words stands in `GET /drafting`: as a label, each text would be a series."""
     if document is None:
-        return []
-    found = Families()
+        return
     for name in ("target", "drafter"):
         for count, value in (document[name] or {}).items():
             found.add("autoscaling_replicas", value, name, count.removeprefix("num_"))
@@ -251,15 +238,12 @@ def scaling_metrics(document: Mapping[str, Any] | None) -> list[Metric]:
     ):
         if document[key] is not None:
             found.add(f"autoscaling_{name}", document[key])
-    return list(found.values())
 
 
-def spending_metrics(today: DaySpending) -> list[Metric]:
+def add_spending_metrics(found: Families, today: DaySpending) -> None:
     """What callers have used today, all replicas together."""
-    found = Families()
     for caller, tokens in today.tokens.items():
         found.add("caller_tokens_today", tokens, caller)
-    return list(found.values())
 
 
 # ---- what was learned, kept over restarts
@@ -360,7 +344,6 @@ class StateStore:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_bytes(part, data)
             part.replace(path)
-        except OSError:
+        finally:
             with contextlib.suppress(OSError):
                 part.unlink(missing_ok=True)
-            raise

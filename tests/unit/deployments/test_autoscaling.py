@@ -14,7 +14,8 @@ from deployments import view
 from deployments.app import target_options
 from deployments.autoscaling import drafter_autoscaling
 from deployments.drafter import HeadLoader
-from deployments.telemetry import scaling_metrics
+from deployments.metrics import Families
+from deployments.telemetry import add_scaling_metrics
 from tests.support.autoscaling_harness import DRAFTER, TARGET, Controller, ask, context, scaled_settings
 from tests.support.scaling_cases import BAD, GOOD, FakeReplica
 from tests.unit.cluster.test_settings import QUEUE, catalog, remote  # noqa: F401 - a fixture
@@ -67,7 +68,8 @@ def test_a_decision_is_shown(controller: Controller) -> None:
     controller.serve(120, 3.0, GOOD)
     shown = controller.router.document
     assert shown["num_decisions"] == 12
-    samples = {(one.name, *one.labels.values()): one.value for of in scaling_metrics(shown) for one in of.samples}
+    add_scaling_metrics(found := Families(), shown)
+    samples = {(one.name, *one.labels.values()): one.value for of in found.values() for one in of.samples}
     assert samples["peagle_autoscaling_replicas", "target", "wanted"] == shown["target"]["num_wanted"]
     assert samples["peagle_autoscaling_demand_tokens_per_second",] == shown["demand_tokens_per_s"]
     assert samples["peagle_autoscaling_source", "acceptance"] == 1

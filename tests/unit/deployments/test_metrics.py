@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,9 @@ import yaml
 from benchmarks.pages import engine_families
 from cluster.heads import DrafterReport, HeadRef
 from cluster.learning import LearnerReport
+from deployments.metrics import Families
 from deployments.replicas import link_reports
-from deployments.telemetry import (
-    drafter_metrics,
-    learner_metrics,
-    prometheus_text,
-    scaling_metrics,
-)
+from deployments.telemetry import add_drafter_metrics, add_learner_metrics, add_scaling_metrics, prometheus_text
 from peagle.drafter.client import LinkStats
 from peagle.drafter.kvcache import Counters
 from peagle.drafter.server import ServerStats
@@ -52,10 +49,16 @@ def metrics_in(expression: str) -> set[str]:
     return {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"(?:peagle_|vllm:)\w+", expression)}
 
 
+def labels_of(add: Callable[..., None], *said: Any) -> dict[str, set[str]]:
+    """Labels by metric of what `add` makes of `said`."""
+    add(found := Families(), *said)
+    return exported(prometheus_text(found.values()).decode())
+
+
 def test_metrics_of_autoscaling_are_those_of_the_table() -> None:
     scaled = Controller()
     scaled.serve(60, 1.0, GOOD)
-    found = exported(prometheus_text(scaling_metrics(scaled.router.document)).decode())
+    found = labels_of(add_scaling_metrics, scaled.router.document)
     assert found == {name: labels for name, labels in documented().items() if name.startswith("peagle_autoscaling_")}
 
 
@@ -65,7 +68,7 @@ def test_every_counter_of_drafters_and_links_is_in_the_table() -> None:
     replica = DrafterReport("r1", "h:1", (HeadRef("a", "a"),), "", dataclasses.asdict(Counters()) | served)
     about = {"address": "h:1", "state": "up", "path": "tcp", "problem": ""}
     links = link_reports([{"links": [about | dataclasses.asdict(LinkStats())]}])
-    found = exported(prometheus_text(drafter_metrics([replica], [report("a", "t1", links)])).decode())
+    found = labels_of(add_drafter_metrics, [replica], [report("a", "t1", links)])
     assert found == {
         name: labels for name, labels in documented().items() if name.startswith(("peagle_drafter_", "peagle_link_"))
     }
@@ -75,7 +78,7 @@ def test_metrics_of_the_learner_are_those_of_the_table() -> None:
     figures = {"ratio": 1.1, "low": 1.05, "high": 1.15}
     counters = {"answers_taken": 9, "rounds": 2, "proposals": 1, "busy_seconds": 3.5, "heads_promoted": 1}
     said = LearnerReport("training", "", {"chat": 9}, 900, counters, {"recent": figures, "before": figures})
-    found = exported(prometheus_text(learner_metrics([said])).decode())
+    found = labels_of(add_learner_metrics, [said])
     assert found == {name: labels for name, labels in documented().items() if name.startswith("peagle_learner_")}
 
 

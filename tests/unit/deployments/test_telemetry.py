@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.counts import CounterDeltas, Counts, TargetReport, WorkloadCounts
@@ -14,14 +13,14 @@ from cluster.heads import DrafterReport, HeadManager, HeadRef
 from cluster.k_policy import KPolicy
 from cluster.request import DepthPolicy
 from cluster.spending import DaySpending, SpendingTracker
+from deployments.metrics import Families
 from deployments.telemetry import (
     StateStore,
+    add_change_metrics,
+    add_drafter_metrics,
     add_head_counts,
-    change_metrics,
-    drafter_metrics,
+    add_head_metrics,
     drafting_document,
-    head_metrics,
-    labelled,
     prometheus_text,
 )
 from deployments.view import as_text
@@ -91,8 +90,11 @@ def test_metrics_have_heads_drafters_and_links() -> None:
     reports = [report("a", "t1", [link("h:1", "up", {"steps": 7.0}), link("h:2", "late", {})])]
     changes = swapped(0, 0.1, 120).manager.document()
     drafters = [drafter("r1", "a", refused="no such head")]
-    families = [*head_metrics({"a": GOOD}), *change_metrics(changes), *drafter_metrics(drafters, reports)]
-    found = samples(prometheus_text(families))
+    families = Families()
+    add_head_metrics(families, {"a": GOOD})
+    add_change_metrics(families, changes)
+    add_drafter_metrics(families, drafters, reports)
+    found = samples(prometheus_text(families.values()))
     assert found["peagle_head_gain", "a", "low", "b"] == pytest.approx(changes[0]["low"])
     assert found["peagle_head_accepted_tokens_total", "1", "a"] == 2
     assert found["peagle_drafter_head", "a", "0", "r1"] == 1
@@ -100,18 +102,6 @@ def test_metrics_have_heads_drafters_and_links() -> None:
     assert found["peagle_drafter_passes_total", "r1"] == 5
     assert found["peagle_link_up", "h:2", "t1"] == 0
     assert found["peagle_link_steps_total", "h:1", "t1"] == 7
-
-
-def test_the_metrics_of_several_replicas_are_one_family_with_a_label_each() -> None:
-    def seen(count: int) -> list[Any]:
-        registry = CollectorRegistry(auto_describe=False)
-        Counter("peagle_answers", "Answers.", ["status"], registry=registry).labels("200").inc(count)
-        return list(registry.collect())
-
-    text = prometheus_text([*labelled(seen(2), replica="i1"), *labelled(seen(3), replica="i2")])
-    assert text.count(b"# TYPE peagle_answers_total counter") == 1
-    found = samples(text)
-    assert (found["peagle_answers_total", "i1", "200"], found["peagle_answers_total", "i2", "200"]) == (2, 3)
 
 
 # ---- the store
