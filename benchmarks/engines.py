@@ -305,12 +305,12 @@ class LearnedDepths:
 
     def __init__(self, engine: Any, k_max: int) -> None:
         from cluster.k_policy import KPolicy
-        from cluster.request import DepthPolicy
+        from cluster.request import KRules
         from peagle.vllm.recorder import DraftingRecorder
 
         self._recorder, self._k_max = DraftingRecorder(), k_max
         self._recorder.attach(engine)
-        self._k_policy = KPolicy(DepthPolicy(k_max, k_max, k_max), on_gpu=True)
+        self._k_policy = KPolicy(KRules(k_max, k_max, k_max), on_gpu=True)
 
     async def observe_forever(self) -> None:
         from cluster.counts import TargetReport
@@ -328,10 +328,10 @@ class LearnedDepths:
 
     def extra_args(self, workload: str) -> dict[str, Any]:
         from cluster.request import Drafting
-        from peagle.vllm.request_args import DEPTH_KEY, SURVIVAL_KEY, WORKLOAD_KEY
+        from peagle.vllm.request_args import MAX_K_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 
         drafting = self._k_policy.make_update(1).choose(Drafting(workload, self._k_max, "default"), self._k_max)
-        args = {DEPTH_KEY: drafting.max_k, WORKLOAD_KEY: drafting.workload}
+        args = {MAX_K_KEY: drafting.max_k, WORKLOAD_KEY: drafting.workload}
         return {**args, SURVIVAL_KEY: list(drafting.survival)} if drafting.survival else args
 
 

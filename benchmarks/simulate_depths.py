@@ -25,7 +25,7 @@ import typer
 
 from cluster.counts import TargetReport, WorkloadCounts
 from cluster.k_policy import KPolicy
-from cluster.request import DepthPolicy, Drafting
+from cluster.request import Drafting, KRules
 from cluster.step_latency import StepLatency, StepLatencyModel, TimedStep
 from peagle.provenance import conditions
 from peagle.vllm.draft_budget import DraftBudget
@@ -174,7 +174,7 @@ class Fixed:
     def admit(self, workload: str) -> Drafting:
         return Drafting(workload, self.k, "request")
 
-    def depths(self, requests: Sequence[Request], prompt_tokens: int) -> list[int]:
+    def allocate_drafts(self, requests: Sequence[Request], prompt_tokens: int) -> list[int]:
         return [request.drafting.k for request in requests]
 
     def drafts(self, requests: Sequence[Request], prompt_tokens: int) -> bool:
@@ -193,7 +193,7 @@ class Learned:
 
     def __init__(self, on_gpu: bool, document: Mapping[str, Any] | None = None) -> None:
         random.seed(0)  # of exploration requests
-        self.k_policy = KPolicy(DepthPolicy(K_MAX, K_MAX, 3), on_gpu=on_gpu)
+        self.k_policy = KPolicy(KRules(K_MAX, K_MAX, 3), on_gpu=on_gpu)
         self.draft_budget = DraftBudget(StepLatencyModel(on_gpu, document))
         self._on_gpu = on_gpu
         self._counts: dict[str, WorkloadCounts] = {}
@@ -204,15 +204,15 @@ class Learned:
         self._counts.setdefault(workload, WorkloadCounts()).num_started += 1
         return self.k_policy.make_update(1).choose(Drafting(workload, 3, "default"), K_MAX)
 
-    def depths(self, requests: Sequence[Request], prompt_tokens: int) -> list[int]:
+    def allocate_drafts(self, requests: Sequence[Request], prompt_tokens: int) -> list[int]:
         for request in requests:
             if request.sampling_params is None:
                 survival = {SURVIVAL_KEY: request.drafting.survival} if request.drafting.survival else {}
                 request.sampling_params = SimpleNamespace(extra_args={**survival, WORKLOAD_KEY: request.workload})
         max_ks = [request.drafting.max_k for request in requests]
-        depths = self.draft_budget.depths(cast(Any, requests), max_ks)
+        depths = self.draft_budget.allocate_drafts(cast(Any, requests), max_ks)
         if prompt_tokens:  # as the scheduler asks
-            depths = self.draft_budget.depths(cast(Any, requests), max_ks, prompt_tokens)
+            depths = self.draft_budget.allocate_drafts(cast(Any, requests), max_ks, prompt_tokens)
         return depths
 
     def drafts(self, requests: Sequence[Request], prompt_tokens: int) -> bool:

@@ -37,7 +37,7 @@ import numpy as np
 from cluster.acceptance import AcceptancePosteriors, AcceptanceSnapshot
 from cluster.counts import CounterDeltas, DeltaTracker, TargetReport
 from cluster.heads import HeadRouting
-from cluster.request import DEFAULT_WORKLOAD, DepthPolicy, Drafting, base_workload
+from cluster.request import DEFAULT_WORKLOAD, Drafting, KRules, base_workload
 from cluster.spending import DaySpending
 from cluster.step_latency import StepLatency, average_latency, guessed_latency
 
@@ -207,15 +207,15 @@ class KPolicy:
     """Learns acceptance, and decides K where neither the request nor the operator did. Not thread-safe.
 
     Args:
-        policy: the operator's limits, defaults and pinned workloads, which may change.
+        rules: the operator's limits, defaults and pinned workloads, which may change.
         on_gpu: of the targets' engines: what is guessed of their steps until they report what these take.
         max_num_seqs: sequences that one engine runs at a time; what it has beyond them waits, and is no load of a step.
     """
 
-    def __init__(self, policy: DepthPolicy, *, on_gpu: bool = False, max_num_seqs: float = math.inf) -> None:
-        self.policy, self.max_num_seqs = policy, max_num_seqs
+    def __init__(self, rules: KRules, *, on_gpu: bool = False, max_num_seqs: float = math.inf) -> None:
+        self.rules, self.max_num_seqs = rules, max_num_seqs
         self._tracker = DeltaTracker()
-        self.posteriors = AcceptancePosteriors(policy.max_draft_tokens)
+        self.posteriors = AcceptancePosteriors(rules.max_draft_tokens)
         self._on_gpu, self._guess = on_gpu, guessed_latency(on_gpu)
         self._latencies: dict[str, tuple[float, StepLatency]] = {}
         self._load: dict[str, float] = {}
@@ -253,7 +253,7 @@ class KPolicy:
             self._load[workload] = before + LOAD_WEIGHT * (share_running * mean.get(workload, 0.0) - before)
         self._load = {workload: num for workload, num in self._load.items() if num > 0.01}
         self._observed_s = now_s
-        self._choices = self._choose() if self.policy.is_adaptive else {}
+        self._choices = self._choose() if self.rules.is_adaptive else {}
         return deltas
 
     def _choose(self) -> dict[str, Drafting]:
@@ -271,7 +271,7 @@ class KPolicy:
                 found = steady_ks([*beside, demand], latency, ks)
             k, rates = found.ks[name], tuple(round(rate, 4) for rate in demand.rates)
             # On a GPU the drafter's pass is left out only where no request may be drafted, on a CPU step by step.
-            steps_decide = not self.policy.max_tpot_ms and (k > 0 or not self._on_gpu)
+            steps_decide = not self.rules.max_tpot_ms and (k > 0 or not self._on_gpu)
             choices[name] = Drafting(
                 name,
                 k,
@@ -279,12 +279,12 @@ class KPolicy:
                 f"few steps measured yet: {found.reason}" if is_cold else found.reason,
                 rates if steps_decide else rates[:k],
                 found.tpot_s[name],
-                self.policy.max_k if steps_decide or k > 0 else 0,
+                self.rules.max_k if steps_decide or k > 0 else 0,
             )
         return choices
 
     def _demand(self, name: str, num_requests: float, is_cold: bool) -> Demand:
-        max_k, limit_s = self.policy.max_k, self.policy.max_tpot_ms.get(name, math.inf) / 1e3
+        max_k, limit_s = self.rules.max_k, self.rules.max_tpot_ms.get(name, math.inf) / 1e3
         rates = self.posteriors.rates(name).mean[:max_k]
         return Demand(name, num_requests, rates, max_k, int(is_cold and max_k > 0), limit_s)
 
@@ -295,7 +295,7 @@ class KPolicy:
 
     def document(self, now_s: float) -> dict[str, Any]:
         """What is believed and chosen, as JSON: see `deployments.view`."""
-        names = {*self.posteriors.workloads(), *self._load, *self.policy.by_workload} or {DEFAULT_WORKLOAD}
+        names = {*self.posteriors.workloads(), *self._load, *self.rules.by_workload} or {DEFAULT_WORKLOAD}
         rows = [self._describe(name) for name in sorted(names)]
         silent_s, latency, engines = now_s - self._observed_s, self.latency, len(self._latencies)
         start = "measured by the engines at their start, and" if latency.is_measured else "learned"
@@ -303,8 +303,8 @@ class KPolicy:
         load, drafts = self.num_requests, sum(self._load.get(row["workload"], 0) * row["k"] for row in rows)
         step_s = latency.seconds(max(1.0, load), max(1.0, load) * (1 + drafts / load)) if engines and load else None
         return {
-            "max_draft_tokens": self.policy.max_draft_tokens,
-            "policy": "adaptive" if self.policy.is_adaptive else "fixed",
+            "max_draft_tokens": self.rules.max_draft_tokens,
+            "policy": "adaptive" if self.rules.is_adaptive else "fixed",
             "step_times": f"step times {start if engines else 'guessed, no engine has reported any'}",
             "step_s": None if step_s is None else round(step_s, 6),
             "head": self.posteriors.head or None,
@@ -314,7 +314,7 @@ class KPolicy:
 
     def _describe(self, workload: str) -> dict[str, Any]:
         rates = self.posteriors.rates(workload)
-        k, source = self.policy.k_of(base_workload(workload))  # a trial gets the K of its workload
+        k, source = self.rules.k_of(base_workload(workload))  # a trial gets the K of its workload
         reason = "pinned by depth.by_workload" if source == "workload" else ""
         chosen = self._choices.get(base_workload(workload))
         if source == "default" and chosen is not None:

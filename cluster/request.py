@@ -113,7 +113,7 @@ _REQUEST_KEYS = ("k", "workload")
 
 
 @dataclass(frozen=True)
-class DepthPolicy:
+class KRules:
     """The operator's choice of K (checked by `cluster.settings`). `max_draft_tokens`: K_max, 0 without a drafter;
     `max_k`: the largest K of a request; `is_adaptive`: K of workloads that are not pinned is learned; `max_tpot_ms`:
     limits of TPOT by workload."""
@@ -172,7 +172,7 @@ def is_workload_tag(tag: str) -> bool:
 
 
 def resolve(
-    policy: DepthPolicy,
+    rules: KRules,
     requested: Any = None,
     headers: Mapping[str, str] | None = None,
     caller: Caller = ANYONE,
@@ -205,7 +205,7 @@ def resolve(
         lambda value: isinstance(value, str) and is_workload_tag(value),
         "1 to 64 letters, digits or . _ : - starting with a letter or digit",
     )
-    most = policy.max_draft_tokens
+    most = rules.max_draft_tokens
     k = _agreed(
         {"drafting.k": body.get("k"), K_HEADER: header_k},
         lambda value: type(value) is int and 0 <= value <= most,
@@ -218,9 +218,9 @@ def resolve(
     if caller.tags == "ignore":
         tag = None
     workload = caller.workload if tag is None and caller.workload is not None else workload_of(tag)
-    chosen, source = policy.k_of(workload)
+    chosen, source = rules.k_of(workload)
     if k is not None:
-        chosen, source = min(k, policy.max_k), "request"
+        chosen, source = min(k, rules.max_k), "request"
     return Drafting(workload, chosen if caller.max_k is None else min(chosen, caller.max_k), source)
 
 

@@ -95,11 +95,11 @@ def replica_capacity(k_policy: KPolicy, traffic: Mapping[str, WorkloadTraffic]) 
 
     `traffic`: at least one workload.
     """
-    policy, latency, num_requests = k_policy.policy, k_policy.latency, k_policy.max_num_seqs
+    rules, latency, num_requests = k_policy.rules, k_policy.latency, k_policy.max_num_seqs
     demands = []
     for name in traffic:
-        is_free = policy.is_adaptive and name not in policy.by_workload
-        low, high = (0, policy.max_k) if is_free else (policy.k_of(name)[0],) * 2
+        is_free = rules.is_adaptive and name not in rules.by_workload
+        low, high = (0, rules.max_k) if is_free else (rules.k_of(name)[0],) * 2
         demands.append(Demand(name, 1.0, k_policy.posteriors.rates(name).mean, high, low))
     tokens_C = np.array([each.tokens_per_s for each in traffic.values()])
     ks = [demand.max_k for demand in demands]

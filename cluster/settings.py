@@ -20,7 +20,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from cluster.request import Caller, Callers, DepthPolicy, TagRight, hash_key, is_workload_tag
+from cluster.request import Caller, Callers, KRules, TagRight, hash_key, is_workload_tag
 from peagle.schema import Problems, Section, SettingsError, listed, nearest, problem_lines, type_problems
 
 SPECULATIVE_CONFIG_ENV = "SM_VLLM_SPECULATIVE_CONFIG"
@@ -935,13 +935,13 @@ class ClusterSettings(Section):
         scaled = None if self.autoscaling is None else self.autoscaling.drafter
         return self.drafter.replicas.num_replicas if scaled is None else scaled.max
 
-    def depth_policy(self) -> DepthPolicy:
+    def k_rules(self) -> KRules:
         """The operator's choice of K, with its defaults filled in."""
         max_k, _ = _max_k(self.drafter, self.depth)
         default_k = max_k if self.depth.default is None else self.depth.default
         is_adaptive = self.depth.policy == "adaptive" and self.max_draft_tokens > 0
         limits = {name: one.max_tpot_ms for name, one in self.depth.objectives.items() if one.max_tpot_ms is not None}
-        return DepthPolicy(self.max_draft_tokens, max_k, default_k, dict(self.depth.by_workload), is_adaptive, limits)
+        return KRules(self.max_draft_tokens, max_k, default_k, dict(self.depth.by_workload), is_adaptive, limits)
 
     def caller_table(self, keys: Mapping[str, Sequence[str]] = MappingProxyType({})) -> Callers | None:
         """None: everyone is served. `keys`: those of files (`read_key_files`)."""

@@ -55,14 +55,14 @@ from deployments.body import (
 from deployments.errors import internal_error
 from deployments.metrics import FAMILIES, PREFIX
 from deployments.usage_log import UsageLog
-from peagle.vllm.request_args import DEPTH_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY
+from peagle.vllm.request_args import GROUP_KEY, HEAD_KEY, LEARN_KEY, MAX_K_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 
 logger = logging.getLogger(__name__)
 
 QUEUED_PER_RUNNING = 2
 """Sequences that a front end hands to an engine, for each that the engine runs at a time: it is never to wait."""
 
-SERVER_KEYS = (DEPTH_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY)
+SERVER_KEYS = (MAX_K_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY)
 """Keys of `vllm_xargs` that the front end sets."""
 
 TRACE_HEADERS = ("traceparent", "tracestate")
@@ -199,7 +199,7 @@ class FrontEnd:
         if (names, aliases) != (self._settings.named_workloads(), self._settings.model.aliases):
             self._workloads = Workloads(known=names, aliases=aliases)
         self._settings = settings
-        self._policy = settings.depth_policy()
+        self._rules = settings.k_rules()
         self.set_keys(self.keys)
         limits, max_running = settings.limits, self._max_running
         self.admission.max_queued = limits.max_queued_requests
@@ -258,7 +258,7 @@ class FrontEnd:
             name = f"vllm_xargs.{taken[0]}"
             raise ApiError(400, f"{name} is set by the server: send the field drafting", param=name)
         drafting = self._assign_trial(self._decide(asked, model, fields, caller, headers))
-        decided: dict[str, Any] = {DEPTH_KEY: drafting.max_k, WORKLOAD_KEY: drafting.workload}
+        decided: dict[str, Any] = {MAX_K_KEY: drafting.max_k, WORKLOAD_KEY: drafting.workload}
         if drafting.survival:
             decided[SURVIVAL_KEY] = list(drafting.survival)
         if (drafter := self._settings.drafter) is not None and drafter.is_remote:
@@ -297,10 +297,10 @@ class FrontEnd:
     ) -> Drafting:
         prompt = system_prompt(turns(fields))
         find_workload = lambda tag: self._workloads.resolve(tag, model, prompt)  # noqa: E731
-        drafting = resolve(self._policy, asked, headers, caller, find_workload)
-        if not self._policy.is_adaptive:
+        drafting = resolve(self._rules, asked, headers, caller, find_workload)
+        if not self._rules.is_adaptive:
             return drafting
-        most = self._policy.max_k
+        most = self._rules.max_k
         return self.update.choose(drafting, most if caller.max_k is None else min(most, caller.max_k))
 
     def _assign_trial(self, drafting: Drafting) -> Drafting:

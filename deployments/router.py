@@ -88,7 +88,7 @@ class Router:
         self._target = serve.get_deployment_handle(TARGET_NAME, app_name=context.app_name)
         self._channel = compat.KVChannel(context.app_name)
         on_gpu = settings.target.has_gpu
-        self.k_policy = KPolicy(settings.depth_policy(), on_gpu=on_gpu, max_num_seqs=settings.max_num_seqs)
+        self.k_policy = KPolicy(settings.k_rules(), on_gpu=on_gpu, max_num_seqs=settings.max_num_seqs)
         drafting = settings.drafter or DrafterSettings()  # without remote drafters no head is heard of
         self._heads = HeadManager(drafting.spare_heads, drafting.trial_share)
         self._state = StateStore(settings.depth.state, self.k_policy, self._heads, self._channel)
@@ -121,7 +121,7 @@ class Router:
         if user_config is None or user_config == live_config(self._settings):
             return
         self._settings = settings_with(self._settings, user_config)
-        self.k_policy.policy = self._settings.depth_policy()
+        self.k_policy.rules = self._settings.k_rules()
         self._warn_without_callers()
 
     def _warn_without_callers(self) -> None:
@@ -206,10 +206,11 @@ class Router:
 
     @staticmethod
     def _num_running(reports: Sequence[TargetReport]) -> Counter[str]:
-        """Requests by workload."""
+        """Requests by workload, those of a trial with it."""
         found = Counter[str]()
         for report in reports:
-            found.update({base_workload(name): counts.num_running for name, counts in report.workloads.items()})
+            for name, counts in report.workloads.items():
+                found[base_workload(name)] += counts.num_running
         return found
 
     async def metrics(self) -> bytes:

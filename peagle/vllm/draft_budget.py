@@ -111,7 +111,7 @@ class DraftBudget:
         # the same survival are decided together.
         self._newest: OrderedDict[str | None, tuple[float, ...]] = OrderedDict()
 
-    def depths(self, requests: "list[Request]", max_ks: list[int], prompt_tokens: int = 0) -> list[int]:
+    def allocate_drafts(self, requests: "list[Request]", max_ks: list[int], prompt_tokens: int = 0) -> list[int]:
         """Drafts of each request, at most its `max_ks`. `prompt_tokens`: of prompts that run in the same step. Each
         step is first asked for without prompts; if it then was to verify all its drafts, it still does with them.
 

@@ -34,7 +34,7 @@ class _Known:
     """A request of the engine, running or preempted."""
 
     head: int
-    depth: int
+    max_k: int
     tokens: Sequence[int]  # its prompt, after a preemption its answer so far too
 
 
@@ -107,7 +107,7 @@ class RemoteSpeculator(BaseSpeculator):
             sent = self.sender.send(step)
             drafts_BK = self.sender.wait(sent, num_requests)
             asked = zip(step.request_ids, step.num_drafts_B, self.sender.num_drafts(sent, num_requests), strict=True)
-            self.num_drafts = {request_id: count for request_id, depth, count in asked if depth}
+            self.num_drafts = {request_id: count for request_id, k, count in asked if k}
         if get_tp_group().world_size > 1:
             drafts_BK = get_tp_group().broadcast(drafts_BK, src=0)
         return drafts_BK
@@ -117,7 +117,7 @@ class RemoteSpeculator(BaseSpeculator):
         lengths_B = batch.num_scheduled_tokens
         start_B, num_valid_B, next_tokens_R = accepted_rows(target, int(lengths_B.max()))
         known = [self._known[request_id] for request_id in batch.req_ids]
-        k_B = np.array([request.depth for request in known], dtype=np.int32)
+        k_B = np.array([request.max_k for request in known], dtype=np.int32)
         ends_B = batch.num_computed_tokens_np + lengths_B
 
         def read_prompt(index: int) -> Int32Array:

@@ -6,7 +6,7 @@ Imports no vLLM.
 from collections.abc import Mapping
 from typing import Any
 
-DEPTH_KEY = "peagle_k"
+MAX_K_KEY = "peagle_k"
 """`extra_args` key: int 0..K_max, the most drafts verified per step of this request (its max_k). Absent: K_max."""
 
 HEAD_KEY = "peagle_head"
@@ -35,11 +35,11 @@ an id, because vLLM's API starts each with the name of its call."""
 
 def drafts_wanted(params: Any, k_max: int) -> int:
     """K of a request with vLLM's `SamplingParams` (None: it generates nothing). The front end has validated it; here an
-    integer under `DEPTH_KEY` is clamped to 0..k_max, and anything else counts as absent, k_max. 0 if its sampling works
+    integer under `MAX_K_KEY` is clamped to 0..k_max, and anything else counts as absent, k_max. 0 if its sampling works
     without drafts only."""
     if params is not None and undraftable_field(params):
         return 0
-    wanted = ((params.extra_args if params is not None else None) or {}).get(DEPTH_KEY)
+    wanted = ((params.extra_args if params is not None else None) or {}).get(MAX_K_KEY)
     return min(max(wanted, 0), k_max) if type(wanted) is int else k_max
 
 

@@ -1,8 +1,8 @@
 """Schedulers for vLLM that verify at most K draft tokens a step for each request.
 
-Enters: a request whose `SamplingParams.extra_args["peagle_k"]` says its `max_k`, which is called K here. Leaves:
-`SchedulerOutput`s in which that request has at most K drafts, and outputs that carry what was verified and accepted
-(`peagle.vllm.step_notes`).
+Enters: a request whose `SamplingParams.extra_args["peagle_k"]` says its `max_k`, or K if it is fixed. Leaves:
+`SchedulerOutput`s in which that request has at most as many drafts, and outputs that carry what was verified and
+accepted (`peagle.vllm.step_notes`).
 The drafter always proposes K_max tokens in its one pass (P-EAGLE, arXiv 2602.01469, section 3); K limits verification
 only. So fewer verified drafts cost no draft quality and keep the distribution of the output.
 
@@ -120,11 +120,11 @@ class _PerRequestDepth(_Base):
         Returns:
             The greatest K.
         """
-        max_ks = depths = self._max_ks(requests)
+        max_ks = num_drafts = self._max_ks(requests)
         if self._draft_budget is not None:
-            depths = self._draft_budget.depths(requests, max_ks, prompt_tokens)
-        for request, depth in zip(requests, depths, strict=True):
-            request.spec_token_ids = request.spec_token_ids[:depth]
+            num_drafts = self._draft_budget.allocate_drafts(requests, max_ks, prompt_tokens)
+        for request, k in zip(requests, num_drafts, strict=True):
+            request.spec_token_ids = request.spec_token_ids[:k]
         return max(max_ks, default=0)
 
     def _update_after_schedule(self, scheduler_output: "SchedulerOutput") -> None:

@@ -18,7 +18,7 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from peagle.vllm.draft_budget import document_path
-from peagle.vllm.request_args import DEPTH_KEY
+from peagle.vllm.request_args import MAX_K_KEY
 from peagle.vllm.step_notes import SchedulerPlan, write_plan
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class _Batch:
         params = SamplingParams(
             temperature=0.0,
             max_tokens=self._worker.model_config.max_model_len,
-            extra_args={DEPTH_KEY: self._max_k},
+            extra_args={MAX_K_KEY: self._max_k},
         )
         for index, request_id in enumerate(self._ids):
             tokens = [(index * 7919 + 13 * position) % vocabulary for position in range(self._context + 1)]

@@ -51,7 +51,7 @@ class Front:
     """In the router's place: monitor and autoscaler are its own."""
 
     async def __init__(self, settings: ClusterSettings, target: Any, drafter: Any) -> None:
-        self._k_policy = KPolicy(settings.depth_policy(), max_num_seqs=settings.max_num_seqs)
+        self._k_policy = KPolicy(settings.k_rules(), max_num_seqs=settings.max_num_seqs)
         self._autoscaler = Autoscaler(settings, KVChannel(APP), functools.partial(read_pools, APP))
         self._monitor = ReplicaMonitor[TargetReport](target, self._observe)
         self._monitor.start()

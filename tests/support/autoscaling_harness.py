@@ -78,7 +78,7 @@ class Controller:
         settings = settings or scaled_settings()
         self.now_s, self.channel = 1000.0, MemoryChannel()
         self.wanted, self.replicas = 1, [FakeReplica("a", started_s=1000.0)]
-        self.k_policy = KPolicy(settings.depth_policy(), max_num_seqs=settings.max_num_seqs)
+        self.k_policy = KPolicy(settings.k_rules(), max_num_seqs=settings.max_num_seqs)
         self.router = Autoscaler(settings, self.channel, self.pools)
         config = target_autoscaling(settings)
         assert config is not None

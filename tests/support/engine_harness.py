@@ -17,7 +17,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from peagle.vllm.engine import ASYNC_SCHEDULER, engine_kwargs
 from peagle.vllm.limits import guard
 from peagle.vllm.recorder import DraftingRecorder, RequestDrafting
-from peagle.vllm.request_args import DEPTH_KEY, SURVIVAL_KEY, WORKLOAD_KEY
+from peagle.vllm.request_args import MAX_K_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 from tests.support.scripted_drafts import CONTINUATION_KEY
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class Job:
         if "regex" in sampling:
             sampling["structured_outputs"] = StructuredOutputsParams(regex=sampling.pop("regex"))
         channel = {
-            DEPTH_KEY: self.k,
+            MAX_K_KEY: self.k,
             WORKLOAD_KEY: self.workload,
             CONTINUATION_KEY: self.continuation,
             SURVIVAL_KEY: self.survival,

@@ -20,7 +20,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from peagle.vllm.draft_budget import document_path
 from peagle.vllm.engine import engine_kwargs
-from peagle.vllm.request_args import DEPTH_KEY, SURVIVAL_KEY
+from peagle.vllm.request_args import MAX_K_KEY, SURVIVAL_KEY
 from peagle.vllm.scheduler import PerRequestDepthAsyncScheduler, PerRequestDepthScheduler
 from peagle.vllm.step_notes import STEPS_HEADER, SchedulerPlan, read_plan, write_num_ready
 
@@ -62,7 +62,7 @@ class SchedulerRun:
 
     def add(self, name: str, k: Any = None, *, prompt: int = 3, has_grammar: bool = False, **more: Any) -> None:
         """A new request. more: fields of SamplingParams, and `survival`."""
-        channel = {DEPTH_KEY: k, SURVIVAL_KEY: more.pop("survival", None)}
+        channel = {MAX_K_KEY: k, SURVIVAL_KEY: more.pop("survival", None)}
         params = SamplingParams(
             **{"max_tokens": 900, "temperature": 0.0, "output_kind": RequestOutputKind.DELTA, **more},
             structured_outputs=StructuredOutputsParams(regex="a*") if has_grammar else None,

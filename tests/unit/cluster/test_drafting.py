@@ -3,9 +3,9 @@
 import pytest
 
 from cluster.errors import ApiError
-from cluster.request import ANYONE, Caller, DepthPolicy, Drafting, resolve
+from cluster.request import ANYONE, Caller, Drafting, KRules, resolve
 
-POLICY = DepthPolicy(max_draft_tokens=7, max_k=6, default_k=5, by_workload={"code": 6, "chat": 2, "prose": 0})
+POLICY = KRules(max_draft_tokens=7, max_k=6, default_k=5, by_workload={"code": 6, "chat": 2, "prose": 0})
 
 
 def test_null_is_nothing_asked_and_header_and_body_may_agree():
@@ -42,7 +42,7 @@ def test_bad_input_names_its_field(requested, headers, field):
 
 
 def test_without_a_drafter_only_zero_may_be_asked():
-    policy = DepthPolicy(0, 0, 0)
+    policy = KRules(0, 0, 0)
     assert resolve(policy) == Drafting("default", 0, "default")
     assert resolve(policy, {"k": 0}) == Drafting("default", 0, "request")
     with pytest.raises(ApiError, match="without a drafter"):

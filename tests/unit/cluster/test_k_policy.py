@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cluster.counts import Counts, TargetReport, WorkloadCounts
 from cluster.k_policy import EXPLORED_STEPS, MAX_REPORT_AGE_S, MIN_GAIN, Demand, KPolicy, best_ks, steady_ks
-from cluster.request import DepthPolicy, Drafting
+from cluster.request import Drafting, KRules
 from cluster.step_latency import StepLatency
 from deployments.view import as_text
 from tests.support.step_tables import LINES, MS, TABLES, Table, latency_of, survivals
@@ -156,7 +156,7 @@ def test_a_limit_that_is_missed_changes_k_without_gain():
 # ---- reports, requests, updates
 
 K_MAX = 7
-POLICY = DepthPolicy(K_MAX, K_MAX, 3, {"pinned": 2})
+POLICY = KRules(K_MAX, K_MAX, 3, {"pinned": 2})
 
 
 def linear_latency(per_token_s: float) -> StepLatency:
@@ -276,7 +276,7 @@ def test_the_fixed_policy_chooses_nothing_and_shows_what_is_accepted() -> None:
     """Fault 8: `/drafting` and the view showed 0 requests, 0 steps and no AL under a fixed K."""
     found = k_policy()
     found.observe([report()], 0.0)
-    found.policy = replace(POLICY, is_adaptive=False)
+    found.rules = replace(POLICY, is_adaptive=False)
     found.observe([report()], 1.0)
     assert choose(found, "code") == Drafting("code", 3, "default")
     document = {"model": "m", **found.document(1.0)}
@@ -344,7 +344,7 @@ def test_an_update_tells_targets_what_the_router_chose() -> None:
 def test_after_a_change_of_settings_what_was_learned_stays() -> None:
     found = k_policy()
     found.observe([report()], 0.0)
-    found.policy = DepthPolicy(K_MAX, 3, 2)
+    found.rules = KRules(K_MAX, 3, 2)
     found.observe([report()], 1.0)
     choice = choose(found, "code", 3)
     assert (choice.source, choice.k, len(choice.survival)) == ("learned", 3, 3)

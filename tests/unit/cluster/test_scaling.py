@@ -7,7 +7,7 @@ import pytest
 
 from cluster.counts import CounterDeltas, DeltaTracker, WorkloadCounts
 from cluster.k_policy import KPolicy
-from cluster.request import DepthPolicy
+from cluster.request import KRules
 from cluster.scaling import Decision, Pool, ScalingPolicy, replica_capacity
 from cluster.step_latency import guessed_latency
 from cluster.traffic import TrafficHistory, WorkloadTraffic
@@ -16,7 +16,7 @@ from tests.support.scaling_cases import BAD, GOOD, LATENCY, FakeReplica, setting
 
 def k_policy() -> KPolicy:
     """Of engines that run 8 requests at a time."""
-    return KPolicy(DepthPolicy(3, 3, 3), max_num_seqs=8)
+    return KPolicy(KRules(3, 3, 3), max_num_seqs=8)
 
 
 class Service:

@@ -116,7 +116,7 @@ def drafter_of(args: dict[str, Any], catalog: Catalog) -> DrafterSettings:
 def test_defaults_come_from_the_head_and_the_source(catalog: Catalog) -> None:
     settings = load_settings({"model": {"source": "org/Model-1B"}, "drafter": {"head": "shipped-head"}}, catalog)
     assert settings.model.id == "Model-1B"
-    policy = settings.depth_policy()
+    policy = settings.k_rules()
     assert (policy.max_draft_tokens, policy.max_k, policy.default_k) == (7, 7, 7)
 
 
@@ -124,7 +124,7 @@ def test_without_a_drafter_nothing_is_drafted(catalog: Catalog) -> None:
     for args in (changed(drafter=..., depth=...), changed(drafter=None, depth=...)):
         settings = load_settings(args, catalog)
         assert settings.drafter is None
-        assert settings.depth_policy().max_draft_tokens == 0
+        assert settings.k_rules().max_draft_tokens == 0
 
 
 def test_a_directory_becomes_an_absolute_path(
@@ -289,7 +289,7 @@ def test_vllms_speculative_config_stands_for_the_drafter(catalog: Catalog) -> No
     assert load_settings(bare, catalog, env) == from_args
     assert load_settings({**bare, "speculative_config": SPECULATIVE_CONFIG}, catalog, env) == from_args
     assert from_args.drafter.head == "amazon/some-p-eagle-head"
-    assert from_args.depth_policy().default_k == 5
+    assert from_args.k_rules().default_k == 5
     # A config file of vLLM's own has it as JSON in a string.
     assert load_settings({**bare, "speculative_config": json.dumps(SPECULATIVE_CONFIG)}, catalog) == from_args
     further = {**SPECULATIVE_CONFIG, "draft_tensor_parallel_size": 1}

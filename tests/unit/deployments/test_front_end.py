@@ -41,7 +41,7 @@ from deployments.errors import engine_lost
 from deployments.front_end import Admitted, FrontEnd, FrontEndMetrics, Usage, drafting_field
 from deployments.routes import Entrance, make_app
 from deployments.usage_log import UsageLog
-from peagle.vllm.request_args import DEPTH_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY
+from peagle.vllm.request_args import GROUP_KEY, HEAD_KEY, LEARN_KEY, MAX_K_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 
 SECRET = "sk-very-secret"
 DIGEST = hashlib.sha256(SECRET.encode()).hexdigest()
@@ -195,7 +195,7 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], str | None]] = {
     "too many stop strings": ({"stop": [str(number) for number in range(17)]}, "stop"),
     **{
         f"the server's {key}": ({"vllm_xargs": {key: 3}}, f"vllm_xargs.{key}")
-        for key in (DEPTH_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY)
+        for key in (MAX_K_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY)
     },
     "an object in extra arguments": ({"vllm_xargs": {"a": {"b": 1}}}, "vllm_xargs.a"),
     "spoken answers": ({"modalities": ["text", "audio"]}, "modalities"),
@@ -904,7 +904,7 @@ def heads_of(front_end: FrontEnd, tag: str, num: int = 200) -> dict[str, list[tu
     for _ in range(num):
         admitted = front_end.admit("chat", {"messages": HELLO, "drafting": {"workload": tag, "k": 3}})
         args = admitted.body.vllm_xargs
-        assert args[DEPTH_KEY] == 3
+        assert args[MAX_K_KEY] == 3
         shown = drafting_field(admitted.drafting, "", Counts())["workload"]
         found.setdefault(shown, []).append((args[HEAD_KEY], args[WORKLOAD_KEY]))
     return found

@@ -12,7 +12,7 @@ import torch
 from cluster.counts import Counts
 from cluster.history import ServiceHistory
 from cluster.k_policy import KPolicy
-from cluster.request import DepthPolicy, Drafting
+from cluster.request import Drafting, KRules
 from deployments.front_end import drafting_field
 from deployments.routes import live_page
 from deployments.telemetry import drafting_document
@@ -61,7 +61,7 @@ def test_what_the_service_says_is_only_ever_text() -> None:
 
 def documents() -> dict[str, Any]:
     """By the name that the page's script gives it, an example of each part of what it reads, made by the real code."""
-    control, history = KPolicy(DepthPolicy(3, 3, 3)), ServiceHistory()
+    control, history = KPolicy(KRules(3, 3, 3)), ServiceHistory()
     reports = [report("a", "t1", [link("h:1", "up", {})], code=counts_of([(3, 2)]))]
     control.observe(reports, 0.0)
     history.observe_replicas("target", reports, 1, 0.0)

@@ -24,7 +24,7 @@ from cluster.request import system_prompt
 from deployments.body import turns
 from deployments.errors import engine_lost
 from deployments.front_end import Usage
-from peagle.vllm.request_args import DEPTH_KEY, WORKLOAD_KEY
+from peagle.vllm.request_args import MAX_K_KEY, WORKLOAD_KEY
 from tests.unit.deployments.test_front_end import (
     DIGEST,
     SECRET,
@@ -55,7 +55,7 @@ def test_a_request_is_admitted_as_a_chat_is(path: str) -> None:
     (admitted,) = backend.admitted
     assert system_prompt(turns(admitted.fields)) == "S", "by which its workload is told"
     assert (admitted.caller, admitted.drafting.k, admitted.drafting.source) == ("web", 2, "request")
-    assert admitted.body.vllm_xargs == {DEPTH_KEY: 2, WORKLOAD_KEY: "default"}
+    assert admitted.body.vllm_xargs == {MAX_K_KEY: 2, WORKLOAD_KEY: "default"}
     assert json.loads(json.dumps(admitted.fields)) == admitted.fields, "it travels to a front-end process"
     assert request(backend, "POST", path, json=sent).status_code == 401
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from cluster.counts import TargetReport, WorkloadCounts
 from cluster.heads import HeadManager, HeadProposal
 from cluster.history import ServiceHistory
 from cluster.settings import DrafterSettings
@@ -106,3 +107,9 @@ async def test_a_candidate_reaches_drafters_on_other_nodes_and_those_that_start_
     assert (await router.head_back()).state == "dropped"
     told = [event["text"] for event in router._history.document(0.0)["events"]]
     assert [text.partition(":")[0].rpartition(" ")[2] for text in told] == ["dropped", "running", "loading"]
+
+
+def test_requests_of_a_trial_run_in_the_workload_that_it_is_a_share_of() -> None:
+    workloads = {"code": WorkloadCounts(num_started=5), "code/trial": WorkloadCounts(num_started=2)}
+    reports = [TargetReport(name, workloads=workloads) for name in ("a", "b")]
+    assert Router._num_running(reports) == {"code": 14}

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cluster.counts import CounterDeltas, Counts, TargetReport, WorkloadCounts
 from cluster.heads import DrafterReport, HeadManager, HeadRef
 from cluster.k_policy import KPolicy
-from cluster.request import DepthPolicy
+from cluster.request import KRules
 from cluster.spending import DaySpending, SpendingTracker
 from deployments.metrics import Families
 from deployments.telemetry import (
@@ -74,7 +74,7 @@ def test_the_document_has_each_head_with_its_acceptance() -> None:
     assert heads["new"]["acceptance_length"] is None
     assert document["drafters"][0]["heads"] == [{"index": 0, "name": "head-a", "head": "a"}]
     assert document["links"][0]["target"] == "t1"
-    k_policy = KPolicy(DepthPolicy(3, 3, 3))
+    k_policy = KPolicy(KRules(3, 3, 3))
     shown = as_text({"model": "m", **k_policy.document(0.0), **document}).splitlines()
     assert "head a (live): AL 2.33, 3 steps" in shown
     assert "head new (live): nothing drafted yet, 0 steps" in shown
@@ -82,7 +82,7 @@ def test_the_document_has_each_head_with_its_acceptance() -> None:
 
 
 def test_a_service_without_a_drafter_is_shown_without_policy_and_step_times() -> None:
-    shown = as_text({"model": "m", **KPolicy(DepthPolicy(0, 0, 0)).document(0.0)}).splitlines()
+    shown = as_text({"model": "m", **KPolicy(KRules(0, 0, 0)).document(0.0)}).splitlines()
     assert shown[-1] == "m: no drafter"
 
 
@@ -108,14 +108,14 @@ def test_metrics_have_heads_drafters_and_links() -> None:
 
 
 def k_policy_with_counts() -> KPolicy:
-    k_policy = KPolicy(DepthPolicy(3, 3, 3))
+    k_policy = KPolicy(KRules(3, 3, 3))
     k_policy.observe([report("a", code=sum([GOOD] * 50, Counts()))], 0.0)
     return k_policy
 
 
 def new_store(path: Path | None = None, channel: Any = None, k_policy: KPolicy | None = None) -> StateStore:
     """That of a router which has just started."""
-    policy = k_policy or KPolicy(DepthPolicy(3, 3, 3))
+    policy = k_policy or KPolicy(KRules(3, 3, 3))
     return StateStore(path and str(path), policy, HeadManager({}, 0, 0.1), channel)
 
 

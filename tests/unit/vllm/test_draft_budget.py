@@ -46,7 +46,7 @@ def request(survival: Any = None, name: str = "", workload: str = "") -> Any:
 
 
 def test_a_deep_draft_of_a_sure_request_outranks_the_first_of_a_doubtful_one() -> None:
-    sure, doubtful = draft_budget().depths([request(SURE), request(DOUBTFUL)], [5, 5])
+    sure, doubtful = draft_budget().allocate_drafts([request(SURE), request(DOUBTFUL)], [5, 5])
     assert sure == 5
     assert doubtful <= 2
 
@@ -54,10 +54,10 @@ def test_a_deep_draft_of_a_sure_request_outranks_the_first_of_a_doubtful_one() -
 def test_what_was_said_last_of_a_workload_counts_for_all_its_requests() -> None:
     found = draft_budget()
     early = [request(SURE, workload="chat") for _ in range(15)]
-    assert min(found.depths(early, [5] * 15)) == 5
+    assert min(found.allocate_drafts(early, [5] * 15)) == 5
     late = request(DOUBTFUL, workload="chat")
-    assert max(found.depths([*early, late], [5] * 16)) <= 1
-    assert found.depths([*early, late, request(workload="chat")], [5] * 17)[-1] == 5, "a probe keeps its K"
+    assert max(found.allocate_drafts([*early, late], [5] * 16)) <= 1
+    assert found.allocate_drafts([*early, late, request(workload="chat")], [5] * 17)[-1] == 5, "a probe keeps its K"
 
 
 def test_requests_that_name_no_workload_speak_for_themselves() -> None:
@@ -66,33 +66,33 @@ def test_requests_that_name_no_workload_speak_for_themselves() -> None:
         batch = [request(survival) for survival in survivals]
         for each in batch:
             del each.sampling_params.extra_args[WORKLOAD_KEY]
-        depths = draft_budget().depths(batch, [5, 5])
+        depths = draft_budget().allocate_drafts(batch, [5, 5])
         assert depths[survivals.index(SURE)] == 5
         assert depths[survivals.index(DOUBTFUL)] <= 2
 
 
 def test_load_lowers_k_and_never_raises_it() -> None:
     usual = [0.7, 0.5, 0.35, 0.25, 0.18]
-    alone, many = (draft_budget().depths([request(usual) for _ in range(n)], [3] * n) for n in (1, 16))
+    alone, many = (draft_budget().allocate_drafts([request(usual) for _ in range(n)], [3] * n) for n in (1, 16))
     assert alone == [3]
     assert max(many) < 3
     free = draft_budget(per_token_s=0.0)
-    assert free.depths([request(usual) for _ in range(4)], [3, 0, 2, 1]) == [3, 0, 2, 1]
+    assert free.allocate_drafts([request(usual) for _ in range(4)], [3, 0, 2, 1]) == [3, 0, 2, 1]
 
 
 def test_now_and_then_a_step_verifies_all_its_drafts_also_beside_prompts() -> None:
     """So that acceptance beyond what pays stays known; in all requests of a step at once, within their limits."""
     usual, found = [0.7, 0.5, 0.35, 0.25, 0.18], draft_budget()
     batch, limits = [request(usual) for _ in range(16)], [5, 3] * 8
-    usual_depths, verified = found.depths(batch, limits), []
+    usual_depths, verified = found.allocate_drafts(batch, limits), []
     assert sum(usual_depths) < sum(limits)
     for step in range(2 * VERIFY_INTERVAL_STEPS):
-        depths = found.depths(batch, limits)
+        depths = found.allocate_drafts(batch, limits)
         if depths == limits:
             verified.append(step)
-            assert found.depths(batch, limits, prompt_tokens=500) == limits, "what was planned is kept"
+            assert found.allocate_drafts(batch, limits, prompt_tokens=500) == limits, "what was planned is kept"
         else:
-            assert sum(found.depths(batch, limits, prompt_tokens=500)) < sum(limits)
+            assert sum(found.allocate_drafts(batch, limits, prompt_tokens=500)) < sum(limits)
         num_tokens = 16 + sum(depths)
         found.model.observe(TimedStep(0.010 + 0.001 * num_tokens, 16, num_tokens))
     assert len(verified) == 1
@@ -106,20 +106,20 @@ def test_prompts_in_the_step_are_seen() -> None:
     ] + [{"num_requests": 64, "num_tokens": n, "step_s": 0.011 + max(0, n - 64) * 0.0005} for n in (64, 128, 384)]
     found = DraftBudget(StepLatencyModel(True, {"points": points}))
     batch = [request([0.5, 0.25, 0.1, 0.05, 0.02]) for _ in range(4)]
-    alone, beside = (sum(found.depths(batch, [5] * 4, prompt_tokens=tokens)) for tokens in (0, 1000))
+    alone, beside = (sum(found.allocate_drafts(batch, [5] * 4, prompt_tokens=tokens)) for tokens in (0, 1000))
     assert alone > beside
 
 
 def test_steps_go_no_deeper_than_a_survival_says() -> None:
     batch = [request(SURE[:2]) for _ in range(4)]
-    assert draft_budget(per_token_s=0.0).depths([*batch, request()], [5] * 5) == [2, 2, 2, 2, 5]
+    assert draft_budget(per_token_s=0.0).allocate_drafts([*batch, request()], [5] * 5) == [2, 2, 2, 2, 5]
 
 
 @pytest.mark.parametrize("survival", [[0.5, 0.9], [float("nan")], "no numbers", [2.0], 7])
 def test_an_unusable_survival_is_logged_and_k_obeyed(survival: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         found, odd = draft_budget(), request(survival, "odd")
-        assert [found.depths([odd], [2]) for _ in range(3)] == [[2]] * 3
+        assert [found.allocate_drafts([odd], [2]) for _ in range(3)] == [[2]] * 3
     assert "request odd" in caplog.text
     assert len(caplog.records) == 1, "once a request, not once a step"
 
@@ -158,7 +158,7 @@ def left_out(found: DraftBudget, batch: list[Any], num_steps: int, engine: Any) 
     """Whether the pass was left out, of steps of one batch on an engine."""
     seen, has_drafts = [], False
     for _ in range(num_steps):
-        drafts = sum(found.depths(batch, [K_MAX] * len(batch))) if has_drafts else 0
+        drafts = sum(found.allocate_drafts(batch, [K_MAX] * len(batch))) if has_drafts else 0
         has_drafts = found.makes_drafts(batch, [K_MAX] * len(batch), 0)
         cell = (len(batch), len(batch) + drafts, 0, has_drafts)
         found.model.observe(TimedStep(engine(*cell), *cell[:2], 0, has_drafts))

@@ -13,7 +13,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from peagle.vllm.engine import engine_kwargs
 from peagle.vllm.limits import guard
-from peagle.vllm.request_args import DEPTH_KEY, drafts_wanted, undraftable_field
+from peagle.vllm.request_args import MAX_K_KEY, drafts_wanted, undraftable_field
 
 VOCAB_SIZE = 49152
 
@@ -97,6 +97,6 @@ def test_lists_as_long_as_the_workers_tables_are_served(processor: InputProcesso
 
 @pytest.mark.parametrize("sampling", [{"min_p": 0.1}, {"logit_bias": {5: 2.0}}, {"thinking_token_budget": 5}, {}])
 def test_some_fields_go_without_drafts(sampling: dict[str, Any]) -> None:
-    params = SamplingParams(extra_args={DEPTH_KEY: 3}, **sampling)
+    params = SamplingParams(extra_args={MAX_K_KEY: 3}, **sampling)
     assert undraftable_field(params) == "".join(sampling)
     assert drafts_wanted(params, 5) == (0 if sampling else 3)
