@@ -277,7 +277,7 @@ def simulate(engine: Engine, pools: Mapping[str, Sequence[Answer]], policy: Poli
             number, (name, index) = arrivals.popleft()
             admitted.append(Request(str(number), name, pools[name][index], policy.admit(name)))
         prompt_tokens = len(admitted) * load.prompt_tokens
-        depths = policy.depths(running, prompt_tokens) if running else []
+        depths = policy.allocate_drafts(running, prompt_tokens) if running else []
         depths = [0] * len(running) if is_drafted is False else depths
         is_drafted = policy.drafts([*running, *admitted], prompt_tokens)
         num_requests, num_rows = len(running), len(running) + sum(depths)
