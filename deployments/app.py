@@ -107,8 +107,8 @@ def replica_env(settings: ClusterSettings) -> dict[str, str]:
     GPU, where vLLM would wait for a whole one. `target.env` wins over all.
     """
     env = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
-    if settings.num_workers == 1:
-        env[compat.SETUP_HOOK_ENV] = "peagle.vllm.fork_server.start"
+    if settings.num_workers == 1 and not settings.engine.get("numa_bind"):  # vLLM binds spawned processes alone
+        env[compat.SETUP_HOOK_ENV] = "deployments.compat.start_fork_server"
     if 0 < (num_gpus := settings.target.bundle.get("GPU", 0.0)) < 1:
         env["VLLM_RAY_PER_WORKER_GPUS"] = str(num_gpus)
     if not settings.target.has_gpu:

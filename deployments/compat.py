@@ -228,6 +228,17 @@ def be_no_nicer() -> None:
                 os.setpriority(os.PRIO_PROCESS, int(thread.name), 0)
 
 
+def start_fork_server() -> None:
+    """What Ray calls first of all in a target replica's process. What the server starts has its priority."""
+    from peagle.vllm import fork_server
+
+    be_no_nicer()
+    try:
+        fork_server.start()
+    except OSError:  # the engine's process asks for it once more
+        logger.exception("the process that imports vLLM for the engine does not start")
+
+
 def prepare_replica() -> None:
     """To be called first in a replica's constructor.
 

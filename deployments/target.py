@@ -93,7 +93,8 @@ class TargetServer(LLMServer):
         self._usage_log = UsageLog(settings.ingress.usage_log) if settings.ingress.usage_log else None
         keys = await asyncio.to_thread(settings.read_key_files)
         target_dir, head_dir = await asyncio.to_thread(prepare, settings)
-        env = ray.get_runtime_context().runtime_env.get("env_vars", {})
+        # Tasks of the replica need no fork server.
+        env = {**ray.get_runtime_context().runtime_env.get("env_vars", {}), compat.SETUP_HOOK_ENV: ""}
         config = engine_config(settings, target_dir, head_dir, env)
         if Path(target_dir).is_dir():
             compat.download_nothing(config)
@@ -114,7 +115,8 @@ class TargetServer(LLMServer):
         on_cpu = not settings.target.has_gpu
         own_node = ray.get_runtime_context().get_node_id()
         has = next(node["Resources"] for node in ray.nodes() if node["NodeID"] == own_node)  # type: ignore[no-untyped-call]
-        number = settings.target.front_ends or default_front_ends(has.get("CPU", 0), 0 if on_cpu else has.get("GPU", 1))
+        own_gpus = settings.target.bundle.get("GPU", 0) * settings.num_workers
+        number = settings.target.front_ends or default_front_ends(has.get("CPU", 0), has.get("GPU", 0), own_gpus)
         several = FrontEndProcesses(number, max_workloads, self._recorder, charge, keep) if number > 1 else None
         self._front_ends = several
 
@@ -330,11 +332,11 @@ def grammar_limits(limits: LimitSettings) -> GrammarLimits:
     return GrammarLimits(limits.grammar_timeout_s, limits.max_grammar_mib * 2**20)
 
 
-def default_front_ends(num_cpus: float, num_gpus: float) -> int:
-    """Front-end processes of a replica. num_cpus, num_gpus: of its node, as Ray counts them; 0 GPUs for an engine on
-    the CPU."""
-    # An engine on the CPU needs the cores itself.
-    return max(1, min(MAX_DEFAULT_FRONT_ENDS, int(num_cpus / num_gpus / CPUS_OF_A_FRONT_END))) if num_gpus else 1
+def default_front_ends(num_cpus: float, num_gpus: float, own_gpus: float) -> int:
+    """Front-end processes of a replica. num_cpus, num_gpus: of its node, as Ray counts them; own_gpus: the replica's,
+    0 for an engine on the CPU, which needs the cores itself."""
+    own_cpus = num_cpus * min(1.0, own_gpus / num_gpus) if num_gpus else 0.0
+    return max(1, min(MAX_DEFAULT_FRONT_ENDS, int(own_cpus / CPUS_OF_A_FRONT_END)))
 
 
 def use_all_cores_of_a_small_machine() -> None:

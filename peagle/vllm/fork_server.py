@@ -5,9 +5,11 @@ which on a host with GPUs takes some 20 s each. `start` lets a server of Python'
 actor itself does. It imports what `vllm serve` has imported where it forks, so CUDA is not initialised.
 """
 
+import ctypes
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 from multiprocessing import context, forkserver, reduction
 from types import SimpleNamespace
@@ -20,11 +22,13 @@ MODULES = [
     "vllm.v1.executor.multiproc_executor",
 ]
 
+PR_SET_PDEATHSIG = 1  # of Linux' prctl.h
+
 
 def start() -> None:
     """Let the server begin to import. Does nothing where it runs."""
     path = os.environ.get("PYTHONPATH")
-    # The server's own search path: Python passes it on from 3.13 on only.
+    # The server's own search path, which Python 3.11 does not pass on.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     try:
         multiprocessing.set_forkserver_preload(MODULES)
@@ -60,12 +64,14 @@ def _with_environment(environ: dict[str, str], state: bytes) -> Process:
         del os.environ[name]
     os.environ.update(environ.items() - os.environ.items())
     use()
+    # Whoever ends the server, as Ray does with the children of a replica that has died, ends these too.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # The parent's server serves this process too; Python looks for one that is its child, and would start another.
     forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
     if threads := environ.get("OMP_NUM_THREADS"):  # which Torch has read already
         import torch
 
-        torch.set_num_threads(int(threads))
+        torch.set_num_threads(int(threads.partition(",")[0]))
     process = Process.__new__(Process)
     process.__dict__.update(pickle.loads(state))
     return process

@@ -138,7 +138,8 @@ def test_a_callers_limit_holds_across_both_processes(service: Service) -> None:
 def test_a_killed_process_ends_its_own_streams_only_and_comes_back(service: Service) -> None:
     killed, other = front_ends(service)
     aborted = service.metrics()["peagle_requests_total"]["default", "aborted"]  # by the tests before
-    (engine,) = [one for one in psutil.Process(killed.ppid()).children() if "EngineCore" in " ".join(one.cmdline())]
+    started = psutil.Process(killed.ppid()).children(recursive=True)
+    (engine,) = [one for one in started if "EngineCore" in " ".join(one.cmdline())]
     begun = [Event(), Event()]
     with ThreadPoolExecutor(2) as pool:
         streams = [pool.submit(stream, service, one, **LONG | {"max_tokens": 80}) for one in begun]

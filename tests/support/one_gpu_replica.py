@@ -11,7 +11,6 @@ import os
 import sys
 from typing import Any
 
-import psutil
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -19,6 +18,13 @@ from cluster.settings import load_settings
 from deployments import compat
 from deployments.app import catalog, target_options
 from peagle.vllm.engine import engine_kwargs
+
+
+def seen(worker: Any) -> tuple[int, str]:
+    """Process of an engine's worker, and the GPU that it sees."""
+    import os
+
+    return os.getpid(), os.environ["CUDA_VISIBLE_DEVICES"]
 
 
 class Replica:
@@ -33,21 +39,18 @@ class Replica:
             placement_group_config={"bundle_per_worker": {"GPU": share}},
         )
         compat.download_nothing(config)
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for a function that a worker is to call
         engine = compat.engine_class(False, lambda *_: ((), None))(config)
         await engine.start()
         params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
         async for output in engine._engine_client.generate(TokensPrompt(prompt_token_ids=[1, 2, 3]), params, "r"):
             found = output
+        workers = await engine._engine_client.collective_rpc(seen)
         engines = engine._engine_client.engine_core.resources.engine_manager.processes
         return {
             "gpu": os.environ["CUDA_VISIBLE_DEVICES"],
-            "engine_gpus": [psutil.Process(one.pid).environ()["CUDA_VISIBLE_DEVICES"] for one in engines],
-            "worker_gpus": [
-                one.environ()["CUDA_VISIBLE_DEVICES"]
-                for engine_process in engines
-                for one in psutil.Process(engine_process.pid).children()
-                if "VLLM::Worker" in " ".join(one.cmdline())
-            ],
+            "worker_gpus": [gpu for _, gpu in workers],
+            "num_processes": len({os.getpid(), *(one.pid for one in engines), *(pid for pid, _ in workers)}),
             "num_tokens": len(found.outputs[0].token_ids),
             "left_for_others": ray.available_resources().get("GPU", 0.0),
             "executor": engine._engine_client.vllm_config.parallel_config.distributed_executor_backend,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cluster.counts import Counts, TargetReport, WorkloadCounts
 from cluster.k_policy import EXPLORED_STEPS, MAX_REPORT_AGE_S, MIN_GAIN, Demand, KPolicy, best_ks, steady_ks
-from cluster.request import Drafting, KRules
+from cluster.request import Drafting, KRules, resolve
 from cluster.step_latency import StepLatency
 from deployments.view import as_text
 from tests.support.step_tables import LINES, MS, TABLES, Table, latency_of, survivals
@@ -252,6 +252,13 @@ def test_a_workload_that_becomes_good_again_is_found_by_its_exploration() -> Non
     assert choose(found, "chat").max_k == 0
     found.observe([report(workloads={"chat": before + replace(counts(0.9, 9000), num_started=0)})], 1.0)
     assert choose(found, "chat").k > 3
+
+
+def test_what_the_request_or_the_operator_fixed_stays() -> None:
+    found = k_policy()
+    found.observe([report()], 0.0)
+    for drafting in (resolve(POLICY, {"k": 6}), resolve(POLICY, {"workload": "pinned"})):
+        assert found.make_update(1).choose(drafting, K_MAX) == drafting
 
 
 def test_the_limit_of_a_caller_caps_k() -> None:

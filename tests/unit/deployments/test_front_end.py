@@ -128,10 +128,10 @@ def complete(backend: Echo, **body: Any) -> httpx.Response:
     return request(backend, "POST", "/v1/completions", json={"prompt": "One,", **body})
 
 
-async def call_app(backend: Echo, receive: Any) -> list[Any]:
-    """The messages of a chat's answer by ASGI itself, which knows clients that leave."""
+async def call_app(backend: Echo, receive: Any, path: str = "/v1/chat/completions") -> list[Any]:
+    """The messages of an answer by ASGI itself, which knows clients that leave."""
     sent: list[Any] = []
-    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"", "root_path": ""}
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "root_path": ""}
     scope["headers"] = [(b"content-type", b"application/json")]
 
     async def send(message: Any) -> None:
@@ -142,7 +142,7 @@ async def call_app(backend: Echo, receive: Any) -> list[Any]:
     return sent
 
 
-async def call_and_leave(backend: Echo, document: Any, begins: bool) -> bytes:
+async def call_and_leave(backend: Echo, document: Any, begins: bool, path: str = "/v1/chat/completions") -> bytes:
     """The text of an answer whose client leaves when the engine has it, or where it `begins` has said something."""
     bodies = [{"type": "http.request", "body": json.dumps(document).encode(), "more_body": False}]
 
@@ -153,7 +153,7 @@ async def call_and_leave(backend: Echo, document: Any, begins: bool) -> bytes:
             await asyncio.sleep(0)
         return {"type": "http.disconnect"}
 
-    return b"".join(message.get("body", b"") for message in await call_app(backend, receive))
+    return b"".join(message.get("body", b"") for message in await call_app(backend, receive, path))
 
 
 def statuses(backend: Echo) -> dict[str, float]:

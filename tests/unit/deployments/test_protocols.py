@@ -29,6 +29,7 @@ from tests.unit.deployments.test_front_end import (
     DIGEST,
     SECRET,
     Echo,
+    call_and_leave,
     callers,
     request,
     statuses,
@@ -205,6 +206,14 @@ def test_a_stream_that_breaks_off_ends_with_the_protocols_error_event(path: str)
     response = request(Echo(ends_with=engine_lost()), "POST", path, json={**BODIES[path], "stream": True})
     name, _, data = response.text.strip().rpartition("\n\n")[2].partition("\ndata: ")
     assert (name, json.loads(data)["error"]["code"]) == ("event: error", "engine_lost")
+
+
+@paths
+async def test_a_client_that_leaves_closes_the_answer_at_once(path: str) -> None:
+    backend = Echo()
+    backend.pause = asyncio.Event()
+    await call_and_leave(backend, {**BODIES[path], "stream": True}, begins=True, path=path)
+    assert (backend.num_closed, statuses(backend)) == (1, {"499": 1})
 
 
 def test_a_path_that_is_not_served_says_what_is() -> None:

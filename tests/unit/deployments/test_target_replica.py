@@ -315,7 +315,19 @@ def test_a_call_by_handle_goes_through_the_same_edge() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_cpus", "num_gpus", "number"), [(2, 1, 1), (8, 1, 2), (16, 1, 4), (128, 1, 4), (64, 8, 2), (16, 0, 1)]
+    ("num_cpus", "num_gpus", "own_gpus", "number"),
+    [
+        (2, 1, 1, 1),
+        (8, 1, 1, 2),
+        (16, 1, 1, 4),
+        (64, 8, 1, 2),
+        (64, 8, 4, 4),
+        (16, 1, 0.25, 1),
+        (8, 1, 2, 2),
+        (16, 1, 0, 1),
+    ],
 )
-def test_front_end_processes_by_default_follow_the_cpus_of_a_gpu(num_cpus: float, num_gpus: float, number: int) -> None:
-    assert default_front_ends(num_cpus, num_gpus) == number
+def test_front_end_processes_by_default_follow_the_cpus_of_the_replicas_gpus(
+    num_cpus: float, num_gpus: float, own_gpus: float, number: int
+) -> None:
+    assert default_front_ends(num_cpus, num_gpus, own_gpus) == number

@@ -12,7 +12,8 @@ def inner(pipe):
 
 def outer(pipe):
     from vllm.utils.system_utils import get_mp_context
-    has_vllm = "vllm.v1.engine.core" in sys.modules
+    import torch
+    has_vllm = "vllm.v1.engine.core" in sys.modules and not torch.cuda._is_in_bad_fork()
     pipe.send(("outer", os.environ.get("SET_LATE"), os.environ.get("LEFT_OUT"), has_vllm, os.getpid(), os.getppid()))
     os.environ["SET_IN_CHILD"] = "here"
     child = get_mp_context().Process(target=inner, args=(pipe,))
@@ -24,7 +25,6 @@ if __name__ == "__main__":
     os.environ["LEFT_OUT"] = "1"
     fork_server.start()
     fork_server.start()
-    import torch
     from vllm.utils.system_utils import get_mp_context
     fork_server.use()
     del os.environ["LEFT_OUT"]
@@ -36,7 +36,7 @@ if __name__ == "__main__":
     theirs.close()
     found = [ours.recv(), ours.recv()]
     process.join()
-    print(json.dumps({"messages": found, "exit": process.exitcode, "cuda": torch.cuda.is_initialized()}))
+    print(json.dumps({"messages": found, "exit": process.exitcode}))
 """
 
 
