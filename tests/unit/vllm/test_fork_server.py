@@ -13,8 +13,8 @@ def inner(pipe):
 def outer(pipe):
     from vllm.utils.system_utils import get_mp_context
     import torch
-    has_vllm = "vllm.v1.engine.core" in sys.modules and not torch.cuda._is_in_bad_fork()
-    pipe.send(("outer", os.environ.get("SET_LATE"), os.environ.get("LEFT_OUT"), has_vllm, os.getpid(), os.getppid()))
+    is_ready = "xmlrpc.client" in sys.modules and not torch.cuda._is_in_bad_fork()
+    pipe.send(("outer", os.environ.get("SET_LATE"), os.environ.get("LEFT_OUT"), is_ready, os.getpid(), os.getppid()))
     os.environ["SET_IN_CHILD"] = "here"
     child = get_mp_context().Process(target=inner, args=(pipe,))
     child.start()
@@ -23,6 +23,7 @@ def outer(pipe):
 
 if __name__ == "__main__":
     os.environ["LEFT_OUT"] = "1"
+    fork_server.MODULES = ["vllm.utils.system_utils", "xmlrpc.client"]  # the others take long
     fork_server.start()
     fork_server.start()
     from vllm.utils.system_utils import get_mp_context
@@ -46,6 +47,6 @@ def test_processes_are_forked_from_one_server_with_their_parents_environment(tmp
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=120, env={**os.environ})
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    (_, late, left_out, has_vllm, _, server), (_, inner_late, in_child, _, inner_server) = found["messages"]
-    assert (late, left_out, has_vllm, found["exit"]) == ("1", None, True, 7)
+    (_, late, left_out, is_ready, _, server), (_, inner_late, in_child, _, inner_server) = found["messages"]
+    assert (late, left_out, is_ready, found["exit"]) == ("1", None, True, 7)
     assert (inner_late, in_child, inner_server) == ("1", "here", server)
