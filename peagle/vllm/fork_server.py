@@ -1,8 +1,8 @@
 """A process that has imported vLLM, from which the processes of an engine are forked.
 
-In a Ray actor vLLM spawns the engine's process, and that one its worker's. Each imports vLLM anew, one after the other,
-which on a host with GPUs takes some 20 s each. `start` lets a server of Python's `multiprocessing` import it while the
-actor itself does. It imports what `vllm serve` has imported where it forks, so CUDA is not initialised.
+In a Ray actor vLLM spawns the engine's process, and that one its worker's. Each would import vLLM anew, one after the
+other. `start` lets a server of Python's `multiprocessing` import it while the actor itself does. It imports what
+`vllm serve` has imported where it forks, so CUDA is not initialised.
 """
 
 import ctypes
@@ -64,7 +64,7 @@ def _with_environment(environ: dict[str, str], state: bytes) -> Process:
         del os.environ[name]
     os.environ.update(environ.items() - os.environ.items())
     use()
-    # Whoever ends the server, as Ray does with the children of a replica that has died, ends these too.
+    # Ray ends the children of a replica that has died, so the server; the server's end ends this process.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # The parent's server serves this process too; Python looks for one that is its child, and would start another.
     forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]

@@ -8,8 +8,22 @@ from cluster.request import ANYONE, Caller, Drafting, KRules, resolve
 POLICY = KRules(max_draft_tokens=7, max_k=6, default_k=5, by_workload={"code": 6, "chat": 2, "prose": 0})
 
 
-def test_null_is_nothing_asked_and_header_and_body_may_agree():
-    assert resolve(POLICY, {"k": None, "workload": None}) == Drafting("default", 5, "default")
+def test_default_applies_when_nothing_is_asked():
+    assert resolve(POLICY) == Drafting("default", 5, "default")
+    assert (
+        resolve(POLICY, {}) == resolve(POLICY, {"k": None, "workload": None}) == resolve(POLICY, None, {"Accept": "*"})
+    )
+
+
+def test_workload_table_decides_and_a_requests_k_wins_over_it():
+    assert resolve(POLICY, {"workload": "chat"}) == Drafting("chat", 2, "workload")
+    assert resolve(POLICY, None, {"x-drafting-workload": "prose"}) == Drafting("prose", 0, "workload")
+    assert resolve(POLICY, {"workload": "chat", "k": 4}) == Drafting("chat", 4, "request")
+    assert resolve(POLICY, {"workload": "never-seen"}) == Drafting("never-seen", 5, "default")
+
+
+def test_header_and_body_may_each_give_one_part_and_may_agree():
+    assert resolve(POLICY, {"k": 3}, {"X-Drafting-Workload": "chat"}) == Drafting("chat", 3, "request")
     assert resolve(POLICY, {"k": 3}, {"X-DRAFTING-K": " 3 "}) == Drafting("default", 3, "request")
 
 
@@ -47,6 +61,24 @@ def test_without_a_drafter_only_zero_may_be_asked():
     assert resolve(policy, {"k": 0}) == Drafting("default", 0, "request")
     with pytest.raises(ApiError, match="without a drafter"):
         resolve(policy, {"k": 1})
+
+
+def test_a_tag_is_taken_only_from_a_caller_that_may_set_one():
+    chat = Caller("web", tags="refuse", workload="chat")
+    for requested, headers, name in (
+        ({"workload": "code"}, {}, "drafting.workload"),
+        (None, {"X-Drafting-Workload": "code"}, "X-Drafting-Workload"),
+        ({"workload": "chat"}, {}, "drafting.workload"),
+    ):
+        with pytest.raises(ApiError, match=f"web may not set {name}") as raised:
+            resolve(POLICY, requested, headers, chat)
+        assert raised.value.param == name
+    ignoring = Caller("old", tags="ignore", workload="chat")
+    assert resolve(POLICY, {"workload": "code", "k": 6}, {}, ignoring) == Drafting("chat", 6, "request")
+    with pytest.raises(ApiError, match="letters"):
+        resolve(POLICY, {"workload": "a b"}, {}, ignoring)
+    trusted = Caller("job", tags="allow", workload="chat")
+    assert resolve(POLICY, {"workload": "code"}, {}, trusted) == Drafting("code", 6, "workload")
 
 
 def test_a_callers_own_workload_comes_before_what_the_request_shows():

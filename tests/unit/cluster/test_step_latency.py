@@ -192,6 +192,8 @@ def test_engines_are_averaged_by_their_steps():
     ("document", "message"),
     [
         ({"points": [{"num_requests": 1, "num_tokens": 1}]}, r"missing required field `step_s` - at `\$.points\[0\]`"),
+        ({}, "missing required field `points`"),
+        ({"points": []}, r"length >= 1 - at `\$.points`"),
         ({"points": [{"num_requests": 2, "num_tokens": 1, "step_s": 1.0}]}, "no step can be .*num_requests=2"),
         ({"points": [{"num_requests": 1, "num_tokens": 1, "step_s": 1.0}]}, "no point has drafts"),
         ({"points": [{"num_requests": 1, "num_tokens": 1, "step_s": math.nan}]}, "no step can be .*seconds=nan"),

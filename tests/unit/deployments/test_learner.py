@@ -14,9 +14,8 @@ from cluster.heads import HeadChange, HeadRef
 from cluster.learning import KeptAnswer, TrafficBuffer
 from cluster.settings import Catalog, ClusterSettings, load_settings
 from deployments.learner import HeadTrainer, load_answers
-from peagle.checkpoint import is_plain, load_head, read_head_config
+from peagle.checkpoint import read_head_config
 from peagle.heads import candidate_files, head_digest, target_digest
-from peagle.train.continual import HeadInTraining
 from peagle.train.data import Conversations
 from tests.support.small_run import write_small_head
 from tests.unit.train.test_continual import SETTINGS
@@ -73,10 +72,6 @@ def test_a_round_is_trained_judged_saved_and_begins_from_the_head_that_drafts(sm
     learned = json.loads((folder / "provenance.json").read_text())["learned"]
     assert (learned["parent_digest"], learned["recent"]["num_answers"]) == (live.digest, 20)
     assert set(candidate_files(folder)) == {"config.json", "model.safetensors"}
-    assert is_plain(folder, load_head(folder)[0]), "as vLLM loads it"
-    stored = HeadInTraining(SETTINGS, trainer.target, folder).compare(Conversations.load(small / "data"), 4, ["x"] * 24)
-    judged = found["recent"]["acceptance_length_new"]
-    assert stored["acceptance_length_current"] == pytest.approx(judged, rel=0.1)  # bfloat16, and 4 answers more
 
     trainer.end_trial(folder, change("promoted", "abc"))
     trainer.train(HeadRef("candidate-1", "abc"), answers[:20], weights)  # from what was saved

@@ -1,20 +1,51 @@
-"""Settings of a round, and which heads are trained on; `tests/unit/deployments/test_learner.py` trains."""
+"""A head that is trained on: on a small random target it gains, and what is saved is what was judged."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from peagle.checkpoint import is_plain, load_head
 from peagle.config import HeadError
 from peagle.train.continual import HeadInTraining, continual_recipe
+from peagle.train.data import Conversations
 from peagle.train.target import Target
+from tests.support.small_run import write_small_head
 
+K = 4
 SETTINGS: dict[str, dict[str, Any]] = {
     "batch": {"num_sequences": 4, "max_tokens": 64},
     "optimizer": {"muon_lr": 0.01, "lr": 0.01, "ema_decay": 0.5},
     "schedule": {"max_steps": 40, "warmup_steps": 5},
     "loss": {"chunk": 64},
 }
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, its answers, and a head that knows little of them."""
+    return write_small_head(tmp_path_factory.mktemp("small"))
+
+
+def test_it_gains_from_round_to_round_and_its_file_is_the_head_that_was_judged(small: Path, tmp_path: Path) -> None:
+    data, target, rests = Conversations.load(small / "data"), Target(small / "target"), []
+    names = ["chat"] * len(data)
+    head = HeadInTraining(SETTINGS, target, small / "run" / "head")
+    figures = head.train(data, rests.append)
+    assert (figures["num_steps"], len(rests)) == (40, 39)
+    first = head.compare(data, K, names)
+    assert first["low"] > 1
+    assert first["acceptance_length_new"] > first["acceptance_length_current"]
+    head.save(tmp_path / "learned", {"parent_digest": "abc"})
+    assert json.loads((tmp_path / "learned" / "provenance.json").read_text())["parent_digest"] == "abc"
+    assert is_plain(tmp_path / "learned", load_head(tmp_path / "learned")[0])
+    again = HeadInTraining(SETTINGS, target, tmp_path / "learned")
+    stored = again.compare(data, K, names)
+    assert stored["ratio"] == 1
+    assert stored["acceptance_length_current"] == pytest.approx(first["acceptance_length_new"], rel=0.05)  # bfloat16
+    head.train(data, rests.append)
+    assert head.compare(data, K, names)["ratio"] > first["ratio"]
 
 
 def test_settings_of_a_round_are_checked() -> None:
