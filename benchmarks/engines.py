@@ -57,13 +57,14 @@ class Arm:
     """kind: none, eagle3 (stock), stock (P-EAGLE as vLLM runs it, on its V1 runner), peagle (ours, colocated) or remote
     (ours, the drafter on another GPU). k: K_max. Of `benchmarks.headline`: fixed_k, K that every request asks for;
     is_fp8, whether the drafter's weights and activations are in FP8; rule, vLLM's rule of drafts, or which graphs are
-    left out (`benchmarks.headline`); front_ends, processes for HTTP and text; num_targets, engines with a GPU each."""
+    left out (`benchmarks.headline`); head, which one of several, from 1; front_ends, processes for HTTP and text; num_targets, engines with a GPU each."""
 
     kind: str
     k: int = 0
     fixed_k: int | None = None
     is_fp8: bool = False
     rule: str = ""
+    head: int = 1
     front_ends: int = 1
     num_targets: int = 1
 
@@ -79,7 +80,8 @@ class Arm:
 
     def __str__(self) -> str:
         fixed = "" if self.fixed_k is None else f"k{self.fixed_k}"
-        more = ("fp8" if self.is_fp8 else "") + self.rule + (f"x{self.front_ends}" if self.front_ends > 1 else "")
+        more = ("fp8" if self.is_fp8 else "") + self.rule + (f"h{self.head}" if self.head > 1 else "")
+        more += f"x{self.front_ends}" if self.front_ends > 1 else ""
         more += f"r{self.num_targets}" if self.num_targets > 1 else ""
         return f"{self.kind}-{self.k}{fixed}{more}" if self.k or self.kind == "ours" else f"{self.kind}{more}"
 

@@ -17,6 +17,7 @@ Arms, all but `ours-` and `remote-` ones plain `vllm serve`; K is K_max:
     ours-Kfp8   the drafter's weights and activations in FP8; likewise eagle3-Kfp8, stock-Kfp8, ours-KkFfp8
     ours-Kg     without full graphs for steps with prompts; ours-Kc without those of verification
     eagle3-Kv   vLLM's adaptive verification (`enable_adaptive_verification`) chooses its drafts
+    ours-KhN    with the N-th of `--peagle-head`, where there are several
     ARMxN       N processes for HTTP and text: vLLM's `--api-server-count`, our `target.front_ends`
     ARMrN       N targets, each on a GPU of its own: vLLM's `--data-parallel-size`, our `target.num_replicas`
     ours-0      `peagle serve` without a drafter
@@ -39,7 +40,7 @@ near 1, and it is a Python program, it is what limits the cell, and no GPU.
 
 With `--shape` (a name of `benchmarks.models`) weights are random, and drafts are accepted with a probability of their
 position, P-EAGLE's as much lower as with real heads (`SURVIVAL` and `PARALLEL_RATIO` of `benchmarks.engines`): that
-measures speed, not heads. With `--stock-site` stock arms are of the vLLM in that folder.
+measures speed, not heads. Heads that are given take the place of those written here. With `--stock-site` stock arms are of the vLLM in that folder.
 """
 
 import argparse
@@ -134,20 +135,20 @@ class Cell:
 
 def parse_arm(text: str, options: argparse.Namespace) -> Arm:
     """Raises ValueError for an arm that is not known, lacks its K or an option, or cannot run here."""
-    found = re.fullmatch(r"([a-z]+3?)(?:-(\d+)(?:k(\d+))?(fp8)?([gcv])?)?(?:x(\d+))?(?:r(\d+))?", text)
-    kind, k, fixed, fp8, rule, *counts = found.groups() if found else ("", None, None, None, None, None, None)
+    found = re.fullmatch(r"([a-z]+3?)(?:-(\d+)(?:k(\d+))?(fp8)?([gcv])?(?:h(\d))?)?(?:x(\d+))?(?:r(\d+))?", text)
+    kind, k, fixed, fp8, rule, head, *counts = found.groups() if found else ("", *[None] * 7)
     if (fixed and kind not in OURS) or (fp8 and kind not in FP8) or (rule and kind not in RULES[rule]):
         kind = ""
-    processes = [int(count or 1) for count in counts]
-    arm = Arm(kind, int(k or 0), int(fixed) if fixed else None, bool(fp8), rule or "", *processes)
+    numbers = [int(count or 1) for count in (head, *counts)]
+    arm = Arm(kind, int(k or 0), int(fixed) if fixed else None, bool(fp8), rule or "", *numbers)
     without_k = kind == "none" or (kind, k) == ("ours", "0")
     if arm.kind not in (*HEADS, *OTHERS) or not (arm.k or without_k):
         raise ValueError(f"--arms: {text!r} is none, ours-0, or KIND-K with one of {', '.join((*HEADS, 'ngram'))}")
     if arm.fixed_k is not None and arm.fixed_k > arm.k:
         raise ValueError(f"--arms: {text!r} asks for {arm.fixed_k} drafts a step of at most {arm.k}")
-    needed = HEADS.get(kind) if arm.k and not options.shape else None
-    if needed and getattr(options, needed) is None:
-        raise ValueError(f"--arms {text} needs --{needed.replace('_', '-')}")
+    needed = HEADS.get(kind) if arm.k and (arm.head > 1 or not options.shape) else None
+    if needed and not 0 < arm.head <= len(getattr(options, needed)):
+        raise ValueError(f"--arms {text} needs --{needed.replace('_', '-')}, {arm.head} of them")
     if options.gpus and arm.num_gpus > len(options.gpus):
         raise ValueError(f"--arms {text} needs {arm.num_gpus} of --gpus where it has any")
     return arm
@@ -158,7 +159,7 @@ def prepare(options: argparse.Namespace, arm: Arm) -> tuple[str, str | None, dic
     further: dict[str, Any] = {"quantization": "fp8"} if arm.is_fp8 else {}
     further |= {"enable_adaptive_verification": True} if arm.rule == "v" else {}
     if not options.shape:
-        head = getattr(options, HEADS[arm.kind]) if arm.kind in HEADS and arm.k else None
+        head = getattr(options, HEADS[arm.kind])[arm.head - 1] if arm.kind in HEADS and arm.k else None
         return str(options.model), None if head is None else str(prepare_head(head, options.model)), further
     parallel = HEADS.get(arm.kind) == "peagle_head"
     shape = getattr(models, options.shape)
@@ -169,7 +170,9 @@ def prepare(options: argparse.Namespace, arm: Arm) -> tuple[str, str | None, dic
     if arm.kind not in HEADS or not arm.k:
         return str(target), None, {}
     head = options.folder / f"head-{arm.kind}-{arm.k}"
-    if not (head / "config.json").exists():
+    if given := getattr(options, HEADS[arm.kind]):
+        head = Path(given[arm.head - 1])
+    elif not (head / "config.json").exists():
         models.write_head(head, arm.k, shape, num_layers=4 if parallel else 1, parallel=parallel)
     rates = list(SURVIVAL[: arm.k])
     if parallel:
@@ -547,8 +550,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", nargs="+", required=True, help="in the order in which they are started")
     parser.add_argument("--model", help="an embedded target's name, a directory or a Hugging Face id")
-    parser.add_argument("--peagle-head", help="a shipped head's name or a directory")
-    parser.add_argument("--eagle3-head", help="likewise")
+    parser.add_argument("--peagle-head", nargs="+", default=[], help="a shipped head's name or a directory, or several")
+    parser.add_argument("--eagle3-head", nargs="+", default=[], help="likewise")
     parser.add_argument("--shape", help="random weights of a shape of benchmarks.models, in place of the four above")
     parser.add_argument("--tokenizer", type=Path, help="of the prompts; default: the model's directory")
     parser.add_argument("--engine", default="{}", help="JSON: vLLM's engine arguments, the same for all arms")

@@ -5,11 +5,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.headline import (
     Counts,
     command,
     parse_arm,
     parse_counters,
+    prepare,
     speculative_config,
     verification,
 )
@@ -18,7 +21,7 @@ from benchmarks.prompts import COMPLETE, human_eval_problems
 from deployments.up import read_config
 from peagle.heads import prepare_head
 
-HEADS = {"peagle_head": "smollm2-135m-instruct", "eagle3_head": "smollm2-135m-instruct-eagle3"}
+HEADS = {"peagle_head": ["smollm2-135m-instruct"], "eagle3_head": ["smollm2-135m-instruct-eagle3"]}
 
 
 def options(**given: Any) -> argparse.Namespace:
@@ -36,7 +39,7 @@ def test_every_arm_becomes_one_of_vllms_settings_or_a_service(tmp_path: Path, ta
     assert settings["stock-7"]["parallel_drafting"]
     assert settings["ngram-5"]["prompt_lookup_max"] >= settings["ngram-5"]["prompt_lookup_min"]
     line = command(given, found["stock-7"], 8000)
-    head = prepare_head(HEADS["peagle_head"], target_dir)
+    head = prepare_head(HEADS["peagle_head"][0], target_dir)
     assert json.loads(line[line.index("--speculative-config") + 1]) == {**settings["stock-7"], "model": str(head)}
     line = command(given, found["eagle3-3x4"], 8000)
     assert line[line.index("--api-server-count") + 1] == "4"
@@ -50,6 +53,10 @@ def test_every_arm_becomes_one_of_vllms_settings_or_a_service(tmp_path: Path, ta
         assert (checked.drafter is None) == (text == "ours-0")
         assert checked.drafter is None or checked.drafter.is_remote == (text == "remote-7r3")
         assert checked.target.num_replicas == (3 if text == "remote-7r3" else 1)
+    given.peagle_head.append(given.eagle3_head[0])
+    assert prepare(given, parse_arm("ours-7h2", given))[1] == prepare(given, parse_arm("eagle3-7", given))[1]
+    with pytest.raises(ValueError, match="ours-7h3 needs --peagle-head, 3 of them"):
+        parse_arm("ours-7h3", given)
 
 
 def test_acceptance_by_vllms_counters_and_by_ours() -> None:
