@@ -57,7 +57,8 @@ class Arm:
     """kind: none, eagle3 (stock), stock (P-EAGLE as vLLM runs it, on its V1 runner), peagle (ours, colocated) or remote
     (ours, the drafter on another GPU). k: K_max. Of `benchmarks.headline`: fixed_k, K that every request asks for;
     is_fp8, whether the drafter's weights and activations are in FP8; rule, vLLM's rule of drafts, or which graphs are
-    left out (`benchmarks.headline`); head, which one of several, from 1; front_ends, processes for HTTP and text; num_targets, engines with a GPU each."""
+    left out (`benchmarks.headline`); head, which one of several, from 1; front_ends, processes for HTTP and text;
+    num_targets, engines with a GPU each."""
 
     kind: str
     k: int = 0
@@ -420,7 +421,6 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from benchmarks import models
-    from peagle.vllm.draft_budget import document_path
 
     models.spawn_engines()
     name = args.arm[0]
@@ -435,8 +435,6 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings))
         await engine.get_supported_tasks()
         report: dict[str, Any] = {"arm": name, "shape": args.shape, "start_s": round(time.perf_counter() - start_s, 1)}
-        document = document_path(engine.vllm_config.instance_id)
-        report["measured_at_start"] = json.loads(document.read_text(encoding="utf-8")) if document.exists() else None
         report["rows"] = []
         if arm.kind == "remote":
             await engine.collective_rpc("set_drafters", args=([found()],))

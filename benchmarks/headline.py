@@ -40,7 +40,8 @@ near 1, and it is a Python program, it is what limits the cell, and no GPU.
 
 With `--shape` (a name of `benchmarks.models`) weights are random, and drafts are accepted with a probability of their
 position, P-EAGLE's as much lower as with real heads (`SURVIVAL` and `PARALLEL_RATIO` of `benchmarks.engines`): that
-measures speed, not heads. Heads that are given take the place of those written here. With `--stock-site` stock arms are of the vLLM in that folder.
+measures speed, not heads. Heads that are given take the place of those written here. With `--stock-site` stock arms
+are of the vLLM in that folder; they keep its caches in `--folder`, because two versions overwrite each other's.
 """
 
 import argparse
@@ -239,7 +240,7 @@ def environment(options: argparse.Namespace, arm: Arm, index: int) -> dict[str, 
     # Where the arms together fill the machine, Ray would end the service, and nothing else.
     env["RAY_memory_monitor_refresh_ms"] = "0"
     if arm.kind not in OURS and options.stock_site:
-        env["PYTHONPATH"] = str(options.stock_site)
+        env |= {"PYTHONPATH": str(options.stock_site), "VLLM_CACHE_ROOT": str(options.folder / "stock-cache")}
     if options.gpus:
         chosen = [options.gpus[(index + number) % len(options.gpus)] for number in range(arm.num_gpus)]
         return {**os.environ, **env, "CUDA_VISIBLE_DEVICES": ",".join(chosen)}

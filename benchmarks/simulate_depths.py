@@ -4,8 +4,8 @@
 
 A closed loop of clients sends requests whose drafts are accepted as a real head's were (`benchmarks.traces`) to
 an engine whose steps take what was measured on a real one. The learned arm is the product's own code: `KPolicy` gets a
-report each second, and the scheduler's `DraftBudget` sees every step's time and decides every step's drafts. It knows
-the engine by its guess alone, or by points as an engine measures them at its start (`--points`).
+report each second, and the scheduler's `DraftBudget` sees every step's time and decides every step's drafts. It begins
+with the product's guess of the engine.
 
 A step decodes every running request with 1 + k rows, and takes in the prompts of new ones. Not modelled: the limit of
 the KV cache, prefix caching, several replicas.
@@ -136,18 +136,6 @@ class TableEngine:
         return seconds + self._row_s * (beyond + prompt_tokens)
 
 
-def points_of(engine: Engine, max_num_seqs: int, max_draft_tokens: int = K_MAX) -> dict[str, Any]:
-    """What an engine that measures itself at its start would say."""
-    sizes = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size <= max_num_seqs]
-    depths = sorted({0, max_draft_tokens // 4, max_draft_tokens // 2, max_draft_tokens})
-    points = [
-        {"num_requests": size, "num_tokens": size * (1 + k), "step_s": engine(size, size * (1 + k))}
-        for size in sizes
-        for k in depths
-    ]
-    return {"max_draft_tokens": max_draft_tokens, "context_tokens": 300, "points": points}
-
-
 # ---- policies
 
 
@@ -191,10 +179,10 @@ class Learned:
 
     REPORT_S = 1.0
 
-    def __init__(self, on_gpu: bool, document: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, on_gpu: bool) -> None:
         random.seed(0)  # of exploration requests
         self.k_policy = KPolicy(KRules(K_MAX, K_MAX, 3), on_gpu=on_gpu)
-        self.draft_budget = DraftBudget(StepLatencyModel(on_gpu, document))
+        self.draft_budget = DraftBudget(StepLatencyModel(on_gpu))
         self._on_gpu = on_gpu
         self._counts: dict[str, WorkloadCounts] = {}
         self._reported_s = 0.0
@@ -322,7 +310,6 @@ def main(
     mix: Annotated[str, typer.Option(help=f"Workloads: {', '.join(MIXES)}.")] = "code-chat",
     engine: Annotated[str, typer.Option(help=f"Engine whose steps were measured: {', '.join(ENGINES)}.")] = "h200",
     requests: Annotated[int, typer.Option(help="Requests of each run.")] = 600,
-    points: Annotated[bool, typer.Option(help="The engine measures itself at its start.")] = False,
     traces: Annotated[Path, typer.Option(help="Recorded acceptance.")] = TRACES,
     out: Annotated[Path | None, typer.Option(help="JSON with the figures and their conditions.")] = None,
 ) -> None:
@@ -330,10 +317,9 @@ def main(
     found: dict[int, dict[str, float]] = {}
     answers, table = load_answers(traces), TableEngine.load(ENGINES[engine])
     pools = {name: select(answers, *kind) for name, kind in MIXES[mix].items()}
-    document = points_of(table, 256) if points else None
     for concurrency in (1, 4, 8) if engine == "cpu" else (1, 8, 32, 64, 128, 256):
         load = Load(concurrency, max(requests, 4 * concurrency))
-        rates = compare(table, pools, load, lambda: Learned(engine != "cpu", document))
+        rates = compare(table, pools, load, lambda: Learned(engine != "cpu"))
         found[concurrency] = {name: round(rate, 1) for name, rate in rates.items()}
         cells = "  ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
         typer.echo(f"{concurrency:4d} clients: {cells}  learned / best K {learned_share(rates):.3f}")

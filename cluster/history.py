@@ -61,7 +61,7 @@ def decoded(tokens: float, counts: Counts, load: float, latency: StepLatency) ->
     """
     found = np.array([tokens, counts.num_steps, counts.num_accepted_tokens, 0.0, 0.0])
     steps, load = max(tokens - found[2], found[1]), max(1.0, load)
-    if not steps or not (latency.is_measured or latency.num_steps >= MIN_TIMED_STEPS):
+    if not steps or latency.num_steps < MIN_TIMED_STEPS:
         return found
     share = 1.0 - (1.0 - found[1] / steps) ** load
     step_s = undrafted_s = latency.seconds(load, load)

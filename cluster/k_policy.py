@@ -270,8 +270,8 @@ class KPolicy:
             if found is None or name not in found.ks:  # as one request beside those that share steps
                 found = steady_ks([*beside, demand], latency, ks)
             k, rates = found.ks[name], tuple(round(rate, 4) for rate in demand.rates)
-            # On a GPU the drafter's pass is left out only where no request may be drafted, on a CPU step by step.
-            steps_decide = not self.rules.max_tpot_ms and (k > 0 or not self._on_gpu)
+            # On a GPU the drafter's pass is left out only where no request may draft, on a CPU step by step.
+            steps_decide = not self.rules.max_tpot_ms and (any(found.ks.values()) or not self._on_gpu)
             choices[name] = Drafting(
                 name,
                 k,
@@ -298,14 +298,13 @@ class KPolicy:
         names = {*self.posteriors.workloads(), *self._load, *self.rules.by_workload} or {DEFAULT_WORKLOAD}
         rows = [self._describe(name) for name in sorted(names)]
         silent_s, latency, engines = now_s - self._observed_s, self.latency, len(self._latencies)
-        start = "measured by the engines at their start, and" if latency.is_measured else "learned"
-        start += f" over {latency.num_steps:.0f} steps of {engines} engine{'s' * (engines != 1)}"
+        learned = f"learned over {latency.num_steps:.0f} steps of {engines} engine{'s' * (engines != 1)}"
         load, drafts = self.num_requests, sum(self._load.get(row["workload"], 0) * row["k"] for row in rows)
         step_s = latency.seconds(max(1.0, load), max(1.0, load) * (1 + drafts / load)) if engines and load else None
         return {
             "max_draft_tokens": self.rules.max_draft_tokens,
             "policy": "adaptive" if self.rules.is_adaptive else "fixed",
-            "step_times": f"step times {start if engines else 'guessed, no engine has reported any'}",
+            "step_times": f"step times {learned if engines else 'guessed, no engine has reported any'}",
             "step_s": None if step_s is None else round(step_s, 6),
             "head": self.posteriors.head or None,
             "seconds_since_report": None if math.isinf(silent_s) else round(silent_s, 1),

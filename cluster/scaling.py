@@ -43,7 +43,7 @@ LOAD_TIME_S = 10.0
 
 MIN_HISTORY_S, MIN_STEPS, MIN_TIMED_STEPS = 30.0, 100.0, 100.0
 """What must be known: seconds for which arrivals were counted; independent verification steps of all workloads; engine
-steps, where engines measured nothing at their start."""
+steps."""
 
 SILENT_SHARE = 0.5
 """Share of the running replicas that must report; the others then count as equal to these."""
@@ -191,7 +191,7 @@ class ScalingPolicy:
         if not traffic:
             return "requests run, but no replica has counted one that ended" if self._is_busy else ""
         latency, num_steps = k_policy.latency, k_policy.posteriors.num_steps
-        if not (latency.is_measured or latency.num_steps >= MIN_TIMED_STEPS):
+        if latency.num_steps < MIN_TIMED_STEPS:
             return "no replica knows yet what its steps take"
         return f"{num_steps:.0f} verified steps tell too little of acceptance" if num_steps < MIN_STEPS else ""
 

@@ -5,7 +5,7 @@
 | engine arguments | keyword arguments | `engine`, `setting_types` (their types), `generate` (training data) |
 | scheduler | `scheduler_cls` | `scheduler`, `draft_budget`, `rejections` (forecast), `turns` |
 | scheduler's outputs | `scheduler_cls` | `outputs` (stream coalescing) |
-| V2 model runner (GPU) | `worker_cls` | `v2_worker`, `speculator`, `draft_rows`, `last_layer`, `step_measure` |
+| V2 model runner (GPU) | `worker_cls` | `v2_worker`, `speculator`, `draft_rows`, `last_layer` |
 | verification (V2) | the runner's sampler | `verification` |
 | V1 model runner (CPU) | `worker_cls` | `workers`, `coupling` (sampling), `cpu_drafting` |
 | both, remote drafter | `worker_cls` | `remote`, `remote_speculator` (V2), `remote_cpu` (V1) |

@@ -1,7 +1,7 @@
 """The draft budget of a step by its load: the rule of `cluster.step_allocation`, in the scheduler.
 
 Enters: the requests of the next step, each with the most drafts that it may get and perhaps its survival (cumulative
-acceptance rates, `SURVIVAL_KEY`); the times at which steps' results arrive; the engine's measurements at its start.
+acceptance rates, `SURVIVAL_KEY`); the times at which steps' results arrive.
 Leaves: drafts of each request; with synchronous scheduling whether a step makes any; a step latency model. A request
 without a survival (pinned K, K of the client, exploration request) keeps its K. The others share the rest, each by the
 newest survival of its workload.
@@ -15,9 +15,7 @@ device's part. In both cases the intervals of a run add up to its time. The firs
 import json
 import logging
 import math
-import tempfile
 from collections import OrderedDict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.acceptance import check_rates
@@ -27,7 +25,6 @@ from peagle.vllm.request_args import SURVIVAL_KEY, WORKLOAD_KEY
 from peagle.vllm.step_notes import read_plan
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -51,27 +48,6 @@ MIN_DRAFTED = 100
 
 MIN_GAIN = 0.03
 """Relative gain of tokens per second from which passes are left out, or run again: a change costs a useless pass."""
-
-
-def document_path(instance_id: str) -> Path:
-    """The file of the step times that the engine with vLLM's `instance_id` measures at its start:
-
-    {"device", "max_draft_tokens", "context_tokens", "points": [{"num_requests", "num_tokens", "step_s"}, ...]}
-    """
-    return Path(tempfile.gettempdir()) / f"peagle-steps-{instance_id}.json"
-
-
-def make_draft_budget(config: "VllmConfig", max_draft_tokens: int) -> "DraftBudget | None":
-    """None for an engine without drafts. A start document that cannot be read is logged and not used."""
-    if not max_draft_tokens:
-        return None
-    on_gpu, path = config.device_config.device_type != "cpu", document_path(config.instance_id)
-    if path.exists():
-        try:
-            return DraftBudget(StepLatencyModel(on_gpu, json.loads(path.read_text(encoding="utf-8"))))
-        except (OSError, ValueError) as error:
-            logger.warning("step times measured at the start are not used: %s: %s", path, error)
-    return DraftBudget(StepLatencyModel(on_gpu))
 
 
 def timed_step(seconds: float, scheduled: "SchedulerOutput") -> TimedStep | None:

@@ -23,8 +23,9 @@ from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from cluster.step_latency import StepLatencyModel
 from peagle.vllm import compat
-from peagle.vllm.draft_budget import DraftBudget, make_draft_budget
+from peagle.vllm.draft_budget import DraftBudget
 from peagle.vllm.limits import use_own_backends
 from peagle.vllm.outputs import OutputCoalescer
 from peagle.vllm.rejections import RejectionForecast
@@ -60,7 +61,8 @@ class _PerRequestDepth(_Base):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         compat.check("scheduler", self)
-        self._draft_budget = make_draft_budget(self.vllm_config, self.num_spec_tokens)
+        model = StepLatencyModel(on_gpu=self.vllm_config.device_config.device_type != "cpu")
+        self._draft_budget = DraftBudget(model) if self.num_spec_tokens else None
         use_own_backends(self.structured_output_manager)
         # Requests for which the remote drafter had no drafts when it was last asked.
         self._without_drafts: set[str] = set()

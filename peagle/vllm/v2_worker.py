@@ -9,8 +9,7 @@ Given to vLLM as an import string, `worker_cls=V2_WORKER` of `peagle.vllm.engine
 | another drafter, or no prompt graphs | vLLM's own | - |
 
 Prompt graphs run steps with prompts as full CUDA graphs, where `compat.replays_prompts`. If attention can renew its
-metadata from numbers on the GPU, full graphs do so, and the host builds none. Each engine measures its decoding steps
-when it starts (`peagle.vllm.step_measure`).
+metadata from numbers on the GPU, full graphs do so, and the host builds none.
 """
 
 import dataclasses
@@ -34,12 +33,10 @@ from vllm.v1.worker.utils import AttentionGroup
 from peagle.vllm import compat
 from peagle.vllm.device import describe_device
 from peagle.vllm.speculator import PEagleSpeculator, can_renew
-from peagle.vllm.step_measure import measure_steps, write_steps
 from peagle.vllm.verification import CoupledSampler, Verification
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.worker.worker_base import CompilationTimes
 
 compat.allow_v2()
 
@@ -257,10 +254,3 @@ class V2Worker(Worker):
         """vLLM's. Sampled requests are then verified by `CoupledSampler`, where it can."""
         super().load_model(*args, **kwargs)
         CoupledSampler.install(self.model_runner)
-
-    def compile_or_warm_up_model(self) -> "CompilationTimes":
-        times = super().compile_or_warm_up_model()
-        points = measure_steps(self)
-        if self.rank == 0:
-            write_steps(self.vllm_config, points)
-        return times

@@ -9,11 +9,7 @@ from tests.support.step_tables import latency_of
 
 GOOD, BAD = (0.8, 0.64, 0.51), (0.2, 0.04, 0.01)
 OUTPUT_TOKENS, PROMPT_TOKENS = 200, 100
-LATENCY = latency_of(
-    lambda num_requests, num_rows, _: 0.02 + 0.0005 * num_rows + 0.001 * num_requests,
-    prompt_row_s=0.0005,
-    is_measured=True,
-)
+LATENCY = latency_of(0.02, request_s=0.001, row_s=0.0005, prompt_row_s=0.0005, num_steps=1000)
 """20 ms, 0.5 ms a row and 1 ms a request."""
 
 

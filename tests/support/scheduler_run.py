@@ -1,9 +1,7 @@
 """Drives the product's schedulers over vLLM's own, step by step, with numbers in place of a worker."""
 
 import dataclasses
-import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +16,6 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from peagle.vllm.draft_budget import document_path
 from peagle.vllm.engine import engine_kwargs
 from peagle.vllm.request_args import MAX_K_KEY, SURVIVAL_KEY
 from peagle.vllm.scheduler import PerRequestDepthAsyncScheduler, PerRequestDepthScheduler
@@ -125,19 +122,3 @@ def scheduler_config(target_dir: Path, head_dir: Path, k_max: int) -> Any:
     settings = {"max_model_len": 1024, "max_num_seqs": 16, "enable_prefix_caching": False}
     kwargs = engine_kwargs(target_dir, head_dir, max_draft_tokens=k_max, dtype="float32", on_cpu=True, extra=settings)
     return EngineArgs(**kwargs).create_engine_config()
-
-
-@contextmanager
-def measured_at_start(config: Any) -> Iterator[None]:
-    """As if the engine had measured steps of 10 ms and 0.1 ms a row."""
-    points = [
-        {"num_requests": size, "num_tokens": size * (1 + k), "step_s": 0.01 + 1e-4 * size * (1 + k)}
-        for size in (1, 2, 4, 8, 16, 32)
-        for k in (0, 1, 3, 7)
-    ]
-    path = document_path(config.instance_id)
-    path.write_text(json.dumps({"points": points, "context_tokens": 100}))
-    try:
-        yield
-    finally:
-        path.unlink()

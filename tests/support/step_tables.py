@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
-from cluster.step_latency import DRAFTS, REQUESTS, StepLatency
+from cluster.step_latency import KNOTS, StepLatency, StepLatencyModel, TimedStep
 
 MS = 1e-3
 
@@ -60,7 +60,26 @@ LINES = st.builds(Table, **SECONDS, pass_s=st.sampled_from([0.0, 5 * MS]))
 """Each draft takes the same time."""
 
 
-def latency_of(seconds: Callable[[float, float, bool], float], **fields: float) -> StepLatency:
-    """Of a formula of requests, rows and whether the drafter's pass runs."""
-    table = tuple(tuple(seconds(num, num * (1 + max(0.0, k)), k >= 0) for k in (-1.0, *DRAFTS)) for num in REQUESTS)
-    return StepLatency(table, **{"prompt_row_s": 0.001, **fields})
+def latency_of(
+    constant_s: float = 0.0,
+    request_s: float = 0.0,
+    row_s: float = 0.0,
+    pass_s: float = 0.0,
+    prompt_row_s: float = 0.001,
+    num_steps: float = 0.0,
+) -> StepLatency:
+    """In which each row takes the same time."""
+    rows = [row_s] * (len(KNOTS) - 1)
+    return StepLatency((constant_s, request_s, pass_s, 0.0, *rows, prompt_row_s), num_steps)
+
+
+def model_of(seconds: Callable[[int, int], float], sizes: Sequence[int] = (1, 2, 4, 8, 16, 32)) -> StepLatencyModel:
+    """What is believed of a GPU's engine whose steps take what a formula of requests and rows says, as if it had run
+    none yet."""
+    model = StepLatencyModel(on_gpu=True)
+    for _ in range(8):
+        for size in sizes:
+            for k in (0, 1, 2, 5):
+                model.observe(TimedStep(seconds(size, size * (1 + k)), size, size * (1 + k)))
+    model.num_steps = 0
+    return model

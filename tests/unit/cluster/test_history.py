@@ -68,7 +68,7 @@ def test_the_speed_up_is_that_of_the_step_latency_model_at_the_load() -> None:
 
 def test_steps_without_drafts_bring_nothing_and_the_pass_is_paid_where_it_runs() -> None:
     assert speed_up(decoded(100, Counts(), 4, LATENCY)) == 1.0
-    free = latency_of(lambda _requests, _rows, drafted: 0.02 + 0.02 * drafted, is_measured=True)
+    free = latency_of(0.02, pass_s=0.02, num_steps=200)
     # One request: every second step verifies drafts, and takes twice the time.
     assert speed_up(decoded(100, counts_of([(1, 0)] * 50), 1, free)) == pytest.approx(2 / 3, rel=0.05)
     # Of many requests some have drafts in every step.

@@ -113,7 +113,7 @@ def test_a_tpot_limit_cuts_the_drafts_that_bring_least():
 
 
 def test_a_fraction_of_a_request_lies_between_whole_ones():
-    latency = latency_of(lambda num, rows, is_drafted: 0.01 + 0.001 * rows)
+    latency = latency_of(0.01, row_s=0.001)
     steps = [best_ks([Demand("a", num, CODE, 5)], latency).tpot_s["a"] for num in (2, 2.5, 3)]
     assert steps[1] == pytest.approx((steps[0] + steps[2]) / 2, rel=0.02)
     thin, one = (best_ks([Demand("a", num, CODE, 5)], latency) for num in (0.1, 1))
@@ -161,7 +161,7 @@ POLICY = KRules(K_MAX, K_MAX, 3, {"pinned": 2})
 
 def linear_latency(per_token_s: float) -> StepLatency:
     """A step costs 10 ms and so much for each row."""
-    return latency_of(Table(0.010, per_token_s).seconds, num_steps=1000)
+    return latency_of(0.010, row_s=per_token_s, num_steps=1000)
 
 
 def counts(acceptance: float, num_steps: int, num_running: int = 4) -> WorkloadCounts:
@@ -236,14 +236,21 @@ def test_with_a_tpot_limit_steps_usually_verify_no_more_than_k() -> None:
 
 def test_at_k_0_few_requests_explore_so_that_acceptance_stays_known() -> None:
     router = k_policy(on_gpu=True)
-    router.observe([report(workloads={"chat": counts(0.01, 5000, 8), "code": counts(0.6, 5000, 2)})], 0.0)
+    router.observe([report(workloads={"chat": counts(0.01, 5000, 8), "code": counts(0.01, 5000, 2)})], 0.0)
     drawn = [choose(router, "chat") for _ in range(20_000)]
     explored = [each for each in drawn if each.source == "probe"]
     assert {(each.k, each.max_k, each.survival) for each in explored} == {(K_MAX, K_MAX, ())}
     assert len(explored) / len(drawn) == pytest.approx(EXPLORED_STEPS / 5, rel=0.5), "5 requests share a step"
-    assert {choose(router, "code").source for _ in range(5000)} == {"learned"}
     drawn = [choose(router, "chat", 2) for _ in range(5000)]
     assert {each.max_k for each in drawn} == {0, 2}, "the caller's limit holds for them too"
+
+
+def test_beside_requests_that_draft_each_step_decides_for_all() -> None:
+    """The drafter's pass runs anyway."""
+    router = k_policy(on_gpu=True)
+    router.observe([report(workloads={"chat": counts(0.01, 5000, 8), "code": counts(0.6, 5000, 2)})], 0.0)
+    assert (choose(router, "chat").k, choose(router, "chat").max_k) == (0, K_MAX)
+    assert {choose(router, name).source for name in ("chat", "code") for _ in range(5000)} == {"learned"}
 
 
 def test_a_workload_that_becomes_good_again_is_found_by_its_exploration() -> None:

@@ -14,12 +14,11 @@ from peagle.vllm.draft_budget import (
     STEPS_PER_LATENCY,
     VERIFY_INTERVAL_STEPS,
     DraftBudget,
-    document_path,
-    make_draft_budget,
     timed_step,
 )
 from peagle.vllm.request_args import SURVIVAL_KEY, WORKLOAD_KEY
 from peagle.vllm.step_notes import SchedulerPlan, write_plan
+from tests.support.step_tables import model_of
 from tests.unit.cluster.test_step_latency import cpu, dear_drafter
 
 K_MAX = 5
@@ -29,13 +28,8 @@ NUMBERS = count()
 
 
 def draft_budget(base_s: float = 0.010, per_token_s: float = 0.001) -> DraftBudget:
-    """Of an engine that measured itself."""
-    points = [
-        {"num_requests": size, "num_tokens": size * (1 + k), "step_s": base_s + per_token_s * size * (1 + k)}
-        for size in (1, 2, 4, 8, 16, 32)
-        for k in (0, 1, 2, 5)
-    ]
-    return DraftBudget(StepLatencyModel(True, {"context_tokens": 100, "points": points}))
+    """Of an engine that has learned what its steps take."""
+    return DraftBudget(model_of(lambda _, num_tokens: base_s + per_token_s * num_tokens))
 
 
 def request(survival: Any = None, name: str = "", workload: str = "") -> Any:
@@ -101,10 +95,7 @@ def test_now_and_then_a_step_verifies_all_its_drafts_also_beside_prompts() -> No
 
 def test_prompts_in_the_step_are_seen() -> None:
     """Few rows are free on a GPU; beside a prompt each costs."""
-    points = [
-        {"num_requests": 4, "num_tokens": 4 * (1 + k), "step_s": 0.010 + (0.001 if k else 0.0)} for k in range(6)
-    ] + [{"num_requests": 64, "num_tokens": n, "step_s": 0.011 + max(0, n - 64) * 0.0005} for n in (64, 128, 384)]
-    found = DraftBudget(StepLatencyModel(True, {"points": points}))
+    found = DraftBudget(model_of(lambda _, num_tokens: 0.010 + max(0, num_tokens - 64) * 0.0005, (4, 64)))
     batch = [request([0.5, 0.25, 0.1, 0.05, 0.02]) for _ in range(4)]
     alone, beside = (sum(found.allocate_drafts(batch, [5] * 4, prompt_tokens=tokens)) for tokens in (0, 1000))
     assert alone > beside
@@ -212,30 +203,10 @@ def test_costs_are_reported_when_new_and_not_more_often_than_they_are_read() -> 
     def reported(now_s: float) -> bool:
         return found.report(now_s) is not None
 
-    latency = StepLatency.from_wire(found.report(100.0) or "")
-    assert latency.is_measured, "what was measured at the start is reported before the first step"
+    StepLatency.from_wire(found.report(100.0) or "")
     assert not reported(200.0), "nothing new"
     num_reports = 0
     for n in range(1, 1001):  # ten seconds of steps of 10 ms
         found.model.observe(TimedStep(0.010, 1, 6))
         num_reports += reported(300.0 + n / 100)
     assert 0.8 * 10 / REPORT_INTERVAL_S < num_reports <= 10 / REPORT_INTERVAL_S + 1
-
-
-def test_the_start_document_is_read_and_one_without_points_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    config: Any = SimpleNamespace(instance_id="test-draft-budget", device_config=SimpleNamespace(device_type="cuda"))
-    path = document_path(config.instance_id)
-    assert make_draft_budget(config, 0) is None
-    try:
-        for text, has_points in (
-            ('{"points": [{"num_requests": 1, "num_tokens": 8, "step_s": 0.01}]}', True),
-            ('{"points": []}', False),
-        ):
-            path.write_text(text)
-            found = make_draft_budget(config, K_MAX)
-            assert found is not None
-            assert found.model.latency.is_measured == has_points
-        assert "step times measured at the start are not used" in caplog.text
-    finally:
-        path.unlink()
-    assert make_draft_budget(config, K_MAX) is not None

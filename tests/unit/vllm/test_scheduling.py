@@ -8,7 +8,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from peagle.vllm.request_args import ALL_OF_CLIENT
-from tests.support.scheduler_run import SchedulerRun, measured_at_start, scheduler_config, steps_of
+from tests.support.scheduler_run import SchedulerRun, scheduler_config, steps_of
 
 K_MAX = 7
 BOTH = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
@@ -124,8 +124,7 @@ def test_drafts_that_a_remote_drafter_did_not_have_count_nowhere(config: Any) ->
 
 
 def test_only_the_first_drafts_that_pay_are_verified(config: Any) -> None:
-    with measured_at_start(config):
-        run = SchedulerRun(config, is_async=True)
+    run = SchedulerRun(config, is_async=True)
     names = [str(n) for n in range(16)]
     for name in names:
         run.add(name, survival=[0.5, 0.3, 0.2, 0.1, 0.1, 0.1, 0.1])
