@@ -130,6 +130,7 @@ def engine_class(on_cpu: bool, launch_front_ends: Callable[[Any, Namespace], tup
                 return super()._prepare_engine_config(callback_ctx)
             if not on_cpu:  # as Ray does, where it is not told to leave that alone
                 os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, ray.get_gpu_ids()))
+            fork_server.inspect_models()
             arguments, made = _get_vllm_engine_config(self.llm_config)
             return arguments, FrontendArgs(**config.frontend_kwargs), made
 

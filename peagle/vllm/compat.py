@@ -185,6 +185,7 @@ PATCH_POINTS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "vllm.entrypoints.launchers.cli_args:FrontendArgs": (),
         "vllm.utils.system_utils:get_mp_context": (),
         "vllm.utils.system_utils:multiprocessing": (),
+        "vllm.model_executor.models.registry:_run_in_subprocess": ("(fn)",),
     },
     "cpu engine": {
         "vllm.utils.ompmultiprocessing:OMPProcessManager": ("configure_omp_envs(rank, local_rank)",),

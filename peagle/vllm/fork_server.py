@@ -1,7 +1,7 @@
 """A process that has imported vLLM, from which the processes of an engine are forked.
 
-In a Ray actor vLLM spawns the engine's process, and that one its worker's. Each would import vLLM anew, one after the
-other. `start` lets a server of Python's `multiprocessing` import it while the actor itself does. It imports what
+In a Ray actor vLLM spawns the engine's process, and that one its worker's, and before them one for each class of a model
+that is new to it. Each would import vLLM anew, one after the other. `start` lets a server of Python's `multiprocessing` import it while the actor itself does. It imports what
 `vllm serve` has imported where it forks, so CUDA is not initialised.
 """
 
@@ -11,6 +11,8 @@ import os
 import pickle
 import signal
 import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import context, forkserver, reduction
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +47,25 @@ def use() -> None:
     from vllm.utils import system_utils
 
     system_utils.multiprocessing = SimpleNamespace(get_context=lambda _: Context())  # type: ignore[assignment]
+
+
+def inspect_models() -> None:
+    """Have vLLM read in a process forked from the server what it wants to know of a model's class. It starts Python anew
+    for each class, so that this process does not initialise CUDA, and keeps the answer on disk."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = _call_in_process  # type: ignore[assignment]
+
+
+def _call_in_process(function: Callable[[], Any]) -> Any:
+    import cloudpickle
+
+    with ProcessPoolExecutor(1, mp_context=Context()) as pool:
+        return pool.submit(_call, cloudpickle.dumps(function)).result()
+
+
+def _call(pickled: bytes) -> Any:
+    return pickle.loads(pickled)()
 
 
 class Process(context.ForkServerProcess):

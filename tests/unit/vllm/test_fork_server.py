@@ -37,7 +37,13 @@ if __name__ == "__main__":
     theirs.close()
     found = [ours.recv(), ours.recv()]
     process.join()
-    print(json.dumps({"messages": found, "exit": process.exitcode}))
+    fork_server.inspect_models()
+    from vllm.model_executor.models import registry
+    found.append(registry._run_in_subprocess(lambda: os.getppid()))
+    try:
+        registry._run_in_subprocess(lambda: found[99])
+    except IndexError as error:
+        print(json.dumps({"messages": found, "exit": process.exitcode, "error": str(error)}))
 """
 
 
@@ -47,6 +53,8 @@ def test_processes_are_forked_from_one_server_with_their_parents_environment(tmp
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=120, env={**os.environ})
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    (_, late, left_out, is_ready, _, server), (_, inner_late, in_child, _, inner_server) = found["messages"]
+    (_, late, left_out, is_ready, _, server), (_, inner_late, in_child, _, inner_server), inspected = found["messages"]
     assert (late, left_out, is_ready, found["exit"]) == ("1", None, True, 7)
     assert (inner_late, in_child, inner_server) == ("1", "here", server)
+    assert inspected == server, "what vLLM asks of a model's class is found in such a process too"
+    assert found["error"] == "list index out of range"
