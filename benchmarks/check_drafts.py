@@ -196,7 +196,7 @@ def engine(folder: Path, args: argparse.Namespace) -> Any:
     from vllm import LLM
 
     from peagle.vllm import compat
-    from peagle.vllm.engine import ASYNC_SCHEDULER, V2_WORKER, capture_sizes
+    from peagle.vllm.engine_settings import ASYNC_SCHEDULER, V2_WORKER, capture_sizes
 
     compat.allow_v2()
     kwargs: dict[str, Any] = {

@@ -168,7 +168,7 @@ def engine_settings(arm: Arm, folder: Path, shape: dict[str, Any], kv_gib: int, 
     """Keyword arguments of vLLM's `AsyncEngineArgs`. replays: acceptance is not vLLM's synthetic one."""
     from benchmarks.models import write_embedding, write_head, write_target
     from peagle.vllm import compat
-    from peagle.vllm.engine import RemoteSettings, capture_sizes, engine_kwargs
+    from peagle.vllm.engine_settings import RemoteSettings, capture_sizes, engine_kwargs
 
     name = str(arm)
     target_dir, head_dir = write_target(folder / f"target-{name}", shape), folder / f"head-{name}"

@@ -79,7 +79,7 @@ from peagle.heads import prepare_head
 from peagle.provenance import conditions
 from peagle.train.recipe import target_checkpoint
 from peagle.vllm.compat import PROMPT_GRAPHS_KEY, VERIFICATION_GRAPHS_KEY
-from peagle.vllm.engine import openmp_preload
+from peagle.vllm.engine_settings import openmp_preload
 
 NAME, RANDOM, PREFIX = "model", "random", "prefix"
 FIRST_PORT, STOP_TIMEOUT_S = 8000, 90
@@ -136,9 +136,10 @@ class Cell:
 
 def parse_arm(text: str, options: argparse.Namespace) -> Arm:
     """Raises ValueError for an arm that is not known, lacks its K or an option, or cannot run here."""
-    found = re.fullmatch(r"([a-z]+3?)(?:-(\d+)(?:k(\d+))?(fp8)?([gcv])?(?:h(\d))?)?(?:x(\d+))?(?:r(\d+))?", text)
+    found = re.fullmatch(r"([a-z]+3?)(?:-(\d+)(?:k(\d+))?(fp8)?([gcv])?(?:h([1-9]))?)?(?:x(\d+))?(?:r(\d+))?", text)
     kind, k, fixed, fp8, rule, head, *counts = found.groups() if found else ("", *[None] * 7)
-    if (fixed and kind not in OURS) or (fp8 and kind not in FP8) or (rule and kind not in RULES[rule]):
+    is_for = ((fixed, OURS), (fp8, FP8), (head, HEADS), (rule, RULES.get(rule, ())))
+    if any(part and kind not in kinds for part, kinds in is_for):
         kind = ""
     numbers = [int(count or 1) for count in (head, *counts)]
     arm = Arm(kind, int(k or 0), int(fixed) if fixed else None, bool(fp8), rule or "", *numbers)
@@ -148,7 +149,7 @@ def parse_arm(text: str, options: argparse.Namespace) -> Arm:
     if arm.fixed_k is not None and arm.fixed_k > arm.k:
         raise ValueError(f"--arms: {text!r} asks for {arm.fixed_k} drafts a step of at most {arm.k}")
     needed = HEADS.get(kind) if arm.k and (arm.head > 1 or not options.shape) else None
-    if needed and not 0 < arm.head <= len(getattr(options, needed)):
+    if needed and len(getattr(options, needed)) < arm.head:
         raise ValueError(f"--arms {text} needs --{needed.replace('_', '-')}, {arm.head} of them")
     if options.gpus and arm.num_gpus > len(options.gpus):
         raise ValueError(f"--arms {text} needs {arm.num_gpus} of --gpus where it has any")
@@ -551,7 +552,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", nargs="+", required=True, help="in the order in which they are started")
     parser.add_argument("--model", help="an embedded target's name, a directory or a Hugging Face id")
-    parser.add_argument("--peagle-head", nargs="+", default=[], help="a shipped head's name or a directory, or several")
+    parser.add_argument(
+        "--peagle-head", nargs="+", default=[], help="shipped heads' names or directories; with --shape directories"
+    )
     parser.add_argument("--eagle3-head", nargs="+", default=[], help="likewise")
     parser.add_argument("--shape", help="random weights of a shape of benchmarks.models, in place of the four above")
     parser.add_argument("--tokenizer", type=Path, help="of the prompts; default: the model's directory")

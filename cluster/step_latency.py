@@ -4,9 +4,9 @@ Enters: whether the engine has a GPU, and the steps that it runs. Leaves: a `Ste
 from the scheduler to the choice of K and to autoscaling.
 
 The model is a linear regression of step times. Its terms are a constant, the requests, the drafter's pass, the pass
-times the requests, the target's rows, and the rows of prompts. What a row takes depends on how many there are, so the
-rows have a term for each interval between `KNOTS`: the time may grow slowly at first, where a GPU has room, or fast,
-where few rows read many experts. Coefficients begin at a guess. Newer steps weigh more.
+times the requests, the target's rows, and the rows of prompts. Rows have a term for each interval between `KNOTS`. For
+on a GPU the first ones may take nothing, and with experts the first ones take most. Coefficients begin at a guess.
+Newer steps weigh more.
 """
 
 import math
@@ -90,7 +90,7 @@ class StepLatency(msgspec.Struct, frozen=True):
         return seconds
 
     def seconds(self, num_requests: float, num_tokens: float, prompt_tokens: float = 0.0) -> float:
-        """Seconds of one step, prompts included. Numbers may be fractions: means over time."""
+        """Seconds of one step, prompts included. Numbers may be fractions, means over time; `num_requests` above 0."""
         least = max(1.0, 1.0 / num_requests)  # a step that runs has a request
         terms = _terms(least * num_requests, least * num_tokens, num_tokens > num_requests, prompt_tokens)
         return max(float(terms @ np.array(self.coefficients)), LEAST_S)
@@ -125,8 +125,8 @@ _CPU_GUESS = 0.03 * np.array([1.0, 1 / 64, 0.3, 0.18, *[1 / 16] * len(_STARTS), 
 _GPU_GUESS = 0.008 * np.array([1.0, 1 / 200, 0.1, 0.001, *np.where(_STARTS < 64, 0.0, 1 / 200), 1 / 200])
 """A GPU has room for 64 rows: once scaled, within 30 % of the steps of an H200 with the shape of Llama-3.1-8B."""
 GUESS_ERROR, INTERVAL_ERROR = 0.5, 0.4
-"""Standard deviation of a coefficient before any step, as a share of it. For rows comes to it what lets an interval's
-rows take this share of the constant."""
+"""Standard deviation of a coefficient before any step, as a share of it. That of a row is larger, by this share of the
+constant over the rows of its interval."""
 
 FIRST_STEPS = 8
 """Steps whose median of measured / expected scales the guess: a first step may have compiled something."""
@@ -136,7 +136,7 @@ DOUBT = 40.0
 """How much faster what was known is forgotten, by the square of a step's relative deviation."""
 MAX_SURPRISE = 0.5
 """Relative deviation from what is expected beyond which a step counts as a pause, and moves nothing further."""
-UNIT_RATE = 0.01
+UNIT_RATE = 0.03
 """Weight of a step in the scale of the guess."""
 STEP_ERROR = 0.1
 """Standard deviation of one step's time, as a share."""
@@ -181,12 +181,21 @@ class StepLatencyModel:
         # Least squares, with the guess as steps that are never forgotten.
         guess_weights = self._guess_weights / self._unit**2
         weights, sums = self._products + guess_weights, self._sums + guess_weights @ (self._unit * self._guess)
-        self._coefficients = np.maximum(np.linalg.solve(weights, sums), 0.0)
+        self._coefficients = _positive_solution(weights, sums)
 
     @property
     def latency(self) -> StepLatency:
         """What is believed now."""
         return StepLatency(tuple(self._coefficients.tolist()), self.num_steps)
+
+
+def _positive_solution(weights: Array, sums: Array) -> Array:
+    """Of `weights @ x = sums`, with 0 in place of each unknown that would be negative."""
+    found, left = np.zeros_like(sums), np.arange(len(sums))
+    while (solution := np.linalg.solve(weights[np.ix_(left, left)], sums[left])).min(initial=0.0) < 0.0:
+        left = left[solution > 0.0]
+    found[left] = solution
+    return found
 
 
 def _limited(deviation: float) -> float:

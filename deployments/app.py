@@ -21,7 +21,7 @@ from peagle.checkpoint import check_head, read_head_config
 from peagle.config import read_json
 from peagle.embedded import EMBEDDED_TARGETS
 from peagle.schema import SettingsError
-from peagle.vllm.engine import openmp_preload
+from peagle.vllm.engine_settings import openmp_preload
 from peagle.vllm.setting_types import SettingTypes
 
 HTTP_TARGET = "deployments.target.HttpTarget"

@@ -61,7 +61,7 @@ from deployments.usage_log import UsageLog
 from peagle.heads import head_digest, target_digest
 from peagle.schema import SettingsError
 from peagle.vllm.clients import Address, abort_all_of
-from peagle.vllm.engine import ASYNC_SCHEDULER, RemoteSettings, engine_kwargs
+from peagle.vllm.engine_settings import ASYNC_SCHEDULER, RemoteSettings, engine_kwargs
 from peagle.vllm.grammar_checker import GrammarChecker, GrammarLimits
 from peagle.vllm.limits import guard
 from peagle.vllm.recorder import DraftingRecorder

@@ -6,7 +6,7 @@ set -euo pipefail
 work=${WORK:-/tmp/coder}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} VLLM_USE_FLASHINFER_SAMPLER=0 RAY_USAGE_STATS_ENABLED=0 HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 gpus=(${GPUS:-$(nvidia-smi -L | sed -n 's/^GPU \([0-9]*\):.*/\1/p')})
-sizes=$(python3 -c 'from peagle.vllm.engine import capture_sizes; print(*capture_sizes(256 * 8), sep=",")')  # in all arms
+sizes=$(python3 -c 'from peagle.vllm.engine_settings import capture_sizes; print(*capture_sizes(256 * 8), sep=",")')  # in all arms
 engine='{"dtype":"bfloat16","max_model_len":20480,"max_num_seqs":256,"max_num_batched_tokens":8192,"gpu_memory_utilization":0.1,"kv_cache_memory_bytes":'${KV:-7000000000}',"generation_config":"vllm","cudagraph_capture_sizes":['$sizes']}'
 arms="none eagle3-3x4 eagle3-5x4 eagle3-7x4 eagle3-7vx4 ngram-5x4 ours-7"
 # In the order of what they tell: a run that is cut short has all arms in every cell it has.

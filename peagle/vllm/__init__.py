@@ -2,7 +2,7 @@
 
 | attaches to vLLM's | by | modules |
 | --- | --- | --- |
-| engine arguments | keyword arguments | `engine`, `setting_types` (their types), `generate` (training data) |
+| engine arguments | keyword arguments | `engine_settings`, `setting_types` (their types), `generate` (training data) |
 | scheduler | `scheduler_cls` | `scheduler`, `draft_budget`, `rejections` (forecast), `turns` |
 | scheduler's outputs | `scheduler_cls` | `outputs` (stream coalescing) |
 | V2 model runner (GPU) | `worker_cls` | `v2_worker`, `speculator`, `draft_rows`, `last_layer` |

@@ -39,9 +39,11 @@ REPORT_INTERVAL_S = 0.5
 STEPS_PER_LATENCY = 8
 """Steps between two updates of the step latency that budgets use: an update takes time between two steps."""
 
-VERIFY_INTERVAL_STEPS = 200
-"""Steps from one that verifies all its drafts although fewer pay, or runs a pass that would be left out, to the next:
-so acceptance stays known. All requests of such a step take part: a pass is as long as its longest request needs."""
+EXPLORE_INTERVAL_STEPS = 200
+"""Steps from one that verifies another number of drafts than pays, or runs a pass that would be left out, to the next.
+It verifies all, so that acceptance stays known; one in `EXPLORED_WITHOUT` none, so that it is known what drafts cost.
+All requests of such a step take part: a pass is as long as its longest request needs."""
+EXPLORED_WITHOUT = 4
 
 MIN_DRAFTED = 100
 """Requests with drafts, summed over steps, before a pass may be left out: acceptance has been measured by then."""
@@ -79,8 +81,9 @@ class DraftBudget:
         self._last_s: float | None = None
         self._reported_s, self._reported_steps = -math.inf, -1
         self._latency, self._latency_at_step = model.latency, 0
-        self._verified_at_step = self._left_out_at_step = self._num_drafted = 0
-        self._verifies_all = False
+        self._explored_at_step = self._left_out_at_step = self._num_drafted = 0
+        self._explored: list[int] | None = None
+        self._num_explored = 0
         self._leaves_out = False
         self._decided: tuple[object, list[int]] = None, []
         # Requests of a workload share the survival of its newest request: it is the best estimate, and requests with
@@ -89,14 +92,14 @@ class DraftBudget:
 
     def allocate_drafts(self, requests: "list[Request]", max_ks: list[int], prompt_tokens: int = 0) -> list[int]:
         """Drafts of each request, at most its `max_ks`. `prompt_tokens`: of prompts that run in the same step. Each
-        step is first asked for without prompts; if it then was to verify all its drafts, it still does with them.
+        step is first asked for without prompts; if it then was to verify all its drafts or none, it still does with
+        them.
 
-        A result is kept until the batch or the step latency changes: this runs between two steps. One step in
-        `VERIFY_INTERVAL_STEPS` verifies all.
+        A result is kept until the batch or the step latency changes: this runs between two steps.
         """
-        if prompt_tokens and self._verifies_all:
-            return max_ks
-        self._verifies_all = False
+        if prompt_tokens and self._explored is not None:
+            return self._explored
+        self._explored = None
         batch = ([request.request_id for request in requests], max_ks, prompt_tokens, self._newest_latency())
         if batch == self._decided[0]:
             return self._decided[1]
@@ -112,11 +115,13 @@ class DraftBudget:
             max_k if survival is None else depth
             for max_k, survival, depth in zip(max_ks, survivals, depths, strict=True)
         ]
-        if depths == max_ks:
-            self._verified_at_step = self.model.num_steps
-        elif not prompt_tokens and self.model.num_steps - self._verified_at_step >= VERIFY_INTERVAL_STEPS:
-            self._verified_at_step, self._verifies_all = self.model.num_steps, True
-            return max_ks
+        if not prompt_tokens and self.model.num_steps - self._explored_at_step >= EXPLORE_INTERVAL_STEPS:
+            self._explored_at_step, self._explored = self.model.num_steps, max_ks
+            self._num_explored += 1
+            if self._num_explored % EXPLORED_WITHOUT == 0:
+                kept = [max_k * (survival is None) for max_k, survival in zip(max_ks, survivals, strict=True)]
+                self._explored = kept
+            return self._explored
         self._decided = batch, depths
         return depths
 
@@ -143,7 +148,7 @@ class DraftBudget:
         self._leaves_out = gain > (1.0 - MIN_GAIN if self._leaves_out else 1.0 + MIN_GAIN)
         if not self._leaves_out:
             self._left_out_at_step = self.model.num_steps
-        elif self.model.num_steps - self._left_out_at_step >= VERIFY_INTERVAL_STEPS:
+        elif self.model.num_steps - self._left_out_at_step >= EXPLORE_INTERVAL_STEPS:
             self._left_out_at_step = self.model.num_steps
             return True
         return not self._leaves_out

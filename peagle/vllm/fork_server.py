@@ -1,8 +1,8 @@
 """A process that has imported vLLM, from which the processes of an engine are forked.
 
-In a Ray actor vLLM spawns the engine's process, and that one its worker's, and before them one for each class of a model
-that is new to it. Each would import vLLM anew, one after the other. `start` lets a server of Python's `multiprocessing` import it while the actor itself does. It imports what
-`vllm serve` has imported where it forks, so CUDA is not initialised.
+In a Ray actor vLLM spawns a process for each model class that is new to it, then the engine's process, and that one its
+worker's. Each would import vLLM anew, one after the other. `start` lets a server of Python's `multiprocessing` import
+it while the actor itself does. It imports what `vllm serve` has imported where it forks, so CUDA is not initialised.
 """
 
 import ctypes
@@ -50,8 +50,8 @@ def use() -> None:
 
 
 def inspect_models() -> None:
-    """Have vLLM read in a process forked from the server what it wants to know of a model's class. It starts Python anew
-    for each class, so that this process does not initialise CUDA, and keeps the answer on disk."""
+    """Have vLLM read model classes in processes forked from the server. It reads each class once, keeps on disk what it
+    wants to know of it, and uses another process so that this one does not initialise CUDA."""
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = _call_in_process  # type: ignore[assignment]
@@ -65,6 +65,9 @@ def _call_in_process(function: Callable[[], Any]) -> Any:
 
 
 def _call(pickled: bytes) -> Any:
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()  # as vLLM does in its own process: models may come from there
     return pickle.loads(pickled)()
 
 

@@ -21,7 +21,7 @@ from peagle.config import UNNAMED_LAYERS, default_aux_layer_ids
 from peagle.drafter.pool import LinkPool
 from peagle.drafter.projection import InputProjection
 from peagle.drafter.protocol import DtypeName, Int32Array, StepDescriptor, TargetShape, valid_rows
-from peagle.vllm.engine import REMOTE_KEY
+from peagle.vllm.engine_settings import REMOTE_KEY
 
 
 class SlotChange(NamedTuple):

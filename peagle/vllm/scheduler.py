@@ -6,8 +6,8 @@ accepted (`peagle.vllm.step_notes`).
 The drafter always proposes K_max tokens in its one pass (P-EAGLE, arXiv 2602.01469, section 3); K limits verification
 only. So fewer verified drafts cost no draft quality and keep the distribution of the output.
 
-Given to vLLM as an import string, `scheduler_cls=SYNC_SCHEDULER` or `ASYNC_SCHEDULER` of `peagle.vllm.engine`, for its
-V1 and its V2 model runner. Where requests bring cumulative acceptance rates and the engine knows its step times, a
+Given to vLLM as an import string, `scheduler_cls=SYNC_SCHEDULER` or `ASYNC_SCHEDULER` of `peagle.vllm.engine_settings`,
+for its V1 and its V2 model runner. Where requests bring cumulative acceptance rates, a
 draft budget also leaves out the drafts that do not pay in the next step (`peagle.vllm.draft_budget`). The scheduler
 knows nothing of how K is decided.
 """
@@ -55,7 +55,7 @@ else:
 compat.allow_v2()
 
 
-class _PerRequestDepth(_Base):
+class _DraftingScheduler(_Base):
     """What both schedulers share: reading K, admission padding, reports of verified steps."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -242,7 +242,7 @@ def _prompt_tokens(output: "SchedulerOutput") -> int:
     return output.total_num_scheduled_tokens - num_drafts - len(output.num_scheduled_tokens)
 
 
-class PerRequestDepthScheduler(_PerRequestDepth, Scheduler):
+class DraftingScheduler(_DraftingScheduler, Scheduler):
     """Synchronous scheduling: drafts come back from the worker between two steps and are limited there. A step that is
     faster without the drafter's pass leaves it out (`DraftBudget.makes_drafts`)."""
 
@@ -272,7 +272,7 @@ class PerRequestDepthScheduler(_PerRequestDepth, Scheduler):
                 request.spec_token_ids = []
 
 
-class PerRequestDepthAsyncScheduler(_PerRequestDepth, AsyncScheduler):
+class AsyncDraftingScheduler(_DraftingScheduler, AsyncScheduler):
     """Asynchronous scheduling: the next step is planned before the drafts exist, with K placeholders a request.
 
     The worker fills the placeholders from its own K_max-wide table, so fewer of them means the first K drafts.

@@ -55,7 +55,7 @@ from vllm.v1.worker.utils import AttentionGroup
 from peagle.drafter.rows import best_tokens
 from peagle.vllm import compat
 from peagle.vllm.draft_rows import DraftRows, TargetRows, write_rows
-from peagle.vllm.engine import capture_sizes
+from peagle.vllm.engine_settings import capture_sizes
 from peagle.vllm.last_layer import COMPILED_KEY, LastLayer
 from peagle.vllm.request_args import drafts_wanted
 from peagle.vllm.step_notes import read_plan

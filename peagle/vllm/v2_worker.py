@@ -1,6 +1,7 @@
 """vLLM's GPU worker on its V2 model runner, for targets with a P-EAGLE head, an EAGLE-3 head or none.
 
-Given to vLLM as an import string, `worker_cls=V2_WORKER` of `peagle.vllm.engine`. Its model runner (`runner_class`):
+Given to vLLM as an import string, `worker_cls=V2_WORKER` of `peagle.vllm.engine_settings`. `runner_class` names its
+model runner:
 
 | head | runner | brings |
 | --- | --- | --- |

@@ -46,7 +46,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, g
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
 from peagle.vllm import compat
-from peagle.vllm.engine import capture_sizes
+from peagle.vllm.engine_settings import capture_sizes
 
 MAX_ROWS = 256
 """Rows of logits in the largest graph. With more, the GPU takes longer for a step than the host, and the graph would

@@ -1,4 +1,4 @@
-"""vLLM's CPU workers with what this package changes, given to vLLM as import strings (`peagle.vllm.engine`).
+"""vLLM's CPU workers with what this package changes, given to vLLM as import strings (`peagle.vllm.engine_settings`).
 
 `CPUWorker` samples by `peagle.vllm.coupling`, with and without drafts. vLLM's own sampling on a CPU has two faults.
 With drafts it expands temperature, top-k and top-p of requests to rows by a kernel whose result is dropped unless it is

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from peagle.vllm.engine import engine_kwargs
+from peagle.vllm.engine_settings import engine_kwargs
 from tests.support.engine_harness import Job, RunningEngine
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM runs block drafters on GPUs")

@@ -14,7 +14,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from peagle.vllm.engine import ASYNC_SCHEDULER, engine_kwargs
+from peagle.vllm.engine_settings import ASYNC_SCHEDULER, engine_kwargs
 from peagle.vllm.limits import guard
 from peagle.vllm.recorder import DraftingRecorder, RequestDrafting
 from peagle.vllm.request_args import MAX_K_KEY, SURVIVAL_KEY, WORKLOAD_KEY

@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.settings import load_settings
 from deployments import compat
 from deployments.app import catalog, target_options
-from peagle.vllm.engine import engine_kwargs
+from peagle.vllm.engine_settings import engine_kwargs
 
 
 def seen(worker: Any) -> tuple[int, str]:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from peagle.vllm.engine import RemoteSettings
+from peagle.vllm.engine_settings import RemoteSettings
 from tests.support.engine_harness import Result, RunningEngine, float32_kwargs
 from tests.support.transport_harness import ROOT, eventually, only_link
 

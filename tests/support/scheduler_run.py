@@ -16,9 +16,9 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from peagle.vllm.engine import engine_kwargs
+from peagle.vllm.engine_settings import engine_kwargs
 from peagle.vllm.request_args import MAX_K_KEY, SURVIVAL_KEY
-from peagle.vllm.scheduler import PerRequestDepthAsyncScheduler, PerRequestDepthScheduler
+from peagle.vllm.scheduler import AsyncDraftingScheduler, DraftingScheduler
 from peagle.vllm.step_notes import STEPS_HEADER, SchedulerPlan, read_plan, write_num_ready
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 1000
@@ -51,7 +51,7 @@ class SchedulerRun:
         config.cache_config.num_gpu_blocks = NUM_BLOCKS
         spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
         cache = KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)])
-        kind = PerRequestDepthAsyncScheduler if is_async else PerRequestDepthScheduler
+        kind = AsyncDraftingScheduler if is_async else DraftingScheduler
         self.scheduler: Any = kind(config, cache, StructuredOutputManager(config), BLOCK_SIZE, log_stats=True)
         self._is_async = is_async
         self.stats: list[Any] = []

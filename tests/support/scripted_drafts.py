@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from vllm.v1.outputs import DraftTokenIds
 
-from peagle.vllm.scheduler import PerRequestDepthScheduler
+from peagle.vllm.scheduler import DraftingScheduler
 
 CONTINUATION_KEY = "test_continuation"
 """`extra_args` key: the tokens that greedy decoding gives after this prompt. Absent: the drafter's proposals stay."""
@@ -28,7 +28,7 @@ def scripted_steps(num_output_tokens: int, max_tokens: int, k: int, max_draft_to
     return steps
 
 
-class ScriptedDraftScheduler(PerRequestDepthScheduler):
+class ScriptedDraftScheduler(DraftingScheduler):
     """Drafts of a scripted request: some right tokens, then wrong ones, K_max in all."""
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:

@@ -57,6 +57,8 @@ def test_every_arm_becomes_one_of_vllms_settings_or_a_service(tmp_path: Path, ta
     assert prepare(given, parse_arm("ours-7h2", given))[1] == prepare(given, parse_arm("eagle3-7", given))[1]
     with pytest.raises(ValueError, match="ours-7h3 needs --peagle-head, 3 of them"):
         parse_arm("ours-7h3", given)
+    with pytest.raises(ValueError, match="ngram-5h2"):
+        parse_arm("ngram-5h2", given)
 
 
 def test_acceptance_by_vllms_counters_and_by_ours() -> None:

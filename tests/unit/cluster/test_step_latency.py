@@ -127,6 +127,14 @@ def test_what_the_host_adds_makes_no_draft_dearer():
         return engine(num_requests, num_tokens) + 0.004 + 1e-5 * num_requests
 
     assert min(shares_of_best(model, waiting, (64, 128, 64))) > 0.95
+    rng = np.random.default_rng(0)
+    for _ in range(300):  # beside prompts, which bring work to it too
+        num_requests, prompts = int(rng.integers(32, 65)), int(rng.choice([0, 256, 512]))
+        num_tokens = num_requests * int(rng.integers(2, 5))
+        seconds = waiting(num_requests, num_tokens) + 2e-5 * prompts + 0.0005 * (prompts > 0)
+        model.observe(TimedStep(seconds, num_requests, num_tokens, prompts, True))
+    assert model.latency.seconds(64, 4 * 64) == pytest.approx(waiting(64, 4 * 64), rel=0.05)
+    assert model.latency.seconds(64, 8 * 64) == pytest.approx(waiting(64, 8 * 64), rel=0.3)
 
 
 def test_a_first_step_that_compiled_and_a_pause_hardly_matter():

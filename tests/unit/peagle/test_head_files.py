@@ -31,7 +31,7 @@ from peagle.config import (
 )
 from peagle.heads import MAX_NUM_CANDIDATES, candidate_directory, candidate_files, head_digest, keep_candidate
 from peagle.schema import SettingsError
-from peagle.vllm.engine import engine_kwargs
+from peagle.vllm.engine_settings import engine_kwargs
 from tests.support.head_factory import CONFIG, TARGET, head_tensors, reconfigure, rewrite
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from cluster.step_latency import StepLatency, StepLatencyModel, TimedStep
 from peagle.vllm.draft_budget import (
+    EXPLORE_INTERVAL_STEPS,
     MIN_DRAFTED,
     REPORT_INTERVAL_S,
     STEPS_PER_LATENCY,
-    VERIFY_INTERVAL_STEPS,
     DraftBudget,
     timed_step,
 )
@@ -74,23 +74,39 @@ def test_load_lowers_k_and_never_raises_it() -> None:
     assert free.allocate_drafts([request(usual) for _ in range(4)], [3, 0, 2, 1]) == [3, 0, 2, 1]
 
 
-def test_now_and_then_a_step_verifies_all_its_drafts_also_beside_prompts() -> None:
-    """So that acceptance beyond what pays stays known; in all requests of a step at once, within their limits."""
+def test_now_and_then_a_step_verifies_all_its_drafts_or_none_also_beside_prompts() -> None:
+    """So that acceptance beyond what pays stays known, and what drafts cost; in all requests of a step at once, within
+    their limits. A probe keeps its K."""
     usual, found = [0.7, 0.5, 0.35, 0.25, 0.18], draft_budget()
-    batch, limits = [request(usual) for _ in range(16)], [5, 3] * 8
-    usual_depths, verified = found.allocate_drafts(batch, limits), []
-    assert sum(usual_depths) < sum(limits)
-    for step in range(2 * VERIFY_INTERVAL_STEPS):
+    batch, limits = [*(request(usual) for _ in range(16)), request()], [5, 3] * 8 + [5]
+    none, explored = [0] * 16 + [5], {}
+    assert sum(none) < sum(found.allocate_drafts(batch, limits)) < sum(limits)
+    for step in range(5 * EXPLORE_INTERVAL_STEPS):
         depths = found.allocate_drafts(batch, limits)
-        if depths == limits:
-            verified.append(step)
-            assert found.allocate_drafts(batch, limits, prompt_tokens=500) == limits, "what was planned is kept"
+        if depths in (limits, none):
+            explored[step] = depths
+            assert found.allocate_drafts(batch, limits, prompt_tokens=500) == depths, "what was planned is kept"
         else:
             assert sum(found.allocate_drafts(batch, limits, prompt_tokens=500)) < sum(limits)
-        num_tokens = 16 + sum(depths)
-        found.model.observe(TimedStep(0.010 + 0.001 * num_tokens, 16, num_tokens))
-    assert len(verified) == 1
-    assert VERIFY_INTERVAL_STEPS <= verified[0] <= VERIFY_INTERVAL_STEPS + STEPS_PER_LATENCY
+        num_tokens = len(batch) + sum(depths)
+        found.model.observe(TimedStep(0.010 + 0.001 * num_tokens, len(batch), num_tokens))
+    assert list(explored.values()) == [limits, limits, limits, none]
+    assert all(step % EXPLORE_INTERVAL_STEPS <= 4 * STEPS_PER_LATENCY for step in explored)
+
+
+def test_a_request_alone_whose_drafts_all_pay_still_says_what_they_cost() -> None:
+    """A GPU's engine whose pass runs in every step, and which would otherwise verify five drafts in each."""
+    found, batch = DraftBudget(StepLatencyModel(on_gpu=True)), [request(SURE)]
+
+    def seconds(num_tokens: int) -> float:
+        return 0.004 + 0.001 * (num_tokens > 1) + 0.0001 * num_tokens
+
+    for _ in range(2000):
+        num_tokens = 1 + sum(found.allocate_drafts(batch, [5]))
+        found.model.observe(TimedStep(seconds(num_tokens), 1, num_tokens, 0, True))
+    latency = found.model.latency
+    assert latency.seconds(1, 6) == pytest.approx(seconds(6), rel=0.02)
+    assert latency.curve(1, 5, is_drafted=True)[0] == pytest.approx(seconds(1), rel=0.15)
 
 
 def test_prompts_in_the_step_are_seen() -> None:
@@ -203,7 +219,7 @@ def test_costs_are_reported_when_new_and_not_more_often_than_they_are_read() -> 
     def reported(now_s: float) -> bool:
         return found.report(now_s) is not None
 
-    StepLatency.from_wire(found.report(100.0) or "")
+    assert StepLatency.from_wire(found.report(100.0) or "").num_steps == 0, "reported before the first step"
     assert not reported(200.0), "nothing new"
     num_reports = 0
     for n in range(1, 1001):  # ten seconds of steps of 10 ms

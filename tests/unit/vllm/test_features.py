@@ -11,7 +11,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 
 from peagle.vllm import compat
-from peagle.vllm.engine import REMOTE_KEY
+from peagle.vllm.engine_settings import REMOTE_KEY
 from peagle.vllm.v2_worker import PEagleRunner, RaggedModelRunner, StepGraphs, runner_class
 from tests.support.graph_config import graph_config, outside_an_engine
 from tests.support.scheduler_run import SchedulerRun, scheduler_config

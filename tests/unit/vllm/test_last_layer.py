@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models.llama import LlamaMLP
 from vllm.model_executor.models.llama_eagle3 import LlamaModel
 
-from peagle.vllm.engine import engine_kwargs
+from peagle.vllm.engine_settings import engine_kwargs
 from peagle.vllm.last_layer import LastLayer
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its network is the CPU's")

@@ -11,7 +11,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 from vllm.v1.engine.input_processor import InputProcessor
 
-from peagle.vllm.engine import engine_kwargs
+from peagle.vllm.engine_settings import engine_kwargs
 from peagle.vllm.limits import guard
 from peagle.vllm.request_args import MAX_K_KEY, drafts_wanted, undraftable_field
 

@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 
-from peagle.vllm.engine import capture_sizes
+from peagle.vllm.engine_settings import capture_sizes
 from peagle.vllm.speculator import MIN_PACKED_REQUESTS, DraftGraphs
 from peagle.vllm.v2_worker import StepGraphs
 from tests.support.graph_config import graph_config, outside_an_engine

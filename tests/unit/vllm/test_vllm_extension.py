@@ -27,7 +27,7 @@ from cluster.counts import WorkloadCounts
 from peagle.config import DrafterConfig
 from peagle.model import Rotary
 from peagle.vllm import compat
-from peagle.vllm.engine import (
+from peagle.vllm.engine_settings import (
     ASYNC_SCHEDULER,
     CPU_WORKER,
     REMOTE_CPU_WORKER,

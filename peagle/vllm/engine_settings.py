@@ -14,8 +14,8 @@ from typing import Any
 
 from peagle.config import DrafterConfig, read_head_config
 
-SYNC_SCHEDULER = "peagle.vllm.scheduler.PerRequestDepthScheduler"
-ASYNC_SCHEDULER = "peagle.vllm.scheduler.PerRequestDepthAsyncScheduler"
+SYNC_SCHEDULER = "peagle.vllm.scheduler.DraftingScheduler"
+ASYNC_SCHEDULER = "peagle.vllm.scheduler.AsyncDraftingScheduler"
 CPU_WORKER = "peagle.vllm.workers.CPUWorker"
 V2_WORKER = "peagle.vllm.v2_worker.V2Worker"
 REMOTE_CPU_WORKER = "peagle.vllm.workers.RemoteCPUWorker"
