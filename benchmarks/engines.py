@@ -34,7 +34,9 @@ from typing import TYPE_CHECKING, Any
 from peagle.provenance import conditions
 
 if TYPE_CHECKING:
-    from benchmarks.replayed import Replay
+    import msgspec
+
+from benchmarks.replayed import Replay
 
 SURVIVAL = (0.80, 0.64, 0.50, 0.39, 0.30, 0.22, 0.17, 0.13, 0.10, 0.075, 0.055, 0.04)
 """Probability that the first i drafts are accepted; beyond the seventh continued by hand at the same ratio."""
@@ -320,14 +322,18 @@ class LearnedDepths:
         from cluster.step_latency import StepLatency
 
         while True:
-            latency = StepLatency.from_wire(self._recorder.step_costs) if self._recorder.step_costs else None
+            text = self._recorder.step_latency
+            latency = msgspec.json.decode(text, type=StepLatency) if text else None
             report = TargetReport("engine", "head", workloads=self._recorder.workloads(), step_latency=latency)
             self._k_policy.observe([report], time.monotonic())
             await asyncio.sleep(0.5)
 
     def believed(self) -> dict[str, Any]:
         """What K rests on now: survivals and step costs."""
-        return {**self._k_policy.document(time.monotonic()), "step_costs": self._k_policy.latency.to_wire()}
+        return {
+            **self._k_policy.document(time.monotonic()),
+            "step_latency": msgspec.to_builtins(self._k_policy.latency),
+        }
 
     def extra_args(self, workload: str) -> dict[str, Any]:
         from cluster.request import Drafting

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, cast
 
+import msgspec
 import numpy as np
 import typer
 
@@ -224,7 +225,7 @@ class Learned:
     def _report(self, now_s: float) -> None:
         self._reported_s = now_s
         text = self.draft_budget.report(now_s)
-        latency = None if text is None else StepLatency.from_wire(text)
+        latency = None if text is None else msgspec.json.decode(text, type=StepLatency)
         report = TargetReport("replica", head="head", workloads=self._counts, step_latency=latency)
         self.k_policy.observe([report], now_s)
 

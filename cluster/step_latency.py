@@ -11,7 +11,6 @@ Newer steps weigh more.
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -94,17 +93,6 @@ class StepLatency(msgspec.Struct, frozen=True):
         least = max(1.0, 1.0 / num_requests)  # a step that runs has a request
         terms = _terms(least * num_requests, least * num_tokens, num_tokens > num_requests, prompt_tokens)
         return max(float(terms @ np.array(self.coefficients)), LEAST_S)
-
-    def to_wire(self) -> dict[str, Any]:
-        """As JSON can hold it, with four significant digits."""
-        rounded = tuple(float(f"{seconds:.4g}") for seconds in self.coefficients)
-        found: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(self, coefficients=rounded))
-        return found
-
-    @classmethod
-    def from_wire(cls, text: str) -> "StepLatency":
-        """Inverse of `to_wire` and JSON."""
-        return msgspec.json.decode(text, type=cls)
 
 
 MAX_AVERAGED_STEPS = 300.0

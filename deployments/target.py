@@ -23,6 +23,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import ray
 from fastapi import FastAPI
@@ -190,7 +191,8 @@ class TargetServer(LLMServer):
         await self.check_health()
         if self._front_ends is not None:
             await self._front_ends.refresh_counts()
-        latency = StepLatency.from_wire(self._recorder.step_costs) if self._recorder.step_costs else None
+        text = self._recorder.step_latency
+        latency = msgspec.json.decode(text, type=StepLatency) if text else None
         return TargetReport(
             replica=self._replica,
             head=self.front_end.head_of(),

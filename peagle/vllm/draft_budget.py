@@ -12,11 +12,12 @@ arrives while the next step runs, so the interval is what the step adds to the r
 device's part. In both cases the intervals of a run add up to its time. The first step after a pause has no time.
 """
 
-import json
 import logging
 import math
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from cluster.acceptance import check_rates
 from cluster.step_allocation import allocate
@@ -164,12 +165,12 @@ class DraftBudget:
         self._last_s = None
 
     def report(self, now_s: float) -> str | None:
-        """The step latency (`StepLatency.to_wire` as JSON), if a report is due at `now_s`, monotonic seconds: there
-        were new steps or no report yet, and the last report is `REPORT_INTERVAL_S` old."""
+        """The step latency as JSON, if a report is due at `now_s`, monotonic seconds: there were new steps or no report
+        yet, and the last report is `REPORT_INTERVAL_S` old."""
         if self.model.num_steps == self._reported_steps or now_s - self._reported_s < REPORT_INTERVAL_S:
             return None
         self._reported_s, self._reported_steps = now_s, self.model.num_steps
-        return json.dumps(self.model.latency.to_wire(), separators=(",", ":"))
+        return msgspec.json.encode(self.model.latency).decode()
 
     def _newest_latency(self) -> StepLatency:
         if self.model.num_steps - self._latency_at_step >= STEPS_PER_LATENCY:

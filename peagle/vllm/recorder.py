@@ -8,7 +8,7 @@ from typing import Any
 from cluster.counts import Counts, WorkloadCounts, counts_since
 from cluster.request import DEFAULT_WORKLOAD
 from peagle.vllm.request_args import LEARN_KEY, WORKLOAD_KEY, undraftable_field
-from peagle.vllm.step_notes import STEP_COSTS_HEADER, STEPS_HEADER, counts_of_steps
+from peagle.vllm.step_notes import STEP_LATENCY_HEADER, STEPS_HEADER, counts_of_steps
 
 WHOLE_ANSWERS = ("None", "stop", "length")
 """vLLM's finish reasons, as text, of an answer whose tokens may all be used for training."""
@@ -54,12 +54,12 @@ class RecorderDelta:
     Attributes:
         workloads: new counts by workload.
         num_output_tokens: new output tokens.
-        step_costs: the newest step latency model, as text; "" before the first.
+        step_latency: the newest step latency model, as text; "" before the first.
     """
 
     workloads: dict[str, WorkloadCounts] = field(default_factory=dict)
     num_output_tokens: int = 0
-    step_costs: str = ""
+    step_latency: str = ""
 
 
 class DraftingRecorder:
@@ -93,8 +93,8 @@ class DraftingRecorder:
         self._finished: OrderedDict[str, list[RequestDrafting]] = OrderedDict()
         self.num_output_tokens = 0
         """Output tokens of all sequences since `attach`."""
-        self.step_costs = ""
-        """The newest step latency model of the scheduler, as text (`STEP_COSTS_HEADER`); "" before the first."""
+        self.step_latency = ""
+        """The newest step latency model of the scheduler, as text (`STEP_LATENCY_HEADER`); "" before the first."""
         self._taken: dict[str, WorkloadCounts] = {}
         self._num_tokens_taken = 0
         self._sources: dict[int, Counter[str]] = {}  # running sequences of other clients, by workload
@@ -172,7 +172,7 @@ class DraftingRecorder:
         delta = RecorderDelta(
             {name: counts_since(found, before.get(name)) for name, found in now.items() if found != before.get(name)},
             self.num_output_tokens - self._num_tokens_taken,
-            self.step_costs,
+            self.step_latency,
         )
         self._taken, self._num_tokens_taken = now, self.num_output_tokens
         return delta
@@ -186,7 +186,7 @@ class DraftingRecorder:
             self._workloads.move_to_end(name)
             running[name] += added.num_running
         self.num_output_tokens += delta.num_output_tokens
-        self.step_costs = delta.step_costs or self.step_costs
+        self.step_latency = delta.step_latency or self.step_latency
 
     def drop_source(self, source: int, lost: Mapping[str, int]) -> None:
         """Count the sequences that a lost client had running as aborted. `lost`: how many of each workload. Some of
@@ -237,7 +237,7 @@ class DraftingRecorder:
         for output in engine_core_outputs:
             headers = output.trace_headers or {}
             # The model is the engine's, so it does not matter which output carries it.
-            self.step_costs = headers.get(STEP_COSTS_HEADER, self.step_costs)
+            self.step_latency = headers.get(STEP_LATENCY_HEADER, self.step_latency)
             live = self._live.get(output.request_id)
             if live is None:  # it has ended here, and not yet in the engine
                 continue

@@ -31,7 +31,7 @@ from peagle.vllm.outputs import OutputCoalescer
 from peagle.vllm.rejections import RejectionForecast
 from peagle.vllm.request_args import ALL_OF_CLIENT, drafts_wanted
 from peagle.vllm.step_notes import (
-    STEP_COSTS_HEADER,
+    STEP_LATENCY_HEADER,
     STEPS_HEADER,
     SchedulerPlan,
     VerifiedStep,
@@ -214,7 +214,7 @@ class _DraftingScheduler(_Base):
         firsts = [client.outputs[0] for client in outputs_by_client.values() if client.outputs]
         if firsts and (costs := budget.report(time.perf_counter())) is not None:
             for first in firsts:
-                first.trace_headers = {**(first.trace_headers or {}), STEP_COSTS_HEADER: costs}
+                first.trace_headers = {**(first.trace_headers or {}), STEP_LATENCY_HEADER: costs}
 
     def _mark_missing(self, num_drafts: dict[str, int], scheduled: "SchedulerOutput") -> None:
         """Count the planned drafts that the remote drafter did not have as vLLM counts those that a grammar ruled out.

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from vllm.platforms import current_platform
 from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
@@ -157,7 +158,7 @@ def test_the_client_hears_what_steps_take(engine: RunningEngine, prompts: Prompt
     """From the first steps on. Reports come twice a second."""
     for _ in range(100):
         engine.run([Job(prompts[5], NUM_SHORT)])
-        latency = StepLatency.from_wire(engine.recorder.step_costs)
+        latency = msgspec.json.decode(engine.recorder.step_latency, type=StepLatency)
         if latency.num_steps:
             break
     assert latency.num_steps > 0
