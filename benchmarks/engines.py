@@ -329,7 +329,7 @@ class LearnedDepths:
             await asyncio.sleep(0.5)
 
     def believed(self) -> dict[str, Any]:
-        """What K rests on now: survivals and step costs."""
+        """What K rests on now: survivals and step latency."""
         return {
             **self._k_policy.document(time.monotonic()),
             "step_latency": msgspec.to_builtins(self._k_policy.latency),

@@ -62,7 +62,7 @@ def write_num_ready(model_runner_output: Any, num_ready: list[int]) -> None:
 STEPS_HEADER = "x-peagle-steps"
 """A request's `VerifiedStep`s that were not reported yet, oldest first: "7,3 7,0 5,5"."""
 
-STEP_LATENCY_HEADER = "x-peagle-step-costs"
+STEP_LATENCY_HEADER = "x-peagle-step-latency"
 """What the scheduler has learned of its step times, in the form of `cluster.step_latency`."""
 
 
