@@ -57,6 +57,7 @@ LOCAL_ENVIRONMENT = {
 }
 """Also, of a Ray that ends with `peagle serve`."""
 
+SERVICE_PATH = "deployments.app:build"
 HAPROXY_PORTS = {"RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500}
 """Ports that HAProxy needs besides that of HTTP, with Ray's defaults."""
 
@@ -166,8 +167,11 @@ def read_config(path: Path, *, is_here: bool = True) -> tuple[Any, ...]:
         raise UpError("\n  - ".join([f"{path} is not a Ray Serve config file:", *lines])) from error
     except ValueError as error:
         raise UpError(str(error)) from error
-    for application in config["applications"]:
+    for index, application in enumerate(config["applications"]):
         application.setdefault("name", "default")
+        given, known = application["import_path"], (SERVICE_PATH, GATEWAY_PATH)
+        if given.startswith("deployments") and given not in known:  # others may build the service in a module of theirs
+            raise UpError(f"{path}: applications.{index}.import_path: no {given}{nearest(given, known)}")
     if not config["applications"]:
         raise UpError(f"{path}: applications is empty, there is nothing to serve")
     services = [_read_application(application, is_here) for application in model_applications(config)]

@@ -98,6 +98,10 @@ def test_each_of_several_models_is_changed_live() -> None:
         ),
         ({"applications": [{"import_path": "deployments.app:build", "args": {"modle": {}}}]}, "unknown key modle"),
         ({"applications": [{"import_path": "deployments.app:build"}]}, "missing key model"),
+        (
+            {"applications": [{"import_path": "deployments.ap:build"}]},
+            "applications.0.import_path: no deployments.ap:build; did you mean deployments.app:build?",
+        ),
         (several("/a", "/b"), "in front of them, deployments.gateway:build"),
         (several("/a", "/b", gateway="/x"), "models.m: no application has the route_prefix /x"),
         (several("/a", gateway="a"), "models.m is 'a'"),
