@@ -350,9 +350,11 @@ def evaluate_heads(
     """
     on_gpu = torch.cuda.is_available()
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    target = Target(target_dir, device="cuda" if on_gpu else "cpu", dtype=dtype)
     paths = [head, *([against] if against else [])]
-    drafters = [target.build_drafter(*load_head(path), dtype) for path in paths]
+    # What is small is read first: a wrong folder is known before the target is loaded.
+    sets, found = [(folder, load_answers(folder)) for folder in answers], [load_head(path) for path in paths]
+    target = Target(target_dir, device="cuda" if on_gpu else "cpu", dtype=dtype)
+    drafters = [target.build_drafter(*each, dtype) for each in found]
     num_depths = num_draft_tokens or common_depths([drafter.config for drafter in drafters])
     heads = [
         {"path": str(path), "kind": kind(drafter.config), "num_depths": drafter.config.num_depths}
@@ -360,8 +362,7 @@ def evaluate_heads(
     ]
     document: dict[str, Any] = {"made": conditions(), "target": target_dir, "heads": heads, "num_depths": num_depths}
     document["sets"] = []
-    for folder in answers:
-        loaded = load_answers(folder)
+    for folder, loaded in sets:
         result = evaluate(drafters, target, loaded, num_depths)
         document["sets"].append({"answers": str(folder), **result})
         yield f"{folder}: temperature {loaded.temperature:g}, {heads[0]['kind']}\n{table(result)}"

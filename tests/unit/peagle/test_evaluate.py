@@ -113,6 +113,11 @@ def test_wrong_manifests_are_named(folders: Path, manifest: dict, message: str) 
         program.load_answers(folders / "greedy")
 
 
+def test_a_wrong_folder_is_named_before_the_target_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no part-.* in .*; make them with"):
+        list(program.evaluate_heads(tmp_path / "no head", [tmp_path], str(tmp_path / "no target")))
+
+
 def test_walk_visits_the_anchors_that_decoding_visits() -> None:
     accepted_A = np.array([2, 3, 0, 1, 3, 0])
     # Anchor 0 accepts 2 and goes on at 3, which accepts 1 and goes on at 5, which accepts none.
