@@ -31,12 +31,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from peagle.provenance import conditions
 
 if TYPE_CHECKING:
-    import msgspec
-
-from benchmarks.replayed import Replay
+    from benchmarks.replayed import Replay
 
 SURVIVAL = (0.80, 0.64, 0.50, 0.39, 0.30, 0.22, 0.17, 0.13, 0.10, 0.075, 0.055, 0.04)
 """Probability that the first i drafts are accepted; beyond the seventh continued by hand at the same ratio."""
