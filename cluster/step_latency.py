@@ -116,6 +116,8 @@ GUESS_ERROR, INTERVAL_ERROR = 0.5, 0.4
 """Standard deviation of a coefficient before any step, as a share of it. That of a row is larger, by this share of the
 constant over the rows of its interval."""
 
+STEPS_PER_UPDATE = 8
+"""Steps between two updates of what is believed: one takes time between two steps of the engine."""
 FIRST_STEPS = 8
 """Steps whose median of measured / expected scales the guess: a first step may have compiled something."""
 KEPT = 0.998
@@ -131,7 +133,12 @@ STEP_ERROR = 0.1
 
 
 class StepLatencyModel:
-    """What is believed of one engine's step latency. Not thread-safe. on_gpu: which guess it starts from."""
+    """What is believed of one engine's step latency. Not thread-safe. on_gpu: which guess it starts from.
+
+    Attributes:
+        latency: what is believed now; the same object until the next update.
+        num_steps: steps that it has seen.
+    """
 
     def __init__(self, on_gpu: bool) -> None:
         self._guess = _GPU_GUESS if on_gpu else _CPU_GUESS
@@ -142,6 +149,7 @@ class StepLatencyModel:
         self._products, self._sums = np.zeros_like(self._guess_weights), np.zeros_like(errors)
         self._first_steps: list[TimedStep] | None = []
         self.num_steps = 0
+        self.latency = StepLatency(tuple(self._guess.tolist()))
 
     def observe(self, step: TimedStep) -> None:
         """Take in a step. One whose numbers cannot be is left out."""
@@ -166,15 +174,15 @@ class StepLatencyModel:
             kept = KEPT ** (1.0 + DOUBT * surprise**2)
             self._products = kept * self._products + np.outer(terms, terms)
             self._sums = kept * self._sums + terms * (1.0 + surprise)
+        if self.num_steps % STEPS_PER_UPDATE == 0:
+            self._update()
+
+    def _update(self) -> None:
         # Least squares, with the guess as steps that are never forgotten.
         guess_weights = self._guess_weights / self._unit**2
         weights, sums = self._products + guess_weights, self._sums + guess_weights @ (self._unit * self._guess)
         self._coefficients = _positive_solution(weights, sums)
-
-    @property
-    def latency(self) -> StepLatency:
-        """What is believed now."""
-        return StepLatency(tuple(self._coefficients.tolist()), self.num_steps)
+        self.latency = StepLatency(tuple(self._coefficients.tolist()), self.num_steps)
 
 
 def _positive_solution(weights: Array, sums: Array) -> Array:

@@ -21,7 +21,7 @@ import msgspec
 
 from cluster.acceptance import check_rates
 from cluster.step_allocation import allocate
-from cluster.step_latency import StepLatency, StepLatencyModel, TimedStep
+from cluster.step_latency import StepLatencyModel, TimedStep
 from peagle.vllm.request_args import SURVIVAL_KEY, WORKLOAD_KEY
 from peagle.vllm.step_notes import read_plan
 
@@ -36,9 +36,6 @@ MAX_KNOWN = 4096
 
 REPORT_INTERVAL_S = 0.5
 """Costs are reported at most so often; reports are read about once a second."""
-
-STEPS_PER_LATENCY = 8
-"""Steps between two updates of the step latency that budgets use: an update takes time between two steps."""
 
 EXPLORE_INTERVAL_STEPS = 200
 """Steps from one that verifies another number of drafts than pays, or runs a pass that would be left out, to the next.
@@ -81,7 +78,6 @@ class DraftBudget:
         self.model = model
         self._last_s: float | None = None
         self._reported_s, self._reported_steps = -math.inf, -1
-        self._latency, self._latency_at_step = model.latency, 0
         self._explored_at_step = self._left_out_at_step = self._num_drafted = 0
         self._explored: list[int] | None = None
         self._num_explored = 0
@@ -101,7 +97,7 @@ class DraftBudget:
         if prompt_tokens and self._explored is not None:
             return self._explored
         self._explored = None
-        batch = ([request.request_id for request in requests], max_ks, prompt_tokens, self._newest_latency())
+        batch = ([request.request_id for request in requests], max_ks, prompt_tokens, self.model.latency)
         if batch == self._decided[0]:
             return self._decided[1]
         survivals = self._survivals(requests)
@@ -111,7 +107,7 @@ class DraftBudget:
         # Requests that keep their K load the step too; they count with the survival of one of the others.
         valued = [typical if survival is None else survival for survival in survivals]
         limits = [min(max_k, len(survival)) for max_k, survival in zip(max_ks, valued, strict=True)]
-        depths = allocate(valued, limits, self._newest_latency(), prompt_tokens)
+        depths = allocate(valued, limits, self.model.latency, prompt_tokens)
         depths = [
             max_k if survival is None else depth
             for max_k, survival, depth in zip(max_ks, survivals, depths, strict=True)
@@ -140,7 +136,7 @@ class DraftBudget:
             return True
         survivals = [survival or () for survival in found]
         limits = [min(max_k, len(survival)) for max_k, survival in zip(max_ks, survivals, strict=True)]
-        num, latency = len(requests), self._newest_latency()
+        num, latency = len(requests), self.model.latency
         depths = allocate(survivals, limits, latency)
         num_drafts = sum(depths)
         length = 1.0 + sum(sum(survival[:k]) for survival, k in zip(survivals, depths, strict=True)) / num
@@ -171,11 +167,6 @@ class DraftBudget:
             return None
         self._reported_s, self._reported_steps = now_s, self.model.num_steps
         return msgspec.json.encode(self.model.latency).decode()
-
-    def _newest_latency(self) -> StepLatency:
-        if self.model.num_steps - self._latency_at_step >= STEPS_PER_LATENCY:
-            self._latency, self._latency_at_step = self.model.latency, self.model.num_steps
-        return self._latency
 
     def _survivals(self, requests: "list[Request]") -> list[tuple[float, ...] | None]:
         """The newest survival of each request's workload; only steps that verify all drafts go beyond its end. None for

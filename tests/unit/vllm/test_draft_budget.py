@@ -8,12 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from cluster.step_latency import StepLatency, StepLatencyModel, TimedStep
+from cluster.step_latency import STEPS_PER_UPDATE, StepLatency, StepLatencyModel, TimedStep
 from peagle.vllm.draft_budget import (
     EXPLORE_INTERVAL_STEPS,
     MIN_DRAFTED,
     REPORT_INTERVAL_S,
-    STEPS_PER_LATENCY,
     DraftBudget,
     timed_step,
 )
@@ -92,7 +91,7 @@ def test_now_and_then_a_step_verifies_all_its_drafts_or_none_also_beside_prompts
         num_tokens = len(batch) + sum(depths)
         found.model.observe(TimedStep(0.010 + 0.001 * num_tokens, len(batch), num_tokens))
     assert list(explored.values()) == [limits, limits, limits, none]
-    assert all(step % EXPLORE_INTERVAL_STEPS <= 4 * STEPS_PER_LATENCY for step in explored)
+    assert all(step % EXPLORE_INTERVAL_STEPS <= 4 * STEPS_PER_UPDATE for step in explored)
 
 
 def test_a_request_alone_whose_drafts_all_pay_still_says_what_they_cost() -> None:
@@ -214,8 +213,8 @@ def test_times_are_the_intervals_between_results_and_end_at_a_pause() -> None:
     assert found.model.num_steps == 2
 
 
-def test_costs_are_reported_when_new_and_not_more_often_than_they_are_read() -> None:
-    found = draft_budget()
+def test_the_latency_is_reported_when_new_and_not_more_often_than_it_is_read() -> None:
+    found = DraftBudget(StepLatencyModel(on_gpu=True))
 
     def reported(now_s: float) -> bool:
         return found.report(now_s) is not None
