@@ -4,9 +4,9 @@ Enters: whether the engine has a GPU, and the steps that it runs. Leaves: a `Ste
 from the scheduler to the choice of K and to autoscaling.
 
 The model is a linear regression of step times. Its terms are a constant, the requests, the drafter's pass, the pass
-times the requests, the target's rows, and the rows of prompts. Rows have a term for each interval between `KNOTS`. For
-on a GPU the first ones may take nothing, and with experts the first ones take most. Coefficients begin at a guess.
-Newer steps weigh more.
+times the requests, the target's rows, and the rows of prompts. Rows have a term for each interval between `KNOTS`,
+because the first rows take little on a GPU, and most in a target with experts. Coefficients begin at a guess. Newer
+steps weigh more.
 """
 
 import math
@@ -186,7 +186,7 @@ class StepLatencyModel:
 
 
 def _positive_solution(weights: Array, sums: Array) -> Array:
-    """Of `weights @ x = sums`, with 0 in place of each unknown that would be negative."""
+    """x of `weights @ x = sums`, with 0 in place of each unknown that would be negative."""
     found, left = np.zeros_like(sums), np.arange(len(sums))
     while (solution := np.linalg.solve(weights[np.ix_(left, left)], sums[left])).min(initial=0.0) < 0.0:
         left = left[solution > 0.0]

@@ -35,7 +35,7 @@ MAX_KNOWN = 4096
 """Workloads whose survival is remembered."""
 
 REPORT_INTERVAL_S = 0.5
-"""Costs are reported at most so often; reports are read about once a second."""
+"""The step latency is reported at most so often; reports are read about once a second."""
 
 EXPLORE_INTERVAL_STEPS = 200
 """Steps from one that verifies another number of drafts than pays, or runs a pass that would be left out, to the next.
@@ -79,8 +79,7 @@ class DraftBudget:
         self._last_s: float | None = None
         self._reported_s, self._reported_steps = -math.inf, -1
         self._explored_at_step = self._left_out_at_step = self._num_drafted = 0
-        self._explored: list[int] | None = None
-        self._num_explored = 0
+        self._num_explored, self._explores = 0, False
         self._leaves_out = False
         self._decided: tuple[object, list[int]] = None, []
         # Requests of a workload share the survival of its newest request: it is the best estimate, and requests with
@@ -89,14 +88,13 @@ class DraftBudget:
 
     def allocate_drafts(self, requests: "list[Request]", max_ks: list[int], prompt_tokens: int = 0) -> list[int]:
         """Drafts of each request, at most its `max_ks`. `prompt_tokens`: of prompts that run in the same step. Each
-        step is first asked for without prompts; if it then was to verify all its drafts or none, it still does with
-        them.
+        step is first asked for without prompts; if it explores, the requests that still have drafts then keep them all.
 
         A result is kept until the batch or the step latency changes: this runs between two steps.
         """
-        if prompt_tokens and self._explored is not None:
-            return self._explored
-        self._explored = None
+        if prompt_tokens and self._explores:
+            return max_ks
+        self._explores = False
         batch = ([request.request_id for request in requests], max_ks, prompt_tokens, self.model.latency)
         if batch == self._decided[0]:
             return self._decided[1]
@@ -113,12 +111,13 @@ class DraftBudget:
             for max_k, survival, depth in zip(max_ks, survivals, depths, strict=True)
         ]
         if not prompt_tokens and self.model.num_steps - self._explored_at_step >= EXPLORE_INTERVAL_STEPS:
-            self._explored_at_step, self._explored = self.model.num_steps, max_ks
+            self._explored_at_step, self._explores = self.model.num_steps, True
             self._num_explored += 1
-            if self._num_explored % EXPLORED_WITHOUT == 0:
-                kept = [max_k * (survival is None) for max_k, survival in zip(max_ks, survivals, strict=True)]
-                self._explored = kept
-            return self._explored
+            verifies_all = self._num_explored % EXPLORED_WITHOUT > 0
+            return [
+                max_k if verifies_all or survival is None else 0
+                for max_k, survival in zip(max_ks, survivals, strict=True)
+            ]
         self._decided = batch, depths
         return depths
 

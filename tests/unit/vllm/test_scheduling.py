@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
+from peagle.vllm import draft_budget
 from peagle.vllm.request_args import ALL_OF_CLIENT
 from tests.support.scheduler_run import SchedulerRun, scheduler_config, steps_of
 
@@ -135,3 +136,20 @@ def test_only_the_first_drafts_that_pay_are_verified(config: Any) -> None:
     assert steps[0].plan.num_drafts_ahead == num_drafts, "the drafter's pass makes no more"
     outputs = run.finish(run.schedule())
     assert all(steps_of(outputs[name]) == f"{steps[1].drafts[name]},0" for name in names), "every step counts"
+
+
+@BOTH
+@pytest.mark.parametrize("explored_without", [1, 1000], ids=["none", "all"])
+def test_prompts_come_in_while_a_step_explores(
+    config: Any, is_async: bool, explored_without: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step verifies none of its drafts, or all; requests come and go between them."""
+    monkeypatch.setattr(draft_budget, "EXPLORE_INTERVAL_STEPS", 0)
+    monkeypatch.setattr(draft_budget, "EXPLORED_WITHOUT", explored_without)
+    run, verified = SchedulerRun(config, is_async=is_async), set()
+    for number in range(12):
+        run.add(str(number), survival=[0.5, 0.3, 0.2, 0.1, 0.1, 0.1, 0.1])
+        verified |= set(run.step().drafts.values())
+        if number > 3:
+            run.scheduler.finish_requests([str(number - 3)], RequestStatus.FINISHED_ABORTED)
+    assert verified == ({0} if explored_without == 1 else {0, K_MAX})
