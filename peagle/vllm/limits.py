@@ -161,7 +161,6 @@ def guard(client: Any, grammars: GrammarChecker | None = None) -> None:
 def use_own_backends(manager: Any) -> None:
     """Let vLLM's `StructuredOutputManager` compile each grammar with the backend that its check has chosen. vLLM
     compiles every grammar with the backend of the first one."""
-    init_grammar = manager.grammar_init
     backends: dict[str, Any] = {}
     lock = threading.RLock()  # vLLM makes a backend and starts to compile in a thread before it can be kept
 
@@ -170,9 +169,11 @@ def use_own_backends(manager: Any) -> None:
             return
         name = request.sampling_params.structured_outputs._backend
         with lock:
-            manager.backend = backends.get(name)
-            init_grammar(request)
-            backends[name] = manager.backend
+            one = copy.copy(manager)  # the engine's thread uses the manager's own backend meanwhile
+            one.backend = backends.get(name)
+            StructuredOutputManager.grammar_init(one, request)
+            backends[name] = one.backend
+            manager.backend = manager.backend or one.backend
 
     def compile_with_backend(request: Any) -> Any:
         one = copy.copy(manager)

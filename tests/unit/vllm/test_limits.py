@@ -9,10 +9,12 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
+from vllm.v1 import structured_output
 from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from peagle.vllm.engine_settings import engine_kwargs
-from peagle.vllm.limits import guard
+from peagle.vllm.limits import guard, use_own_backends
 from peagle.vllm.request_args import MAX_K_KEY, drafts_wanted, undraftable_field
 
 VOCAB_SIZE = 49152
@@ -100,3 +102,25 @@ def test_some_fields_go_without_drafts(sampling: dict[str, Any]) -> None:
     params = SamplingParams(extra_args={MAX_K_KEY: 3}, **sampling)
     assert undraftable_field(params) == "".join(sampling)
     assert drafts_wanted(params, 5) == (0 if sampling else 3)
+
+
+def test_a_second_grammar_backend_is_made_beside_the_first(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM makes it in the thread that takes requests in, while a step may use the first one."""
+    manager, at_the_time = structured_output.StructuredOutputManager(config), []
+    made = structured_output.GuidanceBackend
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        at_the_time.append(manager.backend)
+        return made(*args, **kwargs)
+
+    monkeypatch.setattr(structured_output, "GuidanceBackend", make)
+    use_own_backends(manager)
+    grammars = []
+    for name in ("xgrammar", "guidance"):
+        params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
+        params.structured_outputs._backend = name
+        asked = StructuredOutputRequest(params.structured_outputs)
+        manager.grammar_init(SimpleNamespace(request_id=name, structured_output_request=asked, sampling_params=params))
+        grammars.append(asked._grammar.result())
+    assert [type(found).__name__ for found in grammars] == ["XgrammarGrammar", "GuidanceGrammar"]
+    assert [type(found).__name__ for found in at_the_time] == ["XgrammarBackend"]
