@@ -24,12 +24,18 @@ def test_k_is_learned_shown_and_lossless(service) -> None:
         {"messages": [{"role": "user", "content": prompt}], "max_tokens": 16, "drafting": {"workload": "mixed"}}
         for prompt in PROMPTS * 2
     ]
-    for _ in range(20):  # until there are steps enough for a verdict
-        answers = service.ask_all(asked)
-        assert [one["choices"][0]["message"]["content"] for one in answers] == plain * 2
-        learned = [one["drafting"] for one in answers if one["drafting"]["source"] == "learned"]
-        if learned:
-            break
+    learned = []
+
+    def learns() -> bool:
+        answers = service.ask_all(asked) + service.ask_all(asked[:1])  # many may verify no drafts, one alone does
+        assert [one["choices"][0]["message"]["content"] for one in answers] == [*plain * 2, plain[0]]
+        learned.extend(one["drafting"] for one in answers if one["drafting"]["source"] == "learned")
+        # Steps of other tests teach as well, and steps are reported once a second.
+        return bool(learned) and any(
+            one["workload"] == "mixed" and one["num_steps"] > 0 for one in service.drafting()["workloads"]
+        )
+
+    wait_for(learns, "K learned from steps of its own")
     drafting = learned[0]
     assert drafting["reason"]
     # The scheduler weighs every step: k was planned, max_k is the limit.
@@ -39,7 +45,6 @@ def test_k_is_learned_shown_and_lossless(service) -> None:
     document = service.drafting()
     (mixed,) = [one for one in document["workloads"] if one["workload"] == "mixed"]
     assert mixed["source"] == "learned"
-    assert mixed["num_steps"] > 0
     assert re.fullmatch(r"step times learned over [1-9]\d* steps of 1 engine", document["step_times"])
     survival = mixed["survival"]
     for low, mean, high in zip(*(survival[end] for end in ("low", "mean", "high")), strict=True):
