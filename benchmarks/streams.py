@@ -43,7 +43,7 @@ from benchmarks.common import READY_TIMEOUT_S, free_port, markdown, running_appl
 from cluster.settings import load_settings
 from deployments import TARGET_NAME, front_end_processes
 from deployments.app import bind_target, catalog
-from deployments.drafter import target_source
+from deployments.checkpoints import target_source
 from deployments.target import TargetServer
 from deployments.up import ray_environment
 from peagle.embedded import DEFAULT_TARGET

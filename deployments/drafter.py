@@ -6,7 +6,6 @@ replaces the replicas, hands their addresses to the targets, and brings new head
 
 import asyncio
 import dataclasses
-import json
 import logging
 import os
 import secrets
@@ -21,27 +20,22 @@ from ray import serve
 
 import peagle.heads
 from cluster.heads import CANDIDATE, DesiredHeads, DrafterReport, HeadRef
-from cluster.settings import OBJECT_STORES, ROW_DTYPES, Catalog, ClusterSettings, DrafterSettings, swapped
+from cluster.settings import ROW_DTYPES, Catalog, ClusterSettings, DrafterSettings, swapped
+from deployments.checkpoints import head_directory, target_directory, target_source
 from deployments.compat import be_no_nicer, prepare_replica
-from deployments.replicas import MAX_DRAIN_S
+from deployments.replicas import MAX_DRAIN_S, MAX_SMALL_MACHINE_CORES
 from peagle.checkpoint import read_head_config
 from peagle.drafter.engine import DraftEngine
 from peagle.drafter.parallel_pass import ParallelPass
 from peagle.drafter.protocol import ServedHead
 from peagle.drafter.server import DrafterServer
 from peagle.drafter.serving import DrafterLimits, load_served_head
-from peagle.embedded import EMBEDDED_TARGETS, prepare_target
-from peagle.heads import candidate_directory, head_digest, keep_candidate, prepare_head
+from peagle.heads import candidate_directory, head_digest, keep_candidate
 
 logger = logging.getLogger(__name__)
 
-MAX_SMALL_MACHINE_CORES = 4
-"""Up to this number a pass computes on all cores, else on half: the target waits meanwhile."""
-
 MAX_NUM_ROWS = 2048
 """Rows of one pass. A step of more rows, long prompts, takes several."""
-
-WEIGHT_INDEX = "model.safetensors.index.json"
 
 
 class LoadedHead(NamedTuple):
@@ -49,59 +43,6 @@ class LoadedHead(NamedTuple):
     digest: str
     runtime: ParallelPass  # drafts
     served: ServedHead  # what targets get to know of it
-
-
-# ---- checkpoints on this node: converted, joined or downloaded when they are not there yet
-
-
-def target_source(source: str) -> str:
-    """What vLLM loads for `model.source`: the directory of an embedded model, made ready here, else the source."""
-    return str(prepare_target(source)) if source in EMBEDDED_TARGETS else source
-
-
-def head_directory(head: str, target: str) -> Path:
-    """The directory of a head made ready for the target, `target_source` of which is given. Raises ValueError for a
-    damaged file, or a head for another target."""
-    return prepare_head(local_directory(head) or head, target_directory(target))
-
-
-def local_directory(head: str) -> Path | None:
-    """The local directory of a head, downloaded when its name is none of a directory; None for a shipped name."""
-    if Path(head).is_dir():
-        return Path(head)
-    if "/" not in head:
-        return None
-    return download(head, but=["*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx"])
-
-
-def target_directory(target: str) -> Path:
-    """Where a target's config.json is, and the weight files that hold its embeddings and output matrix. Only these are
-    downloaded."""
-    if Path(target).is_dir() or "/" not in target:
-        return Path(target)
-    folder = download(target, only=["config.json", WEIGHT_INDEX])
-    files = {"model.safetensors"}
-    if (index := folder / WEIGHT_INDEX).is_file():
-        names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = {file for name, file in names.items() if name.endswith(("embed_tokens.weight", "lm_head.weight"))}
-    return download(target, only=sorted(files))
-
-
-def download(source: str, *, only: list[str] | None = None, but: list[str] | None = None) -> Path:
-    """The local directory of a Hugging Face repository, or of a folder in an object store, with files by patterns."""
-    if not source.startswith(OBJECT_STORES):
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(source, allow_patterns=only, ignore_patterns=but))
-    from vllm.transformers_utils.runai_utils import ObjectStorageModel
-
-    store = ObjectStorageModel(source)
-    # Its patterns are for the whole key of an object.
-    store.pull_files(source, only and [key for name in only for key in (name, f"*/{name}")], but)
-    return Path(store.dir)
-
-
-# ---- heads, from the settings' names to passes that run
 
 
 class MissingHeadError(ValueError):
@@ -287,7 +228,7 @@ class DrafterReplica:
         self._is_configured = False
         self._swaps: set[asyncio.Task[None]] = set()
         if not settings.drafter.replicas.num_gpus:
-            num_cores = len(os.sched_getaffinity(0))
+            num_cores = len(os.sched_getaffinity(0))  # the target waits during a pass
             torch.set_num_threads(num_cores if num_cores <= MAX_SMALL_MACHINE_CORES else num_cores // 2)
         loader = HeadLoader(settings)
         self._heads = HeadSlots(settings.drafter, loader)

@@ -207,7 +207,7 @@ class HeadTrainer:
         """Has the target of this digest loaded; a head in training ends with another."""
         import torch
 
-        from deployments.drafter import target_source
+        from deployments.checkpoints import target_source
         from peagle.train.target import Target
 
         if self._weights == weights:
@@ -226,7 +226,7 @@ class HeadTrainer:
         self._weights = weights
 
     def _load(self, head: HeadRef) -> "HeadInTraining":
-        from deployments.drafter import local_directory
+        from deployments.checkpoints import local_directory
         from peagle.train.continual import HeadInTraining
 
         known = self._folders.get(head.digest) or shipped_heads().get(head.name) or candidate_directory(head.name)

@@ -25,6 +25,8 @@ POLL_INTERVAL_S = 1.0
 POLL_TIMEOUT_S = 5.0
 MAX_DRAIN_S = 60.0
 """Time for which a drafter that Serve retires drafts on, for the requests that it has."""
+MAX_SMALL_MACHINE_CORES = 4
+"""Up to this number the target and the drafter compute on all cores each, else the drafter on half."""
 
 
 class EngineLost(RuntimeError):

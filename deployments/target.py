@@ -44,11 +44,12 @@ from cluster.step_latency import StepLatency
 from deployments import compat
 from deployments.answers import EngineAnswers
 from deployments.body import Call, read_document
-from deployments.drafter import MAX_SMALL_MACHINE_CORES, head_directory, local_directory, target_source
+from deployments.checkpoints import head_directory, local_directory, target_source
 from deployments.errors import not_ready
 from deployments.front_end import QUEUED_PER_RUNNING, FrontEnd
 from deployments.front_end_processes import FrontEndProcesses
 from deployments.replicas import (
+    MAX_SMALL_MACHINE_CORES,
     POLL_INTERVAL_S,
     POLL_TIMEOUT_S,
     REPLICA_LOST,

@@ -117,7 +117,7 @@ def run(hub: Hub, cache: Path, code: str, *arguments: str) -> subprocess.Complet
 
 
 def head_directory(hub: Hub, cache: Path, head: str) -> subprocess.CompletedProcess[str]:
-    code = "from deployments.drafter import head_directory; print(head_directory(*sys.argv[1:]))"
+    code = "from deployments.checkpoints import head_directory; print(head_directory(*sys.argv[1:]))"
     return run(hub, cache, code, head, "org/target")
 
 
