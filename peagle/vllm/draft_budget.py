@@ -105,10 +105,11 @@ class DraftBudget:
         # Requests that keep their K load the step too; they count with the survival of one of the others.
         valued = [typical if survival is None else survival for survival in survivals]
         limits = [min(max_k, len(survival)) for max_k, survival in zip(max_ks, valued, strict=True)]
-        depths = allocate(valued, limits, self.model.latency, prompt_tokens)
-        depths = [
-            max_k if survival is None else depth
-            for max_k, survival, depth in zip(max_ks, survivals, depths, strict=True)
+        fixed = [limit if own is None else 0 for limit, own in zip(limits, survivals, strict=True)]
+        num_drafts = allocate(valued, limits, self.model.latency, prompt_tokens, fixed)
+        num_drafts = [
+            max_k if survival is None else num
+            for max_k, survival, num in zip(max_ks, survivals, num_drafts, strict=True)
         ]
         if not prompt_tokens and self.model.num_steps - self._explored_at_step >= EXPLORE_INTERVAL_STEPS:
             self._explored_at_step, self._explores = self.model.num_steps, True
@@ -118,8 +119,8 @@ class DraftBudget:
                 max_k if verifies_all or survival is None else 0
                 for max_k, survival in zip(max_ks, survivals, strict=True)
             ]
-        self._decided = batch, depths
-        return depths
+        self._decided = batch, num_drafts
+        return num_drafts
 
     def makes_drafts(self, requests: "list[Request]", max_ks: list[int], prompt_tokens: int) -> bool:
         """Whether the drafter's pass runs in the step of these requests, so that the next one has drafts to verify.
@@ -136,10 +137,9 @@ class DraftBudget:
         survivals = [survival or () for survival in found]
         limits = [min(max_k, len(survival)) for max_k, survival in zip(max_ks, survivals, strict=True)]
         num, latency = len(requests), self.model.latency
-        depths = allocate(survivals, limits, latency)
-        num_drafts = sum(depths)
-        length = 1.0 + sum(sum(survival[:k]) for survival, k in zip(survivals, depths, strict=True)) / num
-        drafted_s = float(latency.curve(num, num_drafts, is_drafted=True)[-1])
+        num_drafts = allocate(survivals, limits, latency)
+        length = 1.0 + sum(sum(survival[:k]) for survival, k in zip(survivals, num_drafts, strict=True)) / num
+        drafted_s = float(latency.curve(num, sum(num_drafts), is_drafted=True)[-1])
         gain = drafted_s / length / latency.seconds(num, num)
         self._leaves_out = gain > (1.0 - MIN_GAIN if self._leaves_out else 1.0 + MIN_GAIN)
         if not self._leaves_out:
