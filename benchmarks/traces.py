@@ -2,8 +2,8 @@
 
     python -m benchmarks.traces HEAD DIR [DIR2 ...] --target DIR --out FILE.npz
 
-DIR: answers of the target, as for `peagle evaluate`. Any policy of K can be replayed from the file: `peagle.evaluate`
-says why.
+DIR: answers of the target, as for `peagle evaluate`. Any policy of K can be replayed from the file:
+`peagle.train.evaluate` says why.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from peagle.checkpoint import build_drafter, load_head
-from peagle.evaluate import load_answers, replay
+from peagle.train.evaluate import load_answers, replay
 from peagle.train.target import Target
 
 

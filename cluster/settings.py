@@ -338,7 +338,7 @@ class DrafterSettings(Section):
         except ValueError as error:
             raise ValueError(f".head{error}") from error
         problems = []
-        if self.is_remote and head is not None and head.ptd_token_id is None:
+        if self.is_remote and head is not None and not head.is_parallel:
             problems.append(
                 f".placement: remote is for P-EAGLE heads, which draft in one pass, and the head {self.head} is an "
                 "EAGLE-3 head, which drafts one token after another: write colocated"

@@ -17,8 +17,8 @@ def allocate(
     """Drafts of each request that give the most tokens per second in the next step.
 
     With m drafts the best ones are those of `min_ks`, and then those of the greatest cumulative acceptance rates over
-    all requests. So one sort and one pass over m finds the optimum. The drafter's pass counts as paid. At a tie the step with fewer drafts wins, and
-    the request that comes first.
+    all requests. So one sort and one pass over m finds the optimum. The drafter's pass counts as paid. At a tie the
+    step with fewer drafts wins, and the request that comes first.
 
     Args:
         rates: S_1, S_2, ... of each request, at least as many as its `max_ks`, the most drafts that it gets.
@@ -38,7 +38,7 @@ def allocate(
         owners += [members] * max_k
         is_free += [position >= min_k for position in range(max_k)]
     # Stable: a request's own drafts keep their order at equal rates.
-    order = np.lexsort((-np.array(values), is_free))
+    order = np.lexsort((-np.array(values), np.array(is_free)))
     counts = np.array([len(members) for members in owners], np.int64)
     added = np.repeat(np.array(values)[order], counts[order])
     num_tokens = len(rates) + np.concatenate([[0.0], np.cumsum(added)])

@@ -222,7 +222,7 @@ def convert(
     from peagle.heads import convert as convert_head
 
     config, num_tensors, left_out = convert_head(source, out, target, has_tables=not without_tables)
-    method = "EAGLE-3" if config.ptd_token_id is None else f"P-EAGLE, mask token {config.ptd_token_id}"
+    method = f"P-EAGLE, mask token {config.ptd_token_id}" if config.is_parallel else "EAGLE-3"
     typer.echo(f"{out}: {method}, layers {config.num_hidden_layers}, taps {json.dumps(config.aux_layer_ids)}")
     typer.echo(f"tensors written: {num_tensors}; left to the target: {', '.join(left_out) or 'none'}")
 
@@ -343,7 +343,7 @@ def evaluate(
     out: Annotated[Path | None, typer.Option(help="folder for evaluation.json")] = None,
 ) -> None:
     """Measure the acceptance of a head on answers of its target, for every K."""
-    from peagle.evaluate import evaluate_heads
+    from peagle.train.evaluate import evaluate_heads
     from peagle.train.recipe import target_checkpoint
 
     target_dir = str(target_checkpoint(target))

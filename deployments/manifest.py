@@ -73,7 +73,7 @@ def render(path: Path) -> str:
     if not re.fullmatch(r"[a-z0-9-]{1,40}(?<!-)", path.stem):
         raise UpError(f"{path.name} names the RayService: rename it to small letters, digits and -, at most 40")
     service = Manifest(f"peagle-{path.stem}", config, settings)
-    header = f"# Made from configs/{path.name} by `make k8s`; do not edit by hand.\n"
+    header = f"# Made from {path.name} by `peagle manifest`; do not edit by hand.\n"
     header += f"# Needs KubeRay 1.5.1 or later and the image {service.image}.\n"
     if keys := [*service.key_variables, *(path.name for path in service.key_files)]:
         header += f"# Needs a secret {KEYS_SECRET} with callers' API keys: {', '.join(keys)}.\n"

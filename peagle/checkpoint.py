@@ -152,7 +152,7 @@ def expected_tensors(config: DrafterConfig) -> dict[str, Expected]:
         expected[f"{layer}.mlp.gate_proj.weight"] = Expected((mlp, hidden))
         expected[f"{layer}.mlp.up_proj.weight"] = Expected((mlp, hidden))
         expected[f"{layer}.mlp.down_proj.weight"] = Expected((hidden, mlp))
-    if config.ptd_token_id is not None:
+    if config.is_parallel:
         expected["mask_hidden"] = Expected((config.fc_input_size,), one_row=True)
         expected["mask_embedding"] = Expected((hidden,), required=False)
     reduced = config.draft_vocab_size < config.vocab_size

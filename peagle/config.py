@@ -252,6 +252,11 @@ class DrafterConfig:
             )
 
     @property
+    def is_parallel(self) -> bool:
+        """Whether one pass makes all drafts (P-EAGLE, which has a mask token), or one pass each (EAGLE-3)."""
+        return self.ptd_token_id is not None
+
+    @property
     def max_depths(self) -> int:
         """The most draft tokens that may be asked of the head: `num_depths`, where that is known."""
         return self.num_depths if self.num_depths_is_known else MAX_NUM_DEPTHS

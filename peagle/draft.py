@@ -90,7 +90,7 @@ class DraftSession:
         smaller K gives the first tokens of a larger one.
         """
         num_kept = self.num_rows + len(next_token_ids_T)
-        parallel = self.drafter.config.ptd_token_id is not None
+        parallel = self.drafter.config.is_parallel
         logits_KV = (self._in_one_pass if parallel else self._one_by_one)(next_token_ids_T, aux_TX, num_drafts)
         self.cache.truncate(num_kept)
         return Drafts(token_ids_K=self.drafter.target_ids[logits_KV.argmax(dim=-1)], logits_KV=logits_KV)

@@ -154,7 +154,7 @@ class Drafter(nn.Module):
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = Rotary(config)
-        if config.ptd_token_id is not None:
+        if config.is_parallel:
             self.mask_embedding = nn.Parameter(torch.zeros(config.hidden_size))
             self.mask_hidden = nn.Parameter(torch.zeros(1, 1, config.fc_input_size))
         self.embed_tokens: nn.Embedding | None = None
@@ -229,7 +229,7 @@ def initialize(drafter: Drafter, aux_RX: Tensor, generator: torch.Generator | No
     for parameter in drafter.trainable().values():
         if parameter.ndim == 2:
             nn.init.normal_(parameter, std=0.02, generator=generator)
-    if drafter.config.ptd_token_id is not None:
+    if drafter.config.is_parallel:
         assert drafter.embed_tokens is not None
         drafter.mask_embedding.copy_(drafter.embed_tokens.weight.float().mean(0))
         drafter.mask_hidden.copy_(aux_RX.float().mean(0).view(1, 1, -1))

@@ -72,8 +72,8 @@ class LinkStats:
 
     num_steps: int = 0  # sent
     num_answered: int = 0  # in time
-    num_timeouts: int = 0
-    num_skipped: int = 0  # not sent, because the link was not up
+    num_timeouts: int = 0  # times that the link became late
+    num_skipped: int = 0  # of the engine, in which the link was not up
     num_connections: int = 0
     sum_service_s: float = 0.0  # of answers in time: from when the drafter saw the step, or it was sent, to its answer
     sum_wait_s: float = 0.0  # of these: what the target waited, its GPU's stream or its host
@@ -248,13 +248,14 @@ class Link:
         return "late" if session.is_late else "up"
 
     def begin_step(self) -> bool:
-        """Use the connection as it is now; whether steps can be sent."""
+        """Use the connection as it is now; whether the step can be sent. Counts one that cannot."""
         if (session := self._session) is not self._current:
             self._current = session
             self._finished.clear()
             found = {} if session is None else session.projections
             self.projections = {index: projection.to(self._device) for index, projection in found.items()}
         if session is None:
+            self.stats.num_skipped += 1
             return False
         self._record_outcomes(session)
         ring = session.ring
@@ -264,6 +265,7 @@ class Link:
             session.has_drafts[:] = True
         if not session.is_late and not ring.is_free(session.sent + 1):
             self._give_up(session)
+        self.stats.num_skipped += session.is_late
         return not session.is_late
 
     def send(
@@ -284,7 +286,6 @@ class Link:
             size = session.descriptor(session.sent).num_requests, session.ring.shape.max_draft_tokens
             self.wait(torch.empty(size, dtype=torch.int64, device=self._device))
         if session is None or session.is_late or session.is_closed:
-            self.stats.num_skipped += 1
             return False
         number, prompts = session.sent + 1, self._prompts(session, descriptor)
         descriptor = msgspec.structs.replace(

@@ -140,7 +140,7 @@ class ParallelPass:
 
 def check_parallel(config: DrafterConfig, source: str) -> None:
     """Raise HeadError for a head that a remote drafter does not run."""
-    if config.ptd_token_id is None:
+    if not config.is_parallel:
         raise HeadError(
             f"{source} has no mask token (ptd_token_id), so it is an EAGLE-3 head: a remote drafter runs P-EAGLE heads "
             "only, which propose all their tokens in one pass; run this head in the target's own engine"

@@ -17,10 +17,10 @@ from pydantic import ValidationError
 
 from peagle.checkpoint import load_head, save_head, with_tables
 from peagle.config import HeadError
-from peagle.evaluate import AnswerCounts, members, ratios, replay
 from peagle.provenance import conditions
 from peagle.schema import problem_lines
 from peagle.train.data import Conversations, PackedBatches
+from peagle.train.evaluate import AnswerCounts, members, ratios, replay
 from peagle.train.passes import States
 from peagle.train.recipe import Recipe
 from peagle.train.target import Target
@@ -57,7 +57,7 @@ class HeadInTraining(HeadTraining):
     def __init__(self, settings: dict[str, dict[str, Any]], target: Target, head_dir: Path) -> None:
         """settings: as `continual_recipe` takes them."""
         self.config, self._tensors = load_head(head_dir)
-        if self.config.ptd_token_id is None:
+        if self.config.ptd_token_id is None:  # not `is_parallel`, so that its type is known below
             raise HeadError(f"{head_dir}: an EAGLE-3 head; P-EAGLE heads are trained on")
         recipe, self.target, self.num_rounds = continual_recipe(settings, self.config.ptd_token_id), target, 0
         self.current = target.build_drafter(self.config, self._tensors, target.model.dtype)

@@ -74,7 +74,8 @@ def seen_by_drafter(batch: Batch, states: States, joined_share: float, step: int
 
 @dataclasses.dataclass(frozen=True)
 class PassReport:
-    """loss: mean over useful rows, detached. correct_R: draft is the target's most likely token; offset_R: 0..K-1."""
+    """loss: weighted mean over useful rows (`ChainWeights`), detached. correct_R: draft is the target's most likely
+    token; offset_R: 0..K-1."""
 
     loss: Tensor
     correct_R: Tensor
@@ -139,7 +140,7 @@ class PEaglePass:
         self._draft_rows = torch.compile(draft_rows, dynamic=False, fullgraph=True) if compiled else draft_rows
 
     def __call__(self, drafter: Drafter, batch: Batch, states: States) -> PassReport:
-        """Adds the gradients of the batch's mean loss to the drafter's parameters."""
+        """Adds the gradients of the batch's weighted mean loss to the drafter's parameters."""
         num_depths = drafter.config.num_depths
         chain_BN = chain_lengths(batch.document_BN, batch.answer_BN, num_depths)
         rows = sample_rows(chain_BN, num_depths, self.recipe.cod.ratio, generator=self.random)
@@ -181,7 +182,7 @@ class Eagle3Pass:
         self._draft_rows = torch.compile(unrolled_rows, dynamic=False, fullgraph=True) if compiled else unrolled_rows
 
     def __call__(self, drafter: Drafter, batch: Batch, states: States) -> PassReport:
-        """Adds the gradients of the batch's mean loss to the drafter's parameters."""
+        """Adds the gradients of the batch's weighted mean loss to the drafter's parameters."""
         device, num_depths = batch.tokens_BN.device.type, drafter.config.num_depths
         chain_BN = chain_lengths(batch.document_BN, batch.answer_BN, num_depths)
         rows = all_rows(chain_BN, num_depths)

@@ -11,7 +11,7 @@ import yaml
 
 from peagle.checkpoint import check_head, is_plain
 from peagle.config import HeadError, read_json
-from peagle.evaluate import LOOPING, kind
+from peagle.train.evaluate import LOOPING, kind
 from peagle.train.recipe import is_hub_id
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ def publish(
 def model_card(head: Path, repo: str, provenance: dict[str, Any], base_model: str, license_id: str, note: str) -> str:
     """Text of README.md, with the metadata that the hub reads; the rest as in `publish`."""
     config = check_head(head)
-    parallel = config.ptd_token_id is not None
+    parallel = config.is_parallel
     k = min(config.num_depths, max(DEPTHS))
     recipe, training, made = (provenance[name] for name in ("recipe", "training", "made"))
     metadata: dict[str, Any] = {"base_model": base_model, "license": license_id, "library_name": "vllm"}

@@ -39,7 +39,7 @@ def attention_scores(drafter: Drafter, batch: Batch, aux_BNX: Tensor, max_tokens
         return F.scaled_dot_product_attention(q_BATD, k_BGTD, v_BGTD, attn_mask=seen_TT, enable_gqa=True)
 
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-        if drafter.config.ptd_token_id is None:
+        if not drafter.config.is_parallel:
             embeds_BTH, hidden_BTH = drafter.embed(next_tokens(tokens_BN)), drafter.reduce(aux_BNX)
         else:
             num_masks = drafter.config.num_depths - 1

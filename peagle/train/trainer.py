@@ -29,10 +29,10 @@ from tqdm import tqdm
 
 from peagle.checkpoint import save_drafter
 from peagle.config import read_target_config
-from peagle.evaluate import evaluate, load_answers, table
 from peagle.model import Drafter
 from peagle.provenance import conditions
 from peagle.train.data import Batch, Conversations, PackedBatches, check_data_fits, read_manifest, write_manifest
+from peagle.train.evaluate import evaluate, load_answers, table
 from peagle.train.passes import (
     Eagle3Pass,
     PassReport,
@@ -202,7 +202,7 @@ class HeadTraining:
         self.optimizer = Optimizer(owned, recipe.optimizer, fused=on_gpu)
         self.average = MovingAverage(owned, recipe.optimizer.ema_decay)
         self._pass: PEaglePass | Eagle3Pass
-        if drafter.config.ptd_token_id is None:
+        if not drafter.config.is_parallel:
             self._pass = Eagle3Pass(recipe, compiled=recipe.compile and on_gpu)
         else:
             self._pass = PEaglePass(recipe, random, compiled=recipe.compile and on_gpu)
@@ -469,7 +469,8 @@ class Trainer(HeadTraining):
 
 
 class LossTally:
-    """Mean loss, and share of drafts that equal the target's choice by depth, since the last reading."""
+    """Since the last reading: mean of the weighted losses, which do not compare between recipes with different weights;
+    share of drafts by position that equal the target's choice."""
 
     def __init__(self, num_depths: int, device: torch.device) -> None:
         self._counted, self._correct = (torch.zeros(num_depths, device=device) for _ in range(2))

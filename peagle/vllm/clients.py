@@ -38,7 +38,7 @@ def client_addresses(config: Any, number: int) -> list[Address]:
     Raises:
         UnsupportedVLLMError: this vLLM lacks a name that is used here.
     """
-    compat.check("clients")
+    compat.check("clients", config.parallel_config)
     if config.model_config.is_multimodal_model:  # features that one client has sent are not in the caches of others
         config.parallel_config._api_process_count = number + 1
     made = get_engine_zmq_bind_addresses(config, number)

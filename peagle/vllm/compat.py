@@ -226,6 +226,16 @@ ATTRIBUTES: Mapping[str, Sequence[str]] = {
         "structured_output_manager",
         "waiting",
     ),
+    "graphs": (
+        "_candidates",
+        "_capture_descs",
+        "_graphs_captured",
+        "_max_full_descs_to_capture",
+        "cudagraph_mode",
+        "decode_query_len",
+        "max_num_reqs",
+        "use_breakable_cg",
+    ),
     "client": ("input_processor", "model_config", "output_processor", "renderer", "vllm_config"),
     "v2 runner": (
         "input_buffers",
@@ -246,7 +256,11 @@ ATTRIBUTES: Mapping[str, Sequence[str]] = {
         "seeds",
         "temperature",
     ),
+    "clients": ("_api_process_count", "_api_process_rank"),
     "runner": (
+        "_draft_prob_req_ids",
+        "_draft_probs",
+        "_draft_token_ids",
         "discard_request_mask",
         "input_batch",
         "input_ids",

@@ -120,7 +120,7 @@ def _speculative_config(head: DrafterConfig, head_dir: str, max_draft_tokens: in
         "method": "eagle3",
         "model": head_dir,
         "num_speculative_tokens": wanted,
-        "parallel_drafting": head.ptd_token_id is not None,
+        "parallel_drafting": head.is_parallel,
     }
 
 
@@ -128,7 +128,7 @@ def _remote_engine(
     kwargs: Mapping[str, Any], head: DrafterConfig, remote: RemoteSettings, on_cpu: bool
 ) -> dict[str, Any]:
     """`worker_cls` and `additional_config` of an engine with these other settings and a remote drafter."""
-    if head.ptd_token_id is None:
+    if not head.is_parallel:
         raise ValueError("remote is set, but the head is an EAGLE-3 head: a remote drafter runs P-EAGLE heads")
     about = {"hidden_size": head.hidden_size, "aux_layer_ids": list(head.aux_layer_ids), **dataclasses.asdict(remote)}
     return {

@@ -16,7 +16,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from peagle.drafter.protocol import Int32Array
 from peagle.vllm.cpu_drafting import ChunkedProposer, Runner, prepare_next_tokens
 from peagle.vllm.remote import EngineStep, SentStep, StepSender, check_config, make_sender
-from peagle.vllm.request_args import drafts_wanted, head_of
+from peagle.vllm.request_args import head_of, read_max_k
 from peagle.vllm.step_notes import read_plan
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class RemoteDrafts(Runner):
             head_of(request.sampling_params.extra_args if request.sampling_params else None) for request in requests
         ]
         k_max = self.num_spec_tokens
-        k_B = np.array([drafts_wanted(request.sampling_params, k_max) for request in requests], dtype=np.int32)
+        k_B = np.array([read_max_k(request.sampling_params, k_max) for request in requests], dtype=np.int32)
         num_drafts_B = k_B if read_plan(scheduled).limit_drafts_ahead(k_max) else np.zeros_like(k_B)
         is_prompt_B = batch.num_computed_tokens_cpu[:num_requests] < batch.num_prompt_tokens[:num_requests]
         return EngineStep(

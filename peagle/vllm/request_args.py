@@ -16,8 +16,8 @@ MAX_HEAD_INDEX = 2**31 - 1
 MIN_P_EPSILON = 1e-5  # vLLM's own
 
 SURVIVAL_KEY = "peagle_survival"
-"""`extra_args` key: list of cumulative acceptance rates S_1, S_2, ..., at least K long, by which the scheduler may
-verify fewer drafts under load. Absent: every step verifies K drafts."""
+"""`extra_args` key: list of cumulative acceptance rates S_1, S_2, ..., at least max_k long, by which the scheduler may
+verify fewer drafts under load. Absent: every step verifies max_k drafts, the request's fixed K."""
 
 WORKLOAD_KEY = "peagle_workload"
 """`extra_args` key: str, the workload under which this request is counted. Absent: `DEFAULT_WORKLOAD`."""
@@ -33,10 +33,10 @@ ALL_OF_CLIENT = "peagle_client:"
 an id, because vLLM's API starts each with the name of its call."""
 
 
-def drafts_wanted(params: Any, k_max: int) -> int:
-    """K of a request with vLLM's `SamplingParams` (None: it generates nothing). The front end has validated it; here an
-    integer under `MAX_K_KEY` is clamped to 0..k_max, and anything else counts as absent, k_max. 0 if its sampling works
-    without drafts only."""
+def read_max_k(params: Any, k_max: int) -> int:
+    """The most drafts per step of a request with vLLM's `SamplingParams` (None: it generates nothing), at most `k_max`,
+    K_max. The front end has validated it; here an integer under `MAX_K_KEY` is clamped, and anything else counts as
+    absent. 0 if its sampling works without drafts only."""
     if params is not None and undraftable_field(params):
         return 0
     wanted = ((params.extra_args if params is not None else None) or {}).get(MAX_K_KEY)

@@ -29,7 +29,7 @@ from peagle.vllm.draft_budget import DraftBudget
 from peagle.vllm.limits import use_own_backends
 from peagle.vllm.outputs import OutputCoalescer
 from peagle.vllm.rejections import RejectionForecast
-from peagle.vllm.request_args import ALL_OF_CLIENT, drafts_wanted
+from peagle.vllm.request_args import ALL_OF_CLIENT, read_max_k
 from peagle.vllm.step_notes import (
     STEP_LATENCY_HEADER,
     STEPS_HEADER,
@@ -73,9 +73,9 @@ class _DraftingScheduler(_Base):
         self._coalescer = OutputCoalescer(self.scheduler_config.stream_interval)
 
     def read_max_k(self, request: Any) -> int:
-        """K of a `Request`: drafts to verify per step, 0..`num_spec_tokens`. It is kept on the request."""
+        """The most drafts of a `Request` per step, 0..`num_spec_tokens`. It is kept on the request."""
         if (kept := getattr(request, "peagle_max_k", None)) is None:
-            kept = request.peagle_max_k = drafts_wanted(request.sampling_params, self.num_spec_tokens)
+            kept = request.peagle_max_k = read_max_k(request.sampling_params, self.num_spec_tokens)
         return int(kept)
 
     def add_request(self, request: "Request") -> None:
@@ -113,14 +113,14 @@ class _DraftingScheduler(_Base):
         return min(sum(tokens for tokens in left if tokens > 0), self.max_num_scheduled_tokens)
 
     def _max_ks(self, requests: "list[Request]") -> list[int]:
-        """K of each request, 0 where its remote drafter had no drafts."""
+        """The most drafts of each request, 0 where its remote drafter had none."""
         return [0 if request.request_id in self._without_drafts else self.read_max_k(request) for request in requests]
 
     def _limit_drafts(self, requests: list[Any], prompt_tokens: int = 0) -> int:
-        """Keep the first drafts of each request: at most K, and within the draft budget of the step.
+        """Keep the first drafts of each request: at most its max_k, and within the draft budget of the step.
 
         Returns:
-            The greatest K.
+            The greatest max_k.
         """
         max_ks = num_drafts = self._max_ks(requests)
         if self._draft_budget is not None:

@@ -57,7 +57,7 @@ from peagle.vllm import compat
 from peagle.vllm.draft_rows import DraftRows, TargetRows, write_rows
 from peagle.vllm.engine_settings import capture_sizes
 from peagle.vllm.last_layer import COMPILED_KEY, LastLayer
-from peagle.vllm.request_args import drafts_wanted
+from peagle.vllm.request_args import read_max_k
 from peagle.vllm.step_notes import read_plan
 
 if TYPE_CHECKING:
@@ -303,7 +303,7 @@ class PEagleSpeculator(DraftModelSpeculator):
     def add(self, scheduled: SchedulerOutput) -> None:
         """Record the requests that start in this step, and the scheduler's plan of the pass."""
         for new in scheduled.scheduled_new_reqs:
-            if not drafts_wanted(new.sampling_params, self.num_speculative_steps):
+            if not read_max_k(new.sampling_params, self.num_speculative_steps):
                 self._never_drafted.add(new.req_id)
         plan = read_plan(scheduled)
         self._num_ahead = plan.limit_drafts_ahead(self.num_speculative_steps)

@@ -55,6 +55,7 @@ class StepGraphs(ModelCudaGraphManager):
 
     def _init_candidates(self) -> None:
         super()._init_candidates()
+        compat.check("graphs", self)
         decode, mixed = self.cudagraph_mode.decode_mode(), self.cudagraph_mode.mixed_mode()
         if (decode, mixed) != (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE) or self.use_breakable_cg:
             return

@@ -132,7 +132,7 @@ def compare(drafter: Drafter, records: list[dict[str, Any]], aux_R: list[Tensor]
         drafts = session.propose(tokens[start + 1 :], aux[start : len(tokens) - 1], NUM_DRAFTS)
         best = drafts.logits_KV.topk(2, dim=-1).values
         clear = best[:, 0] - best[:, 1] > MIN_LOGIT_GAP
-        if drafter.config.ptd_token_id is None:  # a token drafted after a tie depends on how the tie fell
+        if not drafter.config.is_parallel:  # a token drafted after a tie depends on how the tie fell
             clear = clear.int().cummin(0).values.bool()
         equal = drafts.token_ids_K == torch.tensor(entry["draft_token_ids"])
         num_compared += int(clear.sum())
@@ -158,7 +158,7 @@ def test_stock_vllm_drafts_as_the_reference_does(tmp_path: Path, name: str) -> N
         "max_model_len": 128, "max_num_batched_tokens": 256, "enable_prefix_caching": False, "async_scheduling": False,
         "speculative_config": {
             "method": "eagle3", "model": str(head), "num_speculative_tokens": NUM_DRAFTS,
-            "parallel_drafting": config.ptd_token_id is not None,
+            "parallel_drafting": config.is_parallel,
         },
     }  # fmt: skip
     records = record(folder, {"engine": engine, "prompts": PROMPTS, "answers": answers, "max_tokens": MAX_TOKENS})

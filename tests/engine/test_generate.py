@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from peagle.embedded import prepare_target
-from peagle.evaluate import load_answers
 from peagle.train.data import Conversations, check_data_fits, tokenizer_hash
+from peagle.train.evaluate import load_answers
 from peagle.train.recipe import Recipe
 from peagle.vllm.generate import check_parts, collect, settings_hash, worker_environment
 

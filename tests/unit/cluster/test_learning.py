@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from cluster.learning import BETTER, HELD_OUT_SHARE, AnswerQueue, KeptAnswer, TrafficBuffer, judge_gain
-from peagle.evaluate import AnswerCounts
 from peagle.train.continual import compared
 from peagle.train.data import distinct_share
+from peagle.train.evaluate import AnswerCounts
 
 VOCABULARY = 1000
 

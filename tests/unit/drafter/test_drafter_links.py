@@ -105,6 +105,7 @@ def test_a_stopped_drafter_costs_one_deadline_and_catches_up(shared: bool) -> No
         for _ in range(3):
             assert target.step(1) == NO_DRAFTS
         assert only_link(pool)["num_steps"] == 2, "nothing is sent to a drafter that is late"
+        assert only_link(pool)["num_skipped"] >= 3
         drafter.signal(signal.SIGCONT)
         target.begin_cold()
         until_up(pool)

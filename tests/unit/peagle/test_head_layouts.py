@@ -214,7 +214,7 @@ def test_a_head_is_the_same_drafter_here_and_in_vllm(tmp_path: Path, targets: di
     target = targets[config.vocab_size]
     prepared = prepare_head(folder, target, tmp_path / "cache")
     assert is_read_alike_by_vllm(read_json(prepared / "config.json"))
-    is_parallel = config.ptd_token_id is not None
+    is_parallel = config.is_parallel
     vllm_config = config_of(target, prepared, is_parallel)
 
     torch.manual_seed(1)

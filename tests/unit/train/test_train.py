@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from peagle.checkpoint import build_drafter, load_head
-from peagle.evaluate import evaluate, load_answers
+from peagle.train.evaluate import evaluate, load_answers
 from peagle.train.recipe import Recipe
 from peagle.train.target import Target
 from peagle.train.trainer import Trainer

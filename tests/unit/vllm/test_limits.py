@@ -15,7 +15,7 @@ from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from peagle.vllm.engine_settings import engine_kwargs
 from peagle.vllm.limits import guard, use_own_backends
-from peagle.vllm.request_args import MAX_K_KEY, drafts_wanted, undraftable_field
+from peagle.vllm.request_args import MAX_K_KEY, read_max_k, undraftable_field
 
 VOCAB_SIZE = 49152
 
@@ -101,7 +101,7 @@ def test_lists_as_long_as_the_workers_tables_are_served(processor: InputProcesso
 def test_some_fields_go_without_drafts(sampling: dict[str, Any]) -> None:
     params = SamplingParams(extra_args={MAX_K_KEY: 3}, **sampling)
     assert undraftable_field(params) == "".join(sampling)
-    assert drafts_wanted(params, 5) == (0 if sampling else 3)
+    assert read_max_k(params, 5) == (0 if sampling else 3)
 
 
 def test_a_second_grammar_backend_is_made_beside_the_first(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:

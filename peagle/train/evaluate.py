@@ -170,7 +170,7 @@ def replay(drafter: Drafter, target: Target, data: Conversations, num_depths: in
     """
     trained = drafter.config.max_depths
     num_depths = num_depths or drafter.config.num_depths
-    if drafter.config.ptd_token_id is not None and num_depths > trained:
+    if drafter.config.is_parallel and num_depths > trained:
         raise ValueError(f"K_max = {num_depths}: the head was trained to draft {trained} tokens in a pass")
     walked = np.flatnonzero(data.lengths - data.prompt_lengths >= 2).tolist()
     found: dict[int, np.ndarray] = {}
@@ -219,7 +219,7 @@ def _accepted(drafter: Drafter, target: Target, batch: Batch, num_depths: int) -
     accepted_N = torch.zeros_like(anchor_R)
     attend = ChainAttention(document_BN)
     with torch.autocast(target.device.type, torch.bfloat16, enabled=target.device.type == "cuda"):
-        if config.ptd_token_id is None:
+        if not config.is_parallel:
             embeds_BRH, hidden_BRH = drafter.embed(next_tokens(batch.tokens_BN)), drafter.reduce(aux_BNX)
         else:
             embeds_BMH, hidden_BMH = row_inputs(drafter, next_tokens(batch.tokens_BN), aux_BNX, 1)
@@ -237,7 +237,7 @@ def _accepted(drafter: Drafter, target: Target, batch: Batch, num_depths: int) -
             anchor_R, is_compared_R = anchor_R[index_R], torch.ones_like(index_R, dtype=torch.bool)
             accepted_N[anchor_R] += 1
             attend.keep(index_R, anchor_R)
-            if config.ptd_token_id is None:
+            if not config.is_parallel:
                 embeds_BRH, hidden_BRH = drafter.embed(batch.tokens_BN[:, label_R[index_R]]), stream_BRH[:, index_R]
             else:
                 embeds_BRH, hidden_BRH = (x[:, -1:].expand(-1, len(index_R), -1) for x in (embeds_BMH, hidden_BMH))
@@ -325,13 +325,13 @@ def table(result: dict[str, Any]) -> str:
 
 
 def kind(config: DrafterConfig) -> str:
-    name = "EAGLE-3" if config.ptd_token_id is None else "P-EAGLE"
+    name = "P-EAGLE" if config.is_parallel else "EAGLE-3"
     return f"{name}, {config.num_hidden_layers} layer{'s' if config.num_hidden_layers > 1 else ''}"
 
 
 def common_depths(configs: list[DrafterConfig]) -> int:
     """K_max for several heads: the least of the P-EAGLE heads, for EAGLE-3 can go on beyond what it was trained for."""
-    limits = [config.num_depths for config in configs if config.ptd_token_id is not None]
+    limits = [config.num_depths for config in configs if config.is_parallel]
     return min(limits) if limits else max(config.num_depths for config in configs)
 
 

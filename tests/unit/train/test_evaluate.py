@@ -9,13 +9,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from deployments.cli import main
-from peagle import evaluate as program
 from peagle.checkpoint import save_drafter
 from peagle.config import DrafterConfig
 from peagle.draft import DraftSession
-from peagle.evaluate import AnswerCounts, figures, replay, walk
 from peagle.model import Drafter
+from peagle.train import evaluate as program
 from peagle.train.data import Conversations, write_manifest
+from peagle.train.evaluate import AnswerCounts, figures, replay, walk
 from peagle.train.target import Target
 
 VOCABULARY, PROMPT_TOKENS, NUM_DEPTHS = 6, 4, 3
@@ -66,7 +66,7 @@ def accepted_in_session(drafter: Drafter, target: Target, ids: np.ndarray, promp
 @pytest.mark.parametrize("changes", [{}, {"ptd_token_id": None}])
 def test_every_anchor_accepts_what_drafting_there_gets_right(target: Target, changes: dict, monkeypatch) -> None:
     """Packed together, and one answer longer than a packed sequence."""
-    monkeypatch.setattr("peagle.evaluate.PACK_TOKENS", 28)
+    monkeypatch.setattr("peagle.train.evaluate.PACK_TOKENS", 28)
     drafter, data = new_drafter(target, **changes), random_data(16)
     assert data.lengths.max() > 28, "no answer stands alone"
     found = replay(drafter, target, data)
