@@ -33,7 +33,7 @@ def serve(args: argparse.Namespace, limits: DrafterLimits) -> int:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.startswith("cuda") else "float32"))
     head, served = load_served_head(args.head, args.target, limits, device, dtype)
-    engine = DraftEngine({0: head}, max_num_requests=limits.max_num_requests)
+    engine = DraftEngine({0: head})
     server = DrafterServer(engine, {0: served}, device=device)
     stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

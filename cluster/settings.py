@@ -1104,8 +1104,10 @@ def with_live(settings: ClusterSettings, live: Any) -> ClusterSettings:
     changed: dict[str, Any] = {
         name: value for name in ("depth", "limits") if (value := getattr(found, name)) is not None
     }
+    if found.callers == {}:
+        raise SettingsError(["user_config.callers is empty, which would let nobody in: name one, or write null"])
     if "callers" in live:
-        changed["callers"] = found.callers or None
+        changed["callers"] = found.callers
     if found.aliases is not None:
         changed["model"] = settings.model.model_copy(update={"aliases": found.aliases})
     return settings.model_copy(update=changed)

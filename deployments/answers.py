@@ -198,14 +198,14 @@ class EngineAnswers:
         record = self._pop(admitted)
         last = max(index for index, event in enumerate(tail) if event_document(event))
         tail[last] = event_with(tail[last], self._drafting_field(admitted, record))
+        yield Usage() if record is None else usage_of(record)  # before the tail, which the client may not read
         for event in tail:
             yield event
-        yield Usage() if record is None else usage_of(record)
 
     async def _response_events(self, admitted: Admitted, events: Any) -> Answer:
         """vLLM's events of a response, with `drafting` in the response of the last one. The first ones, which say that
         it has begun, wait for its first text: what is refused never has one."""
-        held, record = [], None
+        held = []
         async with contextlib.aclosing(events):
             async for event in events:
                 held.append(event)
@@ -214,10 +214,10 @@ class EngineAnswers:
                 if event.type == "response.completed":
                     record = self._pop(admitted)
                     event.response.drafting = self._drafting_field(admitted, record)
+                    yield Usage() if record is None else usage_of(record)
                 for one in held:
                     yield wrap_data_with_event(one.model_dump_json(by_alias=True), one.type)
                 held.clear()
-        yield Usage() if record is None else usage_of(record)
 
     def _drafting_field(self, admitted: Admitted, record: Any) -> dict[str, Any]:
         drafting = admitted.drafting

@@ -366,12 +366,12 @@ def check_limits(body: Body, limits: LimitSettings) -> int:
 def _check_prompt_logprobs(body: ChatCompletionRequest | CompletionRequest, limits: LimitSettings) -> None:
     """Each sequence has log probabilities of its own, which the engine computes anew and this process puts into
     words."""
-    per_token = body.prompt_logprobs
-    if per_token is None and isinstance(body, CompletionRequest) and body.echo:
-        per_token = body.logprobs
+    name = "prompt_logprobs"
+    if body.prompt_logprobs is None and body.echo:
+        name = "logprobs" if isinstance(body, CompletionRequest) else "top_logprobs"
+    per_token: int | None = getattr(body, name)
     if per_token is None:
         return
-    name = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
     num = (body.n or 1) * _prompt_tokens(body) * (1 + per_token)
     what = f"the number of log probabilities of the prompt, n times its tokens times 1 + {name},"
     _at_most(name, what, num, limits.max_num_prompt_logprobs)
@@ -380,7 +380,8 @@ def _check_prompt_logprobs(body: ChatCompletionRequest | CompletionRequest, limi
 def _prompt_tokens(body: ChatCompletionRequest | CompletionRequest) -> int:
     """Tokens of all prompts of a request, of a text one for each four bytes."""
     if isinstance(body, ChatCompletionRequest):
-        return len(json.dumps(body.messages, default=str)) // 4
+        parts = [body.messages, body.tools, body.documents, body.chat_template_kwargs]
+        return len(json.dumps(parts, default=str)) // 4
     prompts: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt or ""]
     if prompts and isinstance(prompts[0], int):
         return len(prompts)

@@ -348,7 +348,10 @@ class PlainErrors:
                 return
             await send(message)
 
-        await self._app(scope, receive, send_json)
+        try:
+            await self._app(scope, receive, send_json)
+        except UnicodeDecodeError:  # of Serve, which reads some headers before the application does
+            await json_response(ApiError(400, "A header of the request is no UTF-8 text."))(scope, receive, send)
 
 
 class NoReplica:

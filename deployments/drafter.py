@@ -232,9 +232,7 @@ class DrafterReplica:
             torch.set_num_threads(num_cores if num_cores <= MAX_SMALL_MACHINE_CORES else num_cores // 2)
         loader = HeadLoader(settings)
         self._heads = HeadSlots(settings.drafter, loader)
-        self._engine = DraftEngine(
-            {slot: head.runtime for slot, head in self._heads.loaded.items()}, max_num_requests=loader.max_num_requests
-        )
+        self._engine = DraftEngine({slot: head.runtime for slot, head in self._heads.loaded.items()})
         # Targets hear it through Ray; whoever else reaches the port is not let in.
         self._key = secrets.token_hex(16)
         self._server = self._heads.server = DrafterServer(

@@ -6,6 +6,7 @@ engine's answer with a `drafting` field, or an `ApiError` in OpenAI's form. Noth
 is.
 """
 
+import asyncio
 import contextlib
 import functools
 import itertools
@@ -183,6 +184,7 @@ class FrontEnd:
         """The engine, which a replica sets before its first request."""
         self.admission = Admission(1, 0)
         self.bodies = BodyBudget(1)
+        self.tokenizing = asyncio.Lock()
         self.metrics.queued.set_function(lambda: self.admission.num_queued)
         self._settings = settings
         self._workloads = Workloads(known=settings.named_workloads(), aliases=settings.model.aliases)

@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from yarl import URL
 
-from cluster.admission import BodyBudget
+from cluster.admission import QUEUE_FULL_RETRY_S, BodyBudget, busy
 from cluster.errors import ApiError
 from cluster.request import ANYONE, client_network
 from deployments import GATEWAY_NAME, compat
@@ -38,6 +38,8 @@ GATEWAY_PATH = "deployments.gateway:build"
 BODIES_HELD = 16
 """Largest bodies that a gateway holds at a time."""
 
+MAX_FORWARDED = 1024
+"""Requests: each takes a second connection of the same HAProxy, and clients must leave room for these."""
 ASK_TIMEOUT_S = 10.0
 OF_CONNECTION = {"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"}
 """Headers that are each connection's own."""
@@ -84,6 +86,7 @@ class Forwarder:
     def __init__(self, settings: GatewaySettings, base_url: str, address_header: str = "", token: str = "") -> None:
         self._models, self._max_body_bytes, self._base_url = settings.models, settings.max_body_bytes, base_url
         self._address_header, self._token = address_header.lower(), token
+        self._forwarded = asyncio.Semaphore(MAX_FORWARDED)
         self._bodies = BodyBudget(BODIES_HELD * settings.max_body_bytes)
         self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True),  # one kept open may end at any moment
@@ -122,6 +125,10 @@ class Forwarder:
                 raise ApiError(413, f"the body has more than {self._max_body_bytes} bytes (max_body_bytes)")
             model = self.find_model(body)
             await until_sent.enter_async_context(until_disconnected(request))
+            if self._forwarded.locked():
+                text = f"this gateway forwards {MAX_FORWARDED} requests, which is all that it takes at a time"
+                raise busy(text, QUEUE_FULL_RETRY_S)
+            await until_sent.enter_async_context(self._forwarded)
             answer = await self._ask(request, request.method, self._models[model], body)
             if answer.status == 503 and request.method == "POST":
                 answer.close()
@@ -138,7 +145,7 @@ class Forwarder:
     async def _ask(
         self, request: Request, method: str, prefix: str, body: bytes, path: str = ""
     ) -> aiohttp.ClientResponse:
-        path = path or request.scope["raw_path"].decode("latin-1")
+        path = path or request.scope["raw_path"].decode("latin-1").removeprefix(request.scope.get("root_path", ""))
         query = request.scope["query_string"].decode("latin-1")
         url = URL(f"{self._base_url}{prefix}{path}" + (f"?{query}" if query else ""), encoded=True)
         dropped = {*OF_CONNECTION, "content-length", self._address_header, compat.GATEWAY_HEADER}

@@ -4,6 +4,7 @@ Serve's controller calls `install` when it starts (RAY_SERVE_CONTROLLER_CALLBACK
 `HAProxyManager` of this module on each node in place of Ray's. What differs:
 
 - retries: a request whose replica dies before it answers goes to another one;
+- one client address gets three quarters of the connections at the most, so that others still come in;
 - replicas hear the client's address, in a header whose name a client does not know;
 - while no application is known: 503 in OpenAI's form with Retry-After, in place of 404 in plain text;
 - no pages of HAProxy's own (ports 8404 and 9101): they would share its connections with the service;
@@ -33,6 +34,14 @@ for no longer than 60 s: it has 4,096 connections. HAProxy 2.8 that splices a re
 sees its client leave."""
 
 
+MAX_CONNECTIONS = 3072
+CONNECTIONS = f"""
+    stick-table type ipv6 size 64k expire 2h store conn_cur
+    tcp-request connection track-sc0 src
+    tcp-request connection reject if {{ sc0_conn_cur gt {MAX_CONNECTIONS} }}"""
+"""Of one client address, of the 4,096."""
+
+
 def own_config(text: str, not_ready_page: Path, address_header: str = "") -> str:
     """A configuration file of Ray's as this service needs it. `not_ready_page`: an HTTP response. `address_header`: a
     header to which HAProxy adds the client's address; "": none."""
@@ -40,6 +49,7 @@ def own_config(text: str, not_ready_page: Path, address_header: str = "") -> str
     sections = re.split(r"(?m)^(?=\S)", text.replace("mode 666 level admin", "mode 600 level admin"))
     text = "".join(part for part in sections if not part.startswith(("frontend prometheus\n", "listen stats\n")))
     text = re.sub(r"\n    retry-on .*", lambda found: found[0] + options, text, count=1)
+    text = re.sub(r"(?m)^frontend http_frontend\n    bind .*", lambda found: found[0] + CONNECTIONS, text)
     if "\n    use_backend " not in text:
         refusal = f"http-request return status 503 errorfile {not_ready_page}"
         text = re.sub(r"http-request return status 404 .*", refusal, text)

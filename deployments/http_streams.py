@@ -13,11 +13,14 @@ from starlette.types import Receive, Scope, Send
 from cluster.errors import ApiError
 
 BODY_TIMEOUT_S = 120.0
+SEND_TIMEOUT_S = 60.0
+"""For a client to take one piece of a stream, beyond what the buffers on the way hold."""
 
 
 class EventStream(StreamingResponse):
-    """Ends its source with the response, and closes `until_sent`, which has entered `until_disconnected`. A source that
-    is left to the garbage collector goes on for a while, and with it the request in the engine."""
+    """Ends its source with the response, or when its client stops reading, and closes `until_sent`, which has entered
+    `until_disconnected`. A source that is left to the garbage collector goes on for a while, and with it the request in
+    the engine."""
 
     def __init__(
         self, source: AsyncIterator[str] | AsyncIterator[bytes], until_sent: contextlib.AsyncExitStack
@@ -27,9 +30,14 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         source: Any = self.body_iterator
-        with contextlib.suppress(ApiError):  # the client has gone
+
+        async def send_in_time(message: Any) -> None:
+            async with asyncio.timeout(SEND_TIMEOUT_S):
+                await send(message)
+
+        with contextlib.suppress(ApiError, TimeoutError):  # the client has gone, or reads no more
             async with self._until_sent, contextlib.aclosing(source):
-                await self.stream_response(send)
+                await self.stream_response(send_in_time)
 
 
 async def read_body(request: Request, hold: Callable[[int], None], max_bytes: int) -> bytes:

@@ -42,14 +42,14 @@ class MessageForm:
     async def convert_events(self, items: Answer) -> Answer:
         """The events of a message from the items of the chat's answer. Raises what these raise."""
         drafting: dict[str, Any] = {}
-        usage, failure = Usage(), None
+        usages, failure = list[Usage](), None
 
         async def read_chunks() -> Any:
-            nonlocal drafting, usage, failure
+            nonlocal drafting, failure
             try:
                 async for item in items:
                     if isinstance(item, Usage):
-                        usage = item
+                        usages.append(item)
                     elif isinstance(item, str):
                         if '"drafting":' in item:
                             drafting = event_document(item)["drafting"]
@@ -63,6 +63,8 @@ class MessageForm:
             contextlib.aclosing(self._handler.message_stream_converter(chunks)) as events,
         ):
             async for event in events:
+                while usages:  # before what the client may not read
+                    yield usages.pop()
                 kind, _, data = event.partition("\n")
                 if kind == "event: message_delta":  # the last one before message_stop
                     event = wrap_data_with_event(
@@ -71,7 +73,6 @@ class MessageForm:
                 yield event
         if failure is not None:
             raise failure
-        yield usage
 
 
 TOKENIZER_PATHS: dict[str, dict[type[BaseModel], type[BaseModel]]] = {

@@ -4,6 +4,8 @@ their addresses and heads, and its workers connect by themselves (`peagle.drafte
 
 import asyncio
 import logging
+import math
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
@@ -27,6 +29,24 @@ MAX_DRAIN_S = 60.0
 """Time for which a drafter that Serve retires drafts on, for the requests that it has."""
 MAX_SMALL_MACHINE_CORES = 4
 """Up to this number the target and the drafter compute on all cores each, else the drafter on half."""
+
+
+class PacedCall(Generic[ReportT]):
+    """A coroutine function that starts at most once in `interval_s`: all who ask before a start get its result."""
+
+    def __init__(self, work: Callable[[], Awaitable[ReportT]], interval_s: float) -> None:
+        self._work, self._interval_s, self._started_s = work, interval_s, -math.inf
+        self._next: asyncio.Task[ReportT] | None = None
+
+    async def __call__(self) -> ReportT:
+        if self._next is None:
+            self._next = asyncio.get_running_loop().create_task(self._start())
+        return await asyncio.shield(self._next)
+
+    async def _start(self) -> ReportT:
+        await asyncio.sleep(self._started_s + self._interval_s - time.monotonic())
+        self._next, self._started_s = None, time.monotonic()
+        return await self._work()
 
 
 class EngineLost(RuntimeError):

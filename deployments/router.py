@@ -35,11 +35,11 @@ from cluster.history import POINT_S, ServiceHistory
 from cluster.k_policy import KPolicy, PolicyUpdate
 from cluster.learning import LearnerReport
 from cluster.request import base_workload
-from cluster.settings import ClusterSettings, DrafterSettings, live_config
+from cluster.settings import ClusterSettings, DrafterSettings
 from deployments import DRAFTER_NAME, TARGET_NAME, compat
 from deployments.autoscaling import Autoscaler, read_pools
 from deployments.metrics import Families
-from deployments.replicas import POLL_TIMEOUT_S, REPLICA_LOST, ReplicaMonitor, settings_with
+from deployments.replicas import POLL_TIMEOUT_S, REPLICA_LOST, PacedCall, ReplicaMonitor, settings_with
 from deployments.telemetry import (
     StateStore,
     add_change_metrics,
@@ -67,6 +67,7 @@ SHOWN_SETTINGS: Any = {
 }
 """Those that `GET /drafting` names: no environment, callers, or arguments of others."""
 
+METRICS_INTERVAL_S = 0.5
 SEND_TIMEOUT_S = 120.0
 """For the files of a head to reach drafters on other nodes."""
 
@@ -105,7 +106,6 @@ class Router:
         self._autoscaler: Autoscaler | None = None
         if settings.autoscaling is not None:
             self._autoscaler = Autoscaler(settings, self._channel, functools.partial(read_pools, context.app_name))
-        self._warn_without_callers()
         compat.warn_of_environment()
         # A replica that takes another's place must know the targets before its first request.
         with contextlib.suppress(TimeoutError):
@@ -114,17 +114,14 @@ class Router:
         for monitor in (self._monitor, self._drafters, self._learner):
             if monitor is not None:
                 monitor.start()
+        self._metrics = PacedCall(self._collect_metrics, METRICS_INTERVAL_S)
         self._recording = asyncio.get_running_loop().create_task(self._record_forever())
 
     async def reconfigure(self, user_config: Mapping[str, Any] | None) -> None:
         """Take other limits, callers, depths and aliases while requests run (`cluster.settings.live_config`)."""
-        if user_config is None or user_config == live_config(self._settings):
-            return
-        self._settings = settings_with(self._settings, user_config)
-        self.k_policy.rules = self._settings.k_rules()
-        self._warn_without_callers()
-
-    def _warn_without_callers(self) -> None:
+        if user_config is not None:
+            self._settings = settings_with(self._settings, user_config)
+            self.k_policy.rules = self._settings.k_rules()
         if self._settings.callers is None:
             logger.warning(
                 "The settings have no section callers: everyone who reaches this port is served, without an API key, "
@@ -214,7 +211,11 @@ class Router:
         return found
 
     async def metrics(self) -> bytes:
-        """Prometheus text over all replicas. Only counts by head begin anew in a restarted router."""
+        """Prometheus text over all replicas. Only counts by head begin anew in a restarted router. It asks every
+        replica, so questions share an answer: no client keeps the replicas busy with it."""
+        return await self._metrics()
+
+    async def _collect_metrics(self) -> bytes:
         reports = await self._monitor.refresh()
         model = self._settings.model.id
         found = Families()

@@ -79,6 +79,8 @@ CPUS_OF_A_FRONT_END, MAX_DEFAULT_FRONT_ENDS = 4, 4
 class TargetServer(LLMServer):
     """One replica. Its constructor returns when the engine answers, so a running replica is a ready one."""
 
+    _is_new = True
+
     async def __init__(  # type: ignore[misc]
         self,
         settings: ClusterSettings,
@@ -171,11 +173,18 @@ class TargetServer(LLMServer):
         return make_app(self, await asyncio.to_thread(Entrance.read_from_serve, self._settings.ingress))
 
     async def reconfigure(self, user_config: Mapping[str, Any] | None) -> None:
-        """Take other limits, callers, depths and aliases while requests run (`cluster.settings.live_config`)."""
+        """Take other limits, callers, depths and aliases while requests run (`cluster.settings.live_config`). Raises
+        SettingsError for callers' key files that a new replica cannot use: without keys it would refuse everybody."""
         if user_config is not None:
             self._settings = settings_with(self._settings, user_config)
             self.front_end.apply_settings(self._settings)
             self._grammars.limits = grammar_limits(self._settings.limits)
+        try:
+            self.front_end.set_keys(await asyncio.to_thread(self._settings.read_key_files))
+            self._is_new = False
+        except SettingsError:
+            if self._is_new:
+                raise  # else the keys before stay, as `_refresh_keys` logs
 
     async def check_health(self) -> None:
         """Raises EngineLost when the engine has died. vLLM's own exception would make whoever gets it, Serve's

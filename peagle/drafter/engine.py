@@ -64,11 +64,9 @@ def split(requests: Requests, max_num_rows: int, max_num_requests: int) -> list[
 class DraftEngine:
     """Not safe for threads: one thread calls it."""
 
-    def __init__(self, heads: Mapping[int, ParallelPass], *, max_num_requests: int = 1024) -> None:
-        """heads: by the index that steps name them with. max_num_requests: requests with rows in the cache, for each
-        head."""
+    def __init__(self, heads: Mapping[int, ParallelPass]) -> None:
+        """heads: by the index that steps name them with."""
         self.counters = Counters()
-        self._max_num_requests = max_num_requests
         self._heads: dict[int, ParallelPass] = {}
         self.tables: dict[int, RequestTable] = {}  # by head
         for index, head in heads.items():
@@ -81,8 +79,7 @@ class DraftEngine:
             BlockPool(limits.num_blocks, limits.block_size),
             head.digest,
             self.counters,
-            max_num_requests=min(self._max_num_requests, limits.num_blocks),
-            max_num_positions=limits.max_blocks * limits.block_size,
+            limits.max_blocks * limits.block_size,
         )
         self._heads[index] = head
         self.max_draft_tokens = max(head.limits.max_draft_tokens for head in self._heads.values())
@@ -132,7 +129,7 @@ class DraftEngine:
         return np.split(drafts_FK, ends[:-1])
 
     def _find_cache_rows(self, index: int, step: Step, requests: Requests) -> None:
-        """Fill in `cache_row` of a step's requests of one head, opened where new; `NO_ROW` where none is free."""
+        """Fill in `cache_row` of a step's requests of one head, opened where new."""
         is_mine_B = step.descriptor.heads_B == index
         table, slots_G, prompts = self.tables[index], step.descriptor.slots_B[is_mine_B], step.descriptor.prompts
         rows_G = table.find(step.session, slots_G)
@@ -147,9 +144,6 @@ class DraftEngine:
     ) -> list[tuple[Requests, PendingDrafts]]:
         """Start the passes of one head and take their rows into its cache."""
         table, head = self.tables[index], self._heads[index]
-        opened_G = requests["cache_row"] != NO_ROW
-        self.counters.refused += int((~opened_G).sum())
-        requests = requests[opened_G]
         granted_G = table.place(*(requests[name] for name in ("cache_row", "start", "num_valid", "num_drafts")))
         requests = requests[granted_G & (requests["num_valid"] > 0)]
         launched = []

@@ -31,6 +31,7 @@ from peagle.drafter.protocol import Int32Array
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 NO_ROW = -1
+FIRST_ROWS = 256  # of a table, which grows with the targets' requests
 _KEY_BYTES = 16
 
 
@@ -126,32 +127,30 @@ class RequestTable:
     """Requests of one head; a table row is the place of one request. Requests of a step are handled together, in numpy:
     Python loops run only over those that are new, that jump or that fill a block."""
 
-    def __init__(
-        self, pool: BlockPool, head_digest: str, counters: Counters, *, max_num_requests: int, max_num_positions: int
-    ) -> None:
-        """See `DraftEngine` for the limits."""
+    def __init__(self, pool: BlockPool, head_digest: str, counters: Counters, max_num_positions: int) -> None:
         self.pool, self.head_digest, self.counters = pool, head_digest, counters
         self.max_num_positions = max_num_positions
-        self.blocks_CN: Int32Array = np.zeros((max_num_requests, -(-max_num_positions // pool.block_size)), np.int32)
-        """[max_num_requests, N], of valid block numbers throughout; the first `num_blocks_C` are the request's own."""
-        self.num_blocks_C = np.zeros(max_num_requests, np.int64)
-        self.origin_C = np.zeros(max_num_requests, np.int64)
-        self.end_C = np.zeros(max_num_requests, np.int64)
+        self.blocks_CN: Int32Array = np.zeros((FIRST_ROWS, -(-max_num_positions // pool.block_size)), np.int32)
+        """[C, N], of valid block numbers throughout; the first `num_blocks_C` are the request's own."""
+        self.num_blocks_C, self.origin_C, self.end_C = np.zeros((3, FIRST_ROWS), np.int64)
         self.row_of: dict[tuple[int, int], int] = {}
         """Session and slot -> table row of a request."""
-        self._root_of: list[bytes | None] = [None] * max_num_requests
-        self._free_rows = list(range(max_num_requests - 1, -1, -1))
+        self._root_of: dict[int, bytes] = {}
+        self._free_rows = list(range(FIRST_ROWS))
 
     def find(self, session: int, slots_B: Int32Array) -> Int64Array:
         """Table rows of a session's slots, `NO_ROW` where there is none."""
         return np.array([self.row_of.get((session, slot), NO_ROW) for slot in slots_B.tolist()], np.int64)
 
     def open(self, session: int, slot: int, prompt: Int32Array | None) -> int:
-        """A table row for a slot that has none; `NO_ROW` if all are in use. prompt: token ids of the positions
-        0 .. start; None or empty if they are not known. The request has the rows before `start` if the cache has all.
-        """
-        if not self._free_rows:
-            return NO_ROW
+        """A table row for a slot that has none. prompt: token ids of the positions 0 .. start; None or empty if they
+        are not known. The request has the rows before `start` if the cache has all."""
+        if not self._free_rows:  # one more target has come
+            num_rows = len(self.blocks_CN)
+            self._free_rows = list(range(num_rows, 2 * num_rows))
+            for name in ("blocks_CN", "num_blocks_C", "origin_C", "end_C"):
+                old = getattr(self, name)
+                setattr(self, name, np.concatenate([old, np.zeros_like(old)]))
         row = self.row_of[session, slot] = self._free_rows.pop()
         if prompt is None or not len(prompt):
             return row
@@ -210,7 +209,7 @@ class RequestTable:
         for slot in slots:
             if (row := self.row_of.pop((session, slot), NO_ROW)) != NO_ROW:
                 self._reset(row, 0)
-                self._root_of[row] = None
+                self._root_of.pop(row, None)
                 self._free_rows.append(row)
 
     def drop_session(self, session: int) -> None:
@@ -245,7 +244,7 @@ class RequestTable:
 
     def _publish(self, row: int, first: int, last: int) -> None:
         """The blocks of these columns are full: publish them, if what is before them is known."""
-        parent = self._root_of[row] if first == 0 else self.pool.key_of[int(self.blocks_CN[row, first - 1])]
+        parent = self._root_of.get(row) if first == 0 else self.pool.key_of[int(self.blocks_CN[row, first - 1])]
         if parent is None or self.origin_C[row]:
             return
         for block in self.blocks_CN[row, first:last].tolist():

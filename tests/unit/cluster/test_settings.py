@@ -350,6 +350,7 @@ BAD_LIVE: list[tuple[Any, list[str]]] = [
     ({"limits": {"max_num_sequences": 0}}, ["user_config.limits.max_num_sequences: Input should be greater"]),
     ({"callers": {"web": {**KEY, "max_k": -1}}}, ["user_config.callers.web.max_k: Input should be greater"]),
     ({"engine": {"max_num_seqs": 8}}, ["unknown key user_config.engine"]),
+    ({"callers": {}}, ["user_config.callers is empty"]),
 ]
 
 

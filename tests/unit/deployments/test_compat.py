@@ -47,6 +47,16 @@ def proxied(answer: Any) -> httpx.Response:
     return asyncio.run(ask())
 
 
+async def test_a_header_that_serve_cannot_read_is_the_clients_fault() -> None:
+    async def serves(scope: Any, receive: Any, send: Any) -> None:
+        b"".join(value for _, value in scope["headers"]).decode("utf-8")
+
+    transport = httpx.ASGITransport(compat.PlainErrors(serves))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        response = await client.get("/", headers=[(b"x-request-id", b"\xff")])
+    assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
 @pytest.mark.parametrize(
     ("status", "text", "ours", "code"),
     [

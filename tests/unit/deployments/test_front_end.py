@@ -433,8 +433,17 @@ def test_log_probabilities_of_prompts_are_bounded_by_the_whole_answer() -> None:
         error = complete(backend, **body).json()["error"]
         assert (error["param"], error["code"]) == (param, "limit")
     long = [{"role": "user", "content": "text" * 300}]
-    assert chat(backend, messages=long, prompt_logprobs=3).json()["error"]["param"] == "prompt_logprobs"
-    assert chat(backend, messages=long, logprobs=True, top_logprobs=3).status_code == 200
+    tool = {"type": "function", "function": {"name": "f", "description": "text" * 300}}
+    of_answer = {"logprobs": True, "top_logprobs": 3}
+    for body, param in (
+        ({"messages": long, "prompt_logprobs": 3}, "prompt_logprobs"),
+        ({"messages": long, "echo": True, **of_answer}, "top_logprobs"),
+        ({"tools": [tool], "tool_choice": "none", "prompt_logprobs": 3}, "prompt_logprobs"),
+        ({"documents": [{"text": "text" * 300}], "prompt_logprobs": 3}, "prompt_logprobs"),
+    ):
+        error = chat(backend, **body).json()["error"]
+        assert (error["param"], error["code"]) == (param, "limit")
+    assert chat(backend, messages=long, **of_answer).status_code == 200
 
 
 def test_sequences_of_one_request_share_a_group_that_no_client_names() -> None:
@@ -744,6 +753,27 @@ async def test_a_client_that_leaves_closes_its_answer_at_once_and_logs_nothing(s
     assert statuses(backend) == {"499": 1.0}
     assert "Traceback" not in caplog.text
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_a_client_that_stops_reading_gives_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_streams, "SEND_TIMEOUT_S", 0.05)
+    backend = Echo()
+
+    async def receive() -> Any:
+        if backend.admitted:
+            await asyncio.Event().wait()  # it stays
+        return {"type": "http.request", "body": json.dumps({"messages": HELLO, "stream": True}).encode()}
+
+    async def send(message: Any) -> None:
+        if b"[DONE]" in message.get("body", b""):
+            await asyncio.Event().wait()  # all buffers are full
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"", "root_path": ""}
+    scope["headers"] = [(b"content-type", b"application/json")]
+    async with asyncio.timeout(30):
+        await make_app(backend, Entrance())(scope, receive, send)
+    assert (backend.num_closed, backend.front_end.admission.num_running) == (1, 0)
+    assert statuses(backend) == {"499": 1.0}
 
 
 def test_what_clients_see_is_measured_by_workload_and_status() -> None:

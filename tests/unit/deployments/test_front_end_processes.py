@@ -137,14 +137,26 @@ async def test_requests_go_to_the_process_with_the_fewest_sequences(monkeypatch:
     assert [replica.process(place).sequences.total() for place in (0, 1)] == [0, 0]
 
 
+async def test_an_answer_that_has_ended_is_charged_though_nobody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = Replica(1, monkeypatch)
+    await replica.start()
+    NoProcess.answer = lambda _: events(chunk(), *LAST)
+    stream = replica.ask()
+    assert await anext(stream) == chunk()
+    await asyncio.sleep(0.05)
+    await stream.aclose()
+    await soon(lambda: replica.charged)
+    assert [usage for _, _, usage in replica.charged] == [Usage(4, 9, 4)]
+
+
 async def test_answers_and_errors_come_through_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     replica = Replica(1, monkeypatch)
     await replica.start()
     NoProcess.answer = lambda _: events(chunk(), *LAST)
     found = [item async for item in replica.ask()]
     assert found[0] == chunk()
-    assert json.loads(found[1].removeprefix("data: "))["drafting"]["num_steps"] == 2
-    assert found[2:] == [LAST[-1], Usage(4, 9, 4)]
+    assert json.loads(found[2].removeprefix("data: "))["drafting"]["num_steps"] == 2
+    assert (found[1], found[3:]) == (Usage(4, 9, 4), [LAST[-1]])
     NoProcess.answer = lambda _: create_error_response(ValueError("too long"))
     (error,) = [item async for item in replica.ask()]
     assert isinstance(error, ApiError)
@@ -184,7 +196,7 @@ async def test_a_replica_that_loses_too_many_is_given_up(monkeypatch: pytest.Mon
     assert replica.num_restarts == MAX_RESTARTS
     assert "has ended with -9, and 8 others before it" in replica.problem
     (refused,) = [item async for item in replica.ask()]
-    assert (refused.status, refused.code) == (503, "model_not_ready")
+    assert refused.status == 502, "HAProxy asks another replica, and not with 503"
 
 
 async def test_an_engine_that_dies_ends_the_answers_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Mount, Route
 
 from benchmarks.common import free_port
-from deployments import compat
+from deployments import compat, gateway
 from deployments.errors import json_response, not_ready
 from deployments.gateway import Forwarder, GatewaySettings
 from peagle.schema import SettingsError
@@ -179,6 +179,27 @@ async def test_what_belongs_to_no_model_is_refused_here(client: httpx.AsyncClien
     ):
         answer = await client.post("/v1/x", **sent)
         assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), sent
+
+
+async def test_more_requests_than_it_forwards_are_refused_and_its_prefix_is_its_own(
+    coder: Model, chat: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway, "MAX_FORWARDED", 1)
+    mount = Mount("/coder", Starlette(routes=[Route("/{path:path}", coder.answer, methods=["GET", "POST"])]))
+    async with server(Starlette(routes=[mount])) as url:
+        forwarder = Forwarder(GatewaySettings(models={"org/coder": "/coder"}), url)
+        app = Starlette(routes=[Mount("/front", forwarder.app())])
+        async with server(app) as own, httpx.AsyncClient(base_url=f"{own}/front") as client:
+            assert (await client.get("/health")).status_code == 200
+            body = {"model": "org/coder", "stream": True}
+            async with client.stream("POST", "/v1/x", json=body) as answer:
+                assert await anext(answer.aiter_text()) == "data: 1\n\n"
+                refused = await client.post("/v1/x", json=body)
+                assert (refused.status_code, "retry-after" in refused.headers) == (429, True)
+            await coder.has_left.wait()
+            got = await client.post("/v1/x", json={"model": "org/coder"})
+            assert (got.status_code, got.json()["path"]) == (201, "/coder/v1/x")
+        await forwarder.session.close()
 
 
 async def test_metrics_of_all_models_stand_side_by_side_and_keys_are_asked_for(client: httpx.AsyncClient) -> None:

@@ -1,6 +1,7 @@
 """HAProxy as this service configures it: the real one, controlled by Ray's own code, without Ray."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import stat
@@ -130,3 +131,20 @@ async def test_the_last_header_of_the_secret_name_is_the_clients_address(api: An
             await other.get("/", headers={name: "192.0.2.1", "X-Forwarded-For": "192.0.2.1"})
         found = [line.partition(": ")[2] for line in heads[-1] if line.startswith(f"{name}:")]
         assert found == ["192.0.2.1", address]
+
+
+async def test_one_client_cannot_hold_all_connections(
+    api: Any, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(haproxy, "CONNECTIONS", haproxy.CONNECTIONS.replace(str(haproxy.MAX_CONNECTIONS), "2"))
+    await serve_ok(api)
+    await wait_for_answer(client)
+    port, held = api.cfg.http_options.port, []
+    for _ in range(4):
+        with contextlib.suppress(ConnectionResetError):
+            held.append(await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0)))
+    await asyncio.sleep(0.2)
+    assert sum(not (reader.at_eof() or reader.exception()) for reader, _ in held) == 2
+    assert (await client.get("/v1/models")).status_code == 200, "from another address"
+    for _, writer in held:
+        writer.close()

@@ -141,15 +141,17 @@ def document_of(event: str) -> dict[str, Any]:
 
 
 def test_a_message_has_its_drafting_behind_its_text() -> None:
-    replica, (*said, delta, stop, usage) = stream(lambda _: chat_chunks(), "/v1/messages")
-    assert (said[0].partition("\n")[0], stop.partition("\n")[0]) == ("event: message_start", "event: message_stop")
+    replica, (*said, usage, end, delta, stop) = stream(lambda _: chat_chunks(), "/v1/messages")
+    assert [event.partition("\n")[0] for event in (said[0], end, stop)] == [
+        "event: message_start", "event: content_block_stop", "event: message_stop",
+    ]  # fmt: skip
     assert [document_of(event)["delta"]["text"] for event in said if "text_delta" in event] == ["Yes"]
     assert (document_of(delta)["type"], document_of(delta)["drafting"]) == ("message_delta", DRAFTING)
     assert (usage, replica.names) == (Usage(4, 9, 4), ["abc"])
 
 
 def test_a_response_has_its_drafting_in_its_last_event() -> None:
-    _, (created, said, completed, usage) = stream(response_events, "/v1/responses")
+    _, (created, said, usage, completed) = stream(response_events, "/v1/responses")
     assert [document_of(event)["type"] for event in (created, said, completed)] == [
         "response.created", "response.output_text.delta", "response.completed",
     ]  # fmt: skip

@@ -1,6 +1,7 @@
 """What replicas say of themselves: who runs, whatever becomes of the reports; and drafters, as targets hear of them."""
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from deployments.replicas import (
     MAX_MISSED_POLLS,
     DrafterLinks,
     EngineLost,
+    PacedCall,
     ReplicaMonitor,
     agreed_heads,
 )
@@ -142,3 +144,21 @@ def test_heads_change_when_most_drafters_have_changed() -> None:
     assert agreed_heads([old]) == ("a",)
     assert agreed_heads([old, new]) == ()
     assert agreed_heads([old, new, new]) == ("b",)
+
+
+async def test_those_who_ask_often_share_answers_that_are_not_older_than_their_question() -> None:
+    starts: list[float] = []
+
+    async def work() -> int:
+        starts.append(asyncio.get_running_loop().time())
+        await asyncio.sleep(0.02)
+        return len(starts)
+
+    ask = PacedCall(work, 0.1)
+    assert await ask() == 1
+    assert await asyncio.gather(*(ask() for _ in range(50))) == [2] * 50
+    first = asyncio.create_task(ask())
+    await asyncio.sleep(0)
+    first.cancel()  # its client leaves, and nobody else's answer with it
+    assert await ask() == 3
+    assert all(later - earlier >= 0.09 for earlier, later in itertools.pairwise(starts))

@@ -17,15 +17,17 @@ from vllm.exceptions import GenerationError, VLLMValidationError
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from cluster.errors import ApiError
-from cluster.request import Caller
+from cluster.request import Caller, hash_key
+from cluster.settings import live_config
 from deployments.answers import EngineAnswers
 from deployments.front_end import FrontEnd, Usage
 from deployments.replicas import EngineLost
 from deployments.target import TargetServer, default_front_ends
 from deployments.usage_log import UsageLog
+from peagle.schema import SettingsError
 from peagle.vllm.recorder import RequestDrafting
 from tests.support.counted import counts_of
-from tests.unit.deployments.test_front_end import HELLO, cluster
+from tests.unit.deployments.test_front_end import HELLO, callers, cluster
 
 COUNTS = counts_of([(3, 3), (3, 1)])
 
@@ -129,8 +131,8 @@ def test_a_stream_has_its_drafting_in_the_chunk_that_finishes_the_last_choice() 
         stream=True, n=2,
     )  # fmt: skip
     assert ["drafting" in item for item in found if isinstance(item, str)] == [False, False, False, True, False]
-    assert json.loads(found[3].removeprefix("data: "))["drafting"] == DRAFTING
-    assert found[-1] == Usage(4, 9, 4)
+    assert json.loads(found[4].removeprefix("data: "))["drafting"] == DRAFTING
+    assert found[3] == Usage(4, 9, 4)
 
 
 def test_who_hears_of_an_engines_death_needs_no_vllm_to_read_it() -> None:
@@ -230,7 +232,7 @@ def test_a_grammar_that_allows_no_text_is_an_error_of_the_request(stream: bool) 
     if stream:
         fine = Replica(lambda _: events(chunk(), chunk("stop"), "data: [DONE]\n\n"))
         found = items(fine, stream=True, response_format=itself)
-        assert [type(item) for item in found] == [str, str, str, Usage]
+        assert [type(item) for item in found] == [str, Usage, str, str]
 
 
 @pytest.mark.parametrize("call", ["chat", "completions"])
@@ -263,6 +265,38 @@ async def test_a_client_that_leaves_aborts_all_sequences_of_its_request(call: An
     line = json.loads((tmp_path / "usage").read_text())
     counted = [line[f"{kind}_tokens"] // len(replica.aborted) for kind in ("prompt", "output", "accepted")]
     assert (line["status"], line["caller"], counted) == (499, "web", [4, 9, 4])
+
+
+async def test_a_new_replica_refuses_key_files_that_a_running_one_passes_over(tmp_path: Path) -> None:
+    """A replica without keys would refuse everybody, and be the first to be asked."""
+    file = tmp_path / "key"
+    settings = callers(web={"key_file": str(file)})
+    replica = Replica(lambda _: None)
+    replica._settings, replica._grammars = settings, SimpleNamespace(limits=None)  # type: ignore[assignment]
+    with pytest.raises(SettingsError, match=r"callers\.web\.key_file"):
+        await replica.reconfigure(live_config(settings))
+    file.write_text("first")
+    await replica.reconfigure(live_config(settings))
+    assert replica.front_end.keys == {"web": [hash_key("first")]}
+    file.unlink()
+    await replica.reconfigure(live_config(settings))
+    assert replica.front_end.keys == {"web": [hash_key("first")]}
+
+
+async def test_an_answer_is_charged_though_its_client_leaves_at_the_end(tmp_path: Path) -> None:
+    log = UsageLog(str(tmp_path / "usage"))
+    replica, charged = Replica(lambda _: events(chunk(), chunk("stop")), log), []
+    records = [replica.record]
+    replica.recorder.pop = lambda _: records.pop() if records else None
+    replica.front_end.admission.charge_tokens = lambda *given: charged.append(given)
+    answer = replica.front_end.answer("chat", {"messages": HELLO, "stream": True}, Caller("web"))
+    assert [await anext(answer) for _ in range(2)]
+    await answer.aclose()
+    await asyncio.sleep(0.01)
+    assert sum(tokens for _, tokens in charged) == 13
+    log.close()
+    (line,) = (tmp_path / "usage").read_text().splitlines()
+    assert json.loads(line)["output_tokens"] == 9
 
 
 async def test_a_replica_that_ends_writes_the_lines_that_wait_for_tokens(tmp_path: Path) -> None:

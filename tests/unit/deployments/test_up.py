@@ -16,8 +16,12 @@ import pytest
 import yaml
 
 from cluster.history import ServiceHistory
+from cluster.request import Caller
+from cluster.settings import live_config, load_settings
 from deployments import up
+from deployments.app import catalog
 from deployments.cli import main
+from deployments.replicas import settings_with
 from deployments.up import UpError, base_url, gateway_application, live_form, num_logical_cpus, read_config
 from peagle.checkpoint import save_head
 from peagle.schema import SettingsError
@@ -277,6 +281,19 @@ def test_what_replicas_are_made_from_stays_in_args(tmp_path: Path) -> None:
     made = live_form(*read_config(Path(write(tmp_path / "c.yaml", served(depth=depth, ingress=ingress)))))
     args = made["applications"][0]["args"]
     assert (args["depth"], args["ingress"]) == ({"state": depth["state"]}, ingress)
+
+
+def test_a_learner_that_learns_from_callers_starts_without_their_section(tmp_path: Path) -> None:
+    """`callers` are live settings, which Serve hands on after it has built the application."""
+    drafter = {**REMOTE, "spare_heads": 1}
+    callers = {"web": {"key_sha256": "ab" * 32, "learn": True}}
+    path = Path(write(tmp_path / "c.yaml", served(drafter=drafter, callers=callers, learning={})))
+    raw, settings = read_config(path)
+    args = live_form(raw, settings)["applications"][0]["args"]
+    started = settings_with(load_settings(args, catalog()), live_config(settings))
+    web, other = Caller("web", learn=True), Caller("other")
+    for one in (settings, started):
+        assert (one.learns_from(web, "chat"), one.learns_from(other, "chat")) == (True, False)
 
 
 def test_options_that_the_file_itself_gives_to_deployments_stay(tmp_path: Path) -> None:

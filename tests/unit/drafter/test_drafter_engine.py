@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from peagle.drafter import kvcache
 from peagle.drafter.engine import DraftEngine
 from peagle.drafter.protocol import Int32Array, Step
 from tests.support.draft_engine_harness import (
@@ -66,9 +67,15 @@ def test_more_requests_than_the_cache_holds_get_no_drafts_and_no_error() -> None
     requests = {slot: make_request(slot) for slot in range(12)}
     run(engine, 1, 0, {slot: Rows(request, 0, 10, 3) for slot, request in requests.items()})
     assert (num_requests(engine), engine.counters.refused) == (6, 6)  # 12 rows are three blocks
-    more = DraftEngine({0: head_runtime(0)}, max_num_requests=4)
-    run(more, 1, 0, {slot: Rows(request, 0, 10, 3) for slot, request in requests.items()})
-    assert (num_requests(more), more.counters.refused) == (4, 8)
+
+
+def test_the_table_grows_with_the_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvcache, "FIRST_ROWS", 2)
+    engine, requests = DraftEngine({0: head_runtime(0)}), {slot: make_request(slot) for slot in range(3)}
+    for start in (0, 4):  # the later rows find the earlier ones
+        for target in range(3):
+            run(engine, target, 0, {slot: Rows(request, start, 4, 3) for slot, request in requests.items()})
+    assert (num_requests(engine), engine.counters.refused, engine.counters.cold_starts) == (9, 0, 0)
 
 
 def test_the_requests_that_need_least_get_the_last_blocks() -> None:
