@@ -385,6 +385,16 @@ class HeadManager:
         if (trial := self._trial()) is not None and trial.state == "loading":
             self._record_loading(trial, reports)
 
+    def record_lost(self, name: str) -> None:
+        """The files of a head that is to draft are on no node any more: end its trial, or roll it back."""
+        if (candidate := self.state.candidate) is not None and candidate.name == name:
+            self.state.candidate = None
+        for change in self.state.changes:
+            if change.name == name and not change.is_over:
+                self._set_state(change, "dropped", "its files are lost")
+            elif change.name == name and self._stands(change):
+                self._undo(change, "its files are lost")
+
     def record_counts(self, deltas: CounterDeltas, num_running: Mapping[str, int], weights: str = "") -> None:
         """Take in what targets counted since the last time, and decide. num_running: requests by workload. weights:
         digest of the targets', "" where nobody knows it."""

@@ -49,6 +49,11 @@ SILENT_SHARE = 0.5
 """Share of the running replicas that must report; the others then count as equal to these."""
 
 
+STUCK = 2.0
+"""Start times without a further replica after which those that are starting are no longer waited for: the cluster may
+have no room for them."""
+
+
 @dataclass(frozen=True)
 class Pool:
     """A deployment as Serve sees it: replicas that serve, and those that it wants."""
@@ -127,6 +132,7 @@ class ScalingPolicy:
         self._reported_s: dict[str, float] = {}
         self._observed_s = -math.inf
         self._ongoing, self._is_busy = 0.0, False
+        self._num_running, self._grown_s = 0, -math.inf
 
     def observe(self, deltas: CounterDeltas | None, reports: Sequence[TargetReport], now_s: float) -> None:
         """Add a round of reports; `deltas`: what `KPolicy.observe` found new in them."""
@@ -149,6 +155,9 @@ class ScalingPolicy:
         if target.num_running == 0 and target.num_wanted > 0:
             self._traffic.note_busy(now_s)  # the client that it starts for was told to come again
         settings, idle_s = self.settings, self._traffic.idle_s(now_s)
+        if target.num_running > self._num_running or target.num_running >= target.num_wanted:
+            self._grown_s = now_s
+        self._num_running = target.num_running
         num_silent = max(0, target.num_running - len(self._reported_s))
         if settings.target.min == 0 and not self._is_busy and idle_s >= settings.idle_s and not num_silent:
             return Decision(0, self._num_drafters(0), "idle", f"no request for {idle_s:.0f} s: scaled to zero")
@@ -165,7 +174,7 @@ class ScalingPolicy:
         kept = ""  # why the number must not go down
         if num_silent:
             kept = f"{num_silent} replicas do not report"
-        elif target.num_running < target.num_wanted:
+        elif target.num_running < target.num_wanted and now_s - self._grown_s <= STUCK * settings.start_time_s:
             kept = f"{target.num_wanted - target.num_running} replicas are starting"
         if not traffic:
             number, why = _apply_dead_band(0.0, 0.0, target.num_wanted, settings.target, kept)

@@ -184,8 +184,12 @@ class Router:
         if self._handing_out and not self._handing_out.done():
             return
         self._heads.observe_drafters(drafters)
+        missing = {name for drafter in drafters for name in drafter.missing}
+        for name in missing:
+            if all(name in drafter.missing for drafter in drafters) and candidate_directory(name) is None:
+                self._heads.record_lost(name)
         self._save_head_events()
-        desired, missing = self._heads.desired, {name for drafter in drafters for name in drafter.missing}
+        desired = self._heads.desired
         if self._heads.is_ready and (missing or any(drafter.desired != desired for drafter in drafters)):
             self._handing_out = asyncio.get_running_loop().create_task(self._hand_out(desired, missing))
 

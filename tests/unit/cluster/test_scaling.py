@@ -81,12 +81,13 @@ def test_steady_traffic_never_moves_the_number() -> None:
     assert targets - {None} == {2}
 
 
-def test_starting_replicas_forbid_scaling_down() -> None:
-    service = Service(2)
+def test_starting_replicas_forbid_scaling_down_as_long_as_they_may_come() -> None:
+    service = Service(2, start_time_s=400.0)
     service.run(30, rate=1.0)
     decision = service.run(71, rate=0.1, wanted=4)
     assert decision.target == 4
     assert "2 replicas are starting" in decision.reason
+    assert service.run(20, rate=0.1, wanted=4).target < 4, "there is no room for them"
 
 
 def test_missing_data_leaves_the_target_to_the_queue_and_takes_no_drafter_away() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from cluster.counts import TargetReport, WorkloadCounts
-from cluster.heads import HeadManager, HeadProposal
+from cluster.heads import DesiredHeads, HeadManager, HeadProposal
 from cluster.history import ServiceHistory
 from cluster.settings import DrafterSettings
 from deployments import drafter as of_drafters
@@ -107,6 +108,31 @@ async def test_a_candidate_reaches_drafters_on_other_nodes_and_those_that_start_
     assert (await router.head_back()).state == "dropped"
     told = [event["text"] for event in router._history.document(0.0)["events"]]
     assert [text.partition(":")[0].rpartition(" ")[2] for text in told] == ["dropped", "running", "loading"]
+
+
+@pytest.mark.parametrize("is_promoted", [False, True])
+async def test_a_head_whose_files_are_lost_drafts_no_more(
+    router: Any, head: Path, tmp_path: Path, is_promoted: bool
+) -> None:
+    router._drafter = drafters = Drafters(str(head))
+    drafters.start()
+    await rounds(router, drafters, 1)
+    candidate = save_head(tmp_path / "new", CONFIG, {k: v + 1 for k, v in head_tensors(CONFIG).items()})
+    trial = await router.propose(HeadProposal(str(candidate), parent="now"))
+    await rounds(router, drafters)
+    if is_promoted:
+        router._heads._promote(await router.trial(trial.name), "it is better")
+        await rounds(router, drafters)
+        assert (await drafters.drafting())[0][0] == trial.name
+    router._drafter = drafters = Drafters(str(head))  # on new nodes
+    drafters.start()
+    shutil.rmtree(tmp_path / "node")
+    shutil.rmtree(tmp_path / "cache")
+    await rounds(router, drafters)
+    change = await router.trial(trial.name)
+    assert (change.state, change.reason) == ("rolled back" if is_promoted else "dropped", "its files are lost")
+    assert (await drafters.drafting(), router._heads.desired) == ([[str(head)]], DesiredHeads())
+    assert router._heads.live_head.name == str(head)
 
 
 def test_requests_of_a_trial_run_in_the_workload_that_it_is_a_share_of() -> None:
