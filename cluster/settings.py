@@ -376,7 +376,7 @@ class DrafterSettings(Section):
 
 
 class Objective(Section):
-    """What a workload needs. While a workload has a limit, K is the most that any request verifies."""
+    """What a workload needs. While a workload has a limit, no step but those that explore verifies more than K."""
 
     removed: ClassVar[Mapping[str, str]] = {
         "kind": "K follows from the tokens per second of all requests together",
@@ -587,7 +587,7 @@ class AutoscalingSettings(Section):
 
     policy: Literal["acceptance", "queue_length"] = Field(
         "acceptance",
-        description="`acceptance`: demand and capacity in tokens/s; `queue_length`: Serve's rule.",
+        description="`acceptance`: demand and capacity in tokens/s; `queue_length`: ongoing requests.",
     )
     target: ReplicaRange = Field(description="Bounds of the number of targets.")
     drafter: ReplicaRange | None = Field(None, description="Bounds of the number of drafters, if remote.")

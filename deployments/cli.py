@@ -223,7 +223,9 @@ def convert(
 
     config, num_tensors, left_out = convert_head(source, out, target, has_tables=not without_tables)
     method = f"P-EAGLE, mask token {config.ptd_token_id}" if config.is_parallel else "EAGLE-3"
-    typer.echo(f"{out}: {method}, layers {config.num_hidden_layers}, taps {json.dumps(config.aux_layer_ids)}")
+    typer.echo(
+        f"{out}: {method}, layers {config.num_hidden_layers}, auxiliary layers {json.dumps(config.aux_layer_ids)}"
+    )
     typer.echo(f"tensors written: {num_tensors}; left to the target: {', '.join(left_out) or 'none'}")
 
 

@@ -2,7 +2,7 @@
 
 Enters: the targets' reports, once a second. Leaves: a `PolicyUpdate`, which each target takes once a second, so that
 all choose K by what the whole cluster has seen; the saved state; and what /metrics and /drafting show. Clients talk to
-the targets, past this process (`deployments.target`), which imports neither vLLM nor torch: it starts in a few seconds.
+the targets (`deployments.target`), past this process. It imports neither vLLM nor torch, so it starts in a few seconds.
 """
 
 import asyncio
@@ -40,8 +40,8 @@ from deployments import DRAFTER_NAME, TARGET_NAME, compat
 from deployments.autoscaling import Autoscaler, read_pools
 from deployments.metrics import Families
 from deployments.replicas import POLL_TIMEOUT_S, REPLICA_LOST, PacedCall, ReplicaMonitor, settings_with
+from deployments.state import StateStore
 from deployments.telemetry import (
-    StateStore,
     add_change_metrics,
     add_depth_metrics,
     add_drafter_metrics,

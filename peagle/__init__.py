@@ -5,7 +5,7 @@ another sense says so in its docstring.
 
     B  sequences (requests) of a batch    H  hidden size of the drafter        V  vocabulary (V_draft where reduced)
     N  tokens of one sequence             S  hidden size of the target         K  draft tokens of one pass (= depths)
-    T  rows of one pass over a sequence   C  target layers tapped (3)          A  attention heads
+    T  rows of one pass over a sequence   C  auxiliary layers (3)              A  attention heads
     R  rows picked from a pass            X  C * S: all auxiliary states       G  key/value heads
     P  rows of one chunk of R             M  rows of mask tokens               D  size of one head
     U  keys that queries see, or the distinct labels of rows; 1 stands for a dimension of one

@@ -1,4 +1,4 @@
-"""What a drafter and its target are, from their `config.json` alone: shape, RoPE, taps, mask token.
+"""What a drafter and its target are, from their `config.json` alone: shape, RoPE, auxiliary layers, mask token.
 
 A head's file has vLLM's keys, or those of the `speculators` package (`plain_config`). `HeadFile` gives every key that
 is read its type and its bounds. Imports neither torch nor vLLM, so that the service checks a head before anything
@@ -36,7 +36,7 @@ MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 DEFAULT_NUM_DEPTHS = 8
 #: The most draft tokens of a pass that may be asked of such a head.
 MAX_NUM_DEPTHS = 64
-#: Layers that a target needs so that the default taps are three different ones.
+#: Layers that a target needs so that the default auxiliary layers are three different ones.
 MIN_DEFAULT_LAYERS = 7
 #: Taps of a head that leaves them to vLLM's default: three for certain, their ids are not.
 UNNAMED_LAYERS = (-1, -1, -1)
@@ -375,7 +375,8 @@ def is_read_alike_by_vllm(raw: dict[str, Any]) -> bool:
 
     It does not where the file is of the speculators package (of a P-EAGLE head vLLM drops `fc_norm` and `norm_output`),
     where vLLM would put `Eagle3` before the architecture's name and so know no such model, where `target_hidden_size`
-    is null, where a Llama drafter's taps, other than three, stand at the top only, or where the head lacks tables.
+    is null, where the auxiliary layers of a Llama drafter, other than three, stand at the top only, or where the head
+    lacks tables.
     """
     names, top = raw.get("architectures") or (), raw.get(_LAYER_IDS) or ()
     inner = (raw.get("eagle_config") or {}).get(_LAYER_IDS)
@@ -489,9 +490,11 @@ def _problems(file: HeadFile, raw: dict[str, Any]) -> list[str]:
     top, inner = raw.get(_LAYER_IDS) or [], eagle.get(_LAYER_IDS) or []
     if top and inner and top != inner:
         problems.append(f"{_LAYER_IDS} = {top} and eagle_config.{_LAYER_IDS} = {inner} contradict each other")
-    num_taps = len(top or inner) or len(UNNAMED_LAYERS)
-    if file.num_aux_hidden_states not in (None, num_taps):
-        problems.append(f"num_aux_hidden_states = {file.num_aux_hidden_states}, but {num_taps} layers are tapped")
+    num_aux = len(top or inner) or len(UNNAMED_LAYERS)
+    if file.num_aux_hidden_states not in (None, num_aux):
+        problems.append(
+            f"num_aux_hidden_states = {file.num_aux_hidden_states}, but there are {num_aux} auxiliary layers"
+        )
     return problems
 
 
@@ -611,7 +614,7 @@ def check_head_fits(config: DrafterConfig, target: dict[str, Any]) -> None:
     num_layers = text["num_hidden_layers"]
     layer_ids = config.aux_layer_ids if config.aux_layer_ids != UNNAMED_LAYERS else default_aux_layer_ids(num_layers)
     if outside := [index for index in layer_ids if index > num_layers]:
-        problems.append(f"tapped layers: {outside} of {list(layer_ids)} are outside 0..{num_layers}")
+        problems.append(f"auxiliary layers: {outside} of {list(layer_ids)} are outside 0..{num_layers}")
     if problems:
         raise HeadError("the head does not fit this target:\n  " + "\n  ".join(problems))
 

@@ -101,13 +101,13 @@ class DraftSession:
         assert self.drafter.config.ptd_token_id is not None
         mask_ids = next_token_ids_T.new_full((num_masks,), self.drafter.config.ptd_token_id)
         mask_aux = self.drafter.mask_hidden.to(aux_TX.dtype).view(1, -1).expand(num_masks, -1)
-        hidden_TH = self.drafter.reduce(torch.cat([aux_TX, mask_aux]))
+        hidden_TH = self.drafter.project_inputs(torch.cat([aux_TX, mask_aux]))
         normed_TH, _ = self._forward(torch.cat([next_token_ids_T, mask_ids]), hidden_TH)
         return self.drafter.logits(normed_TH[-num_drafts:])
 
     def _one_by_one(self, next_token_ids_T: Tensor, aux_TX: Tensor, num_drafts: int) -> Tensor:
         """EAGLE-3: [K, V_draft] logits, each of a pass that reads the token of the one before."""
-        ids_T, hidden_TH, logits = next_token_ids_T, self.drafter.reduce(aux_TX), []
+        ids_T, hidden_TH, logits = next_token_ids_T, self.drafter.project_inputs(aux_TX), []
         for _ in range(num_drafts):
             normed_TH, back_TH = self._forward(ids_T, hidden_TH)
             logits.append(self.drafter.logits(normed_TH[-1]))

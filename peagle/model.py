@@ -189,8 +189,8 @@ class Drafter(nn.Module):
         is_mask = (token_ids == self.config.ptd_token_id)[..., None]
         return torch.where(is_mask, self.mask_embedding.to(embeds.dtype), embeds)
 
-    def reduce(self, aux: Tensor) -> Tensor:
-        """Target hidden states of the tapped layers, concatenated [..., C * S] -> [..., H] (`fc`, after its norms)."""
+    def project_inputs(self, aux: Tensor) -> Tensor:
+        """Auxiliary hidden states, concatenated [..., C * S] -> [..., H] (`fc`, after its norms)."""
         if self.config.norm_before_fc:
             aux = self.input_norm(aux)
         if self.config.fc_norm:

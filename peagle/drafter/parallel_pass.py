@@ -72,7 +72,7 @@ class ParallelPass:
         self.device, self.dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
         self._target_ids_V = drafter.target_ids.to(device=self.device, dtype=torch.int32)
         with torch.no_grad():
-            self._mask_hidden_H = drafter.reduce(drafter.mask_hidden.view(1, -1))[0]
+            self._mask_hidden_H = drafter.project_inputs(drafter.mask_hidden.view(1, -1))[0]
         num_blocks, heads = limits.num_blocks + 1, (config.num_key_value_heads, config.head_dim)
         # The last block takes the padding. Zeros, not what the memory held: a NaN under a mask is a NaN in the sum.
         self._cache = torch.zeros(

@@ -129,9 +129,9 @@ def row_inputs(drafter: Drafter, next_BN: Tensor, aux_BNX: Tensor, num_masks: in
     next_BN: `next_tokens` of the rows. aux_BNX: the target's auxiliary hidden states there [B, N, C * S].
     """
     batch = next_BN.shape[0]
-    embeds_BNH, hidden_BNH = drafter.embed(next_BN), drafter.reduce(aux_BNX)
+    embeds_BNH, hidden_BNH = drafter.embed(next_BN), drafter.project_inputs(aux_BNX)
     mask_embed = drafter.mask_embedding.to(embeds_BNH.dtype)
-    mask_hidden = drafter.reduce(drafter.mask_hidden.to(aux_BNX.dtype)).to(hidden_BNH.dtype)
+    mask_hidden = drafter.project_inputs(drafter.mask_hidden.to(aux_BNX.dtype)).to(hidden_BNH.dtype)
     return (
         torch.cat([embeds_BNH, mask_embed.expand(batch, num_masks, -1)], dim=1),
         torch.cat([hidden_BNH, mask_hidden.expand(batch, num_masks, -1)], dim=1),

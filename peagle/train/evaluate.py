@@ -220,7 +220,7 @@ def _accepted(drafter: Drafter, target: Target, batch: Batch, num_depths: int) -
     attend = ChainAttention(document_BN)
     with torch.autocast(target.device.type, torch.bfloat16, enabled=target.device.type == "cuda"):
         if not config.is_parallel:
-            embeds_BRH, hidden_BRH = drafter.embed(next_tokens(batch.tokens_BN)), drafter.reduce(aux_BNX)
+            embeds_BRH, hidden_BRH = drafter.embed(next_tokens(batch.tokens_BN)), drafter.project_inputs(aux_BNX)
         else:
             embeds_BMH, hidden_BMH = row_inputs(drafter, next_tokens(batch.tokens_BN), aux_BNX, 1)
             embeds_BRH, hidden_BRH = embeds_BMH[:, :-1], hidden_BMH[:, :-1]

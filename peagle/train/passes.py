@@ -217,7 +217,7 @@ def unrolled_rows(drafter: Drafter, tokens_BN: Tensor, aux_BNX: Tensor, position
     aux_BNX: the target's auxiliary hidden states [B, N, C * S]. Chains near the end of a document read tokens behind
     it; no loss looks at those rows, and no other row sees them.
     """
-    attend, hidden_BNH = ChainAttention(mask), drafter.reduce(aux_BNX)
+    attend, hidden_BNH = ChainAttention(mask), drafter.project_inputs(aux_BNX)
     last = tokens_BN.shape[1] - 1
     anchor_N = torch.arange(last + 1, device=tokens_BN.device)
     normed = []

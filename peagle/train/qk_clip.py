@@ -40,7 +40,7 @@ def attention_scores(drafter: Drafter, batch: Batch, aux_BNX: Tensor, max_tokens
 
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         if not drafter.config.is_parallel:
-            embeds_BTH, hidden_BTH = drafter.embed(next_tokens(tokens_BN)), drafter.reduce(aux_BNX)
+            embeds_BTH, hidden_BTH = drafter.embed(next_tokens(tokens_BN)), drafter.project_inputs(aux_BNX)
         else:
             num_masks = drafter.config.num_depths - 1
             embeds_BTH, hidden_BTH = row_inputs(drafter, next_tokens(tokens_BN), aux_BNX, num_masks)

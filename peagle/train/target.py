@@ -26,7 +26,7 @@ _MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_slid
 
 
 class Target:
-    """A causal language model whose layers' inputs can be tapped. All of it is frozen.
+    """A causal language model that gives its layers' inputs. All of it is frozen.
 
     config: `config.json` of its text model. Raises ValueError for a target whose tables have another shape than its
     config says, whose logits are more than its output matrix applied to its last hidden state, whose layers are neither
@@ -133,8 +133,9 @@ class Target:
 class KeptStates:
     """A target's states of a data set, kept in a file from the first pass over each conversation on.
 
-    The file is named for the target's weights, the data, the taps and the type, so that runs which agree in these share
-    it, also at the same time. A conversation's states do not depend on what it is packed with, but for rounding.
+    The file is named for the target's weights, the data, the auxiliary layers and the type, so that runs which agree in
+    these share it, also at the same time. A conversation's states do not depend on what it is packed with, but for
+    rounding.
     """
 
     def __init__(self, folder: str | Path, target: Target, data: Conversations, aux_layer_ids: tuple[int, ...]) -> None:

@@ -251,9 +251,9 @@ class PEagleSpeculator(DraftModelSpeculator):
         self.stream_SH = torch.zeros(most_drafts, self.hidden_size, **shape)
         self.draft_ids_S = torch.zeros(most_drafts, dtype=self.draft_tokens.dtype, device=self.device)
         # Row 0 is the shared hidden state of mask rows, the others are the target's rows after `fc`.
-        self.reduced_NH = torch.zeros(1 + most_targets, self.hidden_size, **shape)
+        self.projected_NH = torch.zeros(1 + most_targets, self.hidden_size, **shape)
         with torch.inference_mode():
-            self.reduced_NH[:1] = self.model.combine_hidden_states(self.model.mask_hidden.to(self.dtype))
+            self.projected_NH[:1] = self.model.combine_hidden_states(self.model.mask_hidden.to(self.dtype))
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         super().set_attn(*args, **kwargs)
@@ -568,8 +568,8 @@ class PEagleSpeculator(DraftModelSpeculator):
         """Run the pass over the rows in the buffers, from auxiliary hidden states to the last layer's attention. Its
         output for the rows that propose drafts is left in `attended_SA` and `stream_SH`."""
         model, rows = self.model, self.rows
-        self.reduced_NH[1 : 1 + num_targets] = model.combine_hidden_states(self.aux_NX[:num_targets])
-        torch.index_select(self.reduced_NH, 0, rows.sources_R[:num_rows], out=self.hidden_MH[:num_rows])
+        self.projected_NH[1 : 1 + num_targets] = model.combine_hidden_states(self.aux_NX[:num_targets])
+        torch.index_select(self.projected_NH, 0, rows.sources_R[:num_rows], out=self.hidden_MH[:num_rows])
         with set_forward_context(
             attn_metadata,
             self.vllm_config,

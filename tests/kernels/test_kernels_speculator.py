@@ -44,7 +44,7 @@ class Network:
         self.tables_BC: Tensor
 
     def combine_hidden_states(self, taps: Tensor) -> Tensor:
-        return self._drafter.reduce(taps)
+        return self._drafter.project_inputs(taps)
 
     @staticmethod
     def logits_processor(lm_head: Any, normed: Tensor) -> Tensor:
@@ -145,8 +145,8 @@ def make_speculator(drafter: Any, num_drafts: int, with_graphs: bool) -> Any:
     one.block_tables = Tables([tables])
     one.aux_NX = torch.zeros(one.max_rows, drafter.config.fc_input_size)
     one.hidden_MH = torch.zeros(one.max_rows, one.hidden_size)
-    one.reduced_NH = torch.zeros(1 + one.max_rows, one.hidden_size)
-    one.reduced_NH[:1] = drafter.reduce(drafter.mask_hidden[0])
+    one.projected_NH = torch.zeros(1 + one.max_rows, one.hidden_size)
+    one.projected_NH[:1] = drafter.project_inputs(drafter.mask_hidden[0])
     one.attended_SA = torch.zeros(MAX_REQUESTS * num_drafts, one.hidden_size)
     one.stream_SH = torch.zeros(MAX_REQUESTS * num_drafts, one.hidden_size)
     one.last_layer = lambda attended_SA, stream_SH: attended_SA

@@ -123,7 +123,7 @@ def target_step(
         if rows.num_valid:
             tokens_R[offset : offset + rows.num_valid] = rows.request.tokens[rows.start + 1 : end + 1]
             with torch.no_grad():
-                reduced = drafter_of(rows.request.head).reduce(aux_rows(rows.request.tokens, rows.start, end))
+                reduced = drafter_of(rows.request.head).project_inputs(aux_rows(rows.request.tokens, rows.start, end))
             hidden_RH[offset : offset + rows.num_valid] = reduced
 
     descriptor = StepDescriptor(

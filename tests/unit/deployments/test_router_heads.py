@@ -16,12 +16,12 @@ from cluster.settings import DrafterSettings
 from deployments import drafter as of_drafters
 from deployments.drafter import HeadLoader
 from deployments.router import Router
-from deployments.telemetry import StateStore
+from deployments.state import StateStore
 from peagle.checkpoint import save_head
 from peagle.heads import candidate_directory, keep_candidate
 from tests.support.head_factory import CONFIG, head_tensors, rewrite
 from tests.support.weightless_drafter import WeightlessDrafter
-from tests.unit.deployments.test_telemetry import k_policy_with_counts
+from tests.unit.deployments.test_state import k_policy_with_counts
 
 
 class Drafters:

@@ -187,7 +187,9 @@ def test_the_input_projection_travels_and_equals_the_drafters(name: str, dtype: 
     aux_RX = torch.randn(5, drafter.config.fc_input_size, dtype=dtype)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-2
     with torch.no_grad():
-        torch.testing.assert_close(projection.project(aux_RX), drafter.reduce(aux_RX), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            projection.project(aux_RX), drafter.project_inputs(aux_RX), rtol=tolerance, atol=tolerance
+        )
     assert (projection.fc_HX.dtype, projection.fc_HX.shape) == (dtype, (32, 96))
     assert projection.eps == drafter.config.rms_norm_eps
     assert len(data) < projection.fc_HX.nbytes + 4096, "more than fc and its norms travels"

@@ -45,7 +45,7 @@ def plain_logits(drafter: Drafter, tokens: Tensor, aux: Tensor, num_drafts: int)
                 out[0, head, row] = scores.softmax(dim=0) @ v[0, group, : row + 1]
         return out
 
-    embeds, reduced = drafter.embed(torch.tensor([ids])), drafter.reduce(torch.stack(hidden)[None])
+    embeds, reduced = drafter.embed(torch.tensor([ids])), drafter.project_inputs(torch.stack(hidden)[None])
     normed, _ = drafter(embeds, reduced, torch.arange(len(ids))[None], attend)
     return drafter.logits(normed[0, num_real - 1 :])
 
@@ -54,7 +54,7 @@ def plain_logits(drafter: Drafter, tokens: Tensor, aux: Tensor, num_drafts: int)
 def plain_sequential_logits(drafter: Drafter, tokens: Tensor, aux: Tensor, num_drafts: int) -> Tensor:
     """[K, V_draft] logits of an EAGLE-3 head after `tokens` [n]: all rows of each draft token from the beginning."""
     num_real = len(tokens) - 1
-    ids, hidden, logits = tokens[1:].tolist(), list(drafter.reduce(aux)), []
+    ids, hidden, logits = tokens[1:].tolist(), list(drafter.project_inputs(aux)), []
 
     def attend(layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

@@ -62,7 +62,7 @@ def test_converted_head_computes_what_speculators_computes(source: Path, tmp_pat
         token_T = torch.where(is_mask, config.ptd_token_id, token_T)
         hidden_TX = torch.where(is_mask[:, None], drafter.mask_hidden.detach()[0], hidden_TX)
         assert is_mask.sum() > 10
-    embeds, hidden = drafter.embed(token_T[None]), drafter.reduce(hidden_TX[None])
+    embeds, hidden = drafter.embed(token_T[None]), drafter.project_inputs(hidden_TX[None])
     normed, _ = drafter(embeds, hidden, (anchor_T + depth_T)[None], attend_under(visible(anchor_T, depth_T)))
     torch.testing.assert_close(drafter.logits(normed)[0], golden["logits"], rtol=1e-4, atol=1e-4)
 

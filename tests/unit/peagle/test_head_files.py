@@ -184,7 +184,7 @@ def test_names_of_yarn_that_change_nothing_are_passed_over(head: Path, neutral: 
             {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": "4"}},
             "llama3: high_freq_factor: Input .* not '4'; missing key original_max_position_embeddings",
         ),
-        ({"num_aux_hidden_states": 2}, "num_aux_hidden_states = 2, but 3 layers are tapped"),
+        ({"num_aux_hidden_states": 2}, "num_aux_hidden_states = 2, but there are 3 auxiliary layers"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, r"= \[1, 2\] and eagle_config.* = \[2, 4, 5\] contradict"),
         ({"eagle_aux_hidden_state_layer_ids": [4, 2, 5], "eagle_config": {}}, "must be .* different and ascending"),
         ({"vocab_size": 2**62}, "vocab_size: Input should be less than or equal to 16777216"),
@@ -260,7 +260,7 @@ def test_a_config_that_is_no_object(head: Path, content: bytes | None, message: 
     [
         ({"hidden_size": 64}, "hidden size: the head reads 32, the target has 64"),
         ({"vocab_size": 120}, "vocabulary: the head has 100 tokens, the target 120"),
-        ({"num_hidden_layers": 4}, r"tapped layers: \[5\] of \[2, 4, 5\] are outside 0..4"),
+        ({"num_hidden_layers": 4}, r"auxiliary layers: \[5\] of \[2, 4, 5\] are outside 0..4"),
         ({"hidden_size": None}, "the target's config.json lacks hidden_size"),
     ],
 )

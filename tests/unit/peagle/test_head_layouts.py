@@ -226,9 +226,9 @@ def test_a_head_is_the_same_drafter_here_and_in_vllm(tmp_path: Path, targets: di
     tables = [target_table(target, name) for name in ("embed_tokens.weight", "lm_head.weight")]
     drafter = build_drafter(config, tensors, embed_VH=tables[0], lm_head_VH=tables[1])
     with torch.no_grad():
-        hidden = drafter.reduce(aux)
+        hidden = drafter.project_inputs(aux)
         if is_parallel:
-            hidden[mask_rows] = drafter.reduce(drafter.mask_hidden[0])
+            hidden[mask_rows] = drafter.project_inputs(drafter.mask_hidden[0])
         attend = attend_under(torch.ones(1, NUM_ROWS, NUM_ROWS, dtype=torch.bool).tril())
         normed, _ = drafter(drafter.embed(tokens)[None], hidden[None], torch.arange(NUM_ROWS)[None], attend)
         ours = torch.full((NUM_ROWS, config.vocab_size), -torch.inf)

@@ -51,7 +51,7 @@ def draft_alone(drafter: Drafter, token_ids: list[int], aux_AX: Tensor, num_step
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
 
     num_rows = len(aux_AX)
-    position, hidden = torch.arange(num_rows), drafter.reduce(aux_AX)
+    position, hidden = torch.arange(num_rows), drafter.project_inputs(aux_AX)
     embeds, normed = drafter.embed(torch.tensor(token_ids[:num_rows])), []
     for step in range(num_steps):
         row, stream = drafter(embeds[None], hidden[None], position[None], attend)
