@@ -243,7 +243,7 @@ def compare_heads(
 # ---- the manager
 
 MAX_CHANGES = 32
-MAX_HEADS = 16
+MAX_HEADS, MAX_WORKLOADS = 16, 64
 """Evidence is kept of as many heads, those that drafted last."""
 
 
@@ -415,12 +415,16 @@ class HeadManager:
             tables += [one.control for one in compared if one.against == head]
             for name, counts in by_workload.items():
                 for table in tables if base_workload(name) not in cold else ():
-                    found = table.setdefault(base_workload(name), HeadEvidence())
+                    found = table[base_workload(name)] = table.pop(base_workload(name), HeadEvidence())
                     found.add(counts, self._num_uncounted[name], MAX_EVIDENCE_STEPS if table is kept else None)
+            for table in tables:
+                while len(table) > MAX_WORKLOADS:
+                    del table[next(iter(table))]
         for name in {name for by_workload in deltas.by_head.values() for name in by_workload}:
             del self._num_uncounted[name]
         for name, number in self._num_uncounted.items():  # those that ended verified nothing
             self._num_uncounted[name] = min(number, num_running.get(base_workload(name), 0))
+        self._num_uncounted = +self._num_uncounted
         while len(state.evidence) > MAX_HEADS:
             del state.evidence[next(iter(state.evidence))]
         for change in compared:

@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -136,7 +137,7 @@ class Connection:
 class Session:
     """An agreed connection. From `sent` on, fields belong to the thread that sends; `lock` to whoever uses `ring`.
 
-    projections: of the heads, by index, on the host. is_shared: the drafter reads the ring. sent: number of the step
+    projections: of the heads, by index, on the device. is_shared: the drafter reads the ring. sent: number of the step
     sent last. is_awaited: whether its answer was waited for. has_request, has_drafts: by request slot, whether the
     drafter has the request, and whether the last answer held drafts that were asked for. descriptors: of the last
     steps, by slot of the ring. waited: steps waited for and not counted yet. enqueued: after the GPU's last work on
@@ -180,9 +181,13 @@ class Session:
             self.ring.unpin(self.device)
 
 
+_projections = weakref.WeakValueDictionary[tuple[str, torch.device], InputProjection]()
+"""Those on a device, by the head's digest: drafters have the same, and for a wide target one takes 400 MB."""
+
+
 def agree(connection: Connection, hello: Hello, device: torch.device) -> Session:
     """Introduce this target to a drafter. Raises WireError with the words of a drafter that refuses, WireError or
-    ValueError for a peer that is no drafter, RuntimeError where CUDA refuses the ring."""
+    ValueError for a peer that is no drafter, RuntimeError where CUDA refuses the ring or has no memory."""
     connection.send(message_frames(hello))
     end_s, received = time.monotonic() + HELLO_TIMEOUT_S, None
     while received is None:
@@ -194,7 +199,13 @@ def agree(connection: Connection, hello: Hello, device: torch.device) -> Session
         raise WireError(f"{connection.peer} refused: {welcome.reason}")
     if not isinstance(welcome, Welcome) or len(raw) != len(hello.heads):
         raise WireError(f"{connection.peer} answered the hello with {type(welcome).__name__} and {len(raw)} frames")
-    projections = {i: InputProjection.from_bytes(frame.bytes) for i, frame in zip(hello.heads, raw, strict=True)}
+    projections = dict[int, InputProjection]()
+    for (index, digest), frame in zip(hello.heads.items(), raw, strict=True):
+        if (found := _projections.get((digest, device))) is None:
+            found = _projections[digest, device] = InputProjection.from_bytes(frame.bytes).to(device)
+        projections[index] = found
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # the engine's stream is another one
     name = welcome.shared_memory
     ring = Ring.attach(name, hello.shape) if name else Ring.create(hello.shape)
     return Session(ring, bool(name), projections, device)
@@ -252,8 +263,7 @@ class Link:
         if (session := self._session) is not self._current:
             self._current = session
             self._finished.clear()
-            found = {} if session is None else session.projections
-            self.projections = {index: projection.to(self._device) for index, projection in found.items()}
+            self.projections = {} if session is None else session.projections
         if session is None:
             self.stats.num_skipped += 1
             return False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import queue
 import sys
@@ -58,6 +59,7 @@ _CHECK_S = 0.01  # between looks at the socket while all targets share their rin
 # Between looks at rings: on a GPU without sleeping for _SPIN_S after the last step, letting other threads run. On a CPU
 # seldom: each look takes time from the target's threads.
 _SPIN_S, _SLEEP_S = 1.0, 1e-3
+_IDLE_S = 10.0  # without a step, after which a target's requests hold no blocks: their rows stay as prefixes
 _BLOCK_S = 0.2  # without shared rings: the socket wakes the thread
 _SWITCH_INTERVAL_S = 1e-4
 _MAX_FAILURES = 3  # passes in a row, after which the drafter counts as broken
@@ -86,6 +88,7 @@ class Peer:
     engine_heads: Int32Array  # the target's head index -> the engine's, -1 for none
     num_steps: int = 0  # answered
     seen_ns: int = 0  # when its step was seen
+    stepped_s: float = math.inf  # when its last step was answered
 
     def read_step(self) -> Step | None:
         """The next step, with the engine's heads, if it is there. Raises ValueError or WireError for one that does not
@@ -306,6 +309,8 @@ class DrafterServer:
         """Not in `_serve`, whose variable would keep the last target and its ring."""
         for peer in list(self._peers.values()):
             self._send(peer, Alive())
+            if time.monotonic() - peer.stepped_s > _IDLE_S:  # its last requests' end comes with a step
+                self.engine.drop_session(peer.session)
 
     def _read_steps(self) -> list[tuple[Peer, Step]]:
         """The next step of every target that has one ready."""
@@ -337,7 +342,7 @@ class DrafterServer:
     def _answer(self, peer: Peer, step: Step, drafts_BK: Int32Array) -> None:
         """Give the drafts of a step; another head of the engine may have more columns than the target's."""
         drafts_BK = drafts_BK[:, : peer.hello.shape.max_draft_tokens]
-        peer.num_steps += 1
+        peer.num_steps, peer.stepped_s = peer.num_steps + 1, time.monotonic()
         if peer.is_shared:
             peer.ring.write_drafts(step.descriptor.number, drafts_BK, time.monotonic_ns() - peer.seen_ns)
         else:

@@ -162,7 +162,6 @@ class GrammarChecker:
             async with self._places:
                 if not (answer := await self._ask(job)):
                     logger.warning("the process that checks grammars has ended; it is started again")
-                    self.stop()
                     answer = await self._ask(job)
             if not answer:
                 return {"error": "the process that checks grammars has stopped; send the request again"}
@@ -181,19 +180,18 @@ class GrammarChecker:
         """Bytes from the child: a space when it begins, its answer when it is done. Empty: the process has ended."""
         self.start()
         assert self._control is not None
+        asked, answer = self._process, b""
         ours, theirs = socket.socketpair()
-        try:
-            with theirs:
-                socket.send_fds(self._control, [b"job"], [theirs.fileno()])
-        except OSError:
-            ours.close()
-            return b""
+        with theirs, contextlib.suppress(OSError):
+            socket.send_fds(self._control, [b"job"], [theirs.fileno()])
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         with contextlib.suppress(ConnectionError), contextlib.closing(writer):
             writer.write(job)
             writer.write_eof()
-            return await reader.read()
-        return b""
+            answer = await reader.read()
+        if not answer and self._process is asked:  # else another one that waited has done so
+            self.stop()
+        return answer
 
 
 # ---- in the process of its own
@@ -247,6 +245,9 @@ class _Compilers:
         params = SamplingParams(structured_outputs=structured)
         params.verify(self._model_config, None, self._config, self._tokenizer)
         backend = self._find_backend(str(structured._backend))
+        num_words = backend.allocate_token_bitmask(1).shape[1]
+        if num_words != -(-self._model_config.get_vocab_size() // 32):  # the engine has one table for all backends
+            return {"error": f"{structured._backend}, which this grammar needs, does not know this model's vocabulary"}
         grammar = backend.compile_grammar(*get_structured_output_key(structured))
         if not self._write_text(backend, grammar):
             return {"error": "the grammar allows no text"}

@@ -35,6 +35,8 @@ from peagle.vllm.request_args import undraftable_field
 MAX_PATTERN_TOKENS = 1024
 """Largest max_pattern_size times min_count of repetition_detection: tokens that the scheduler compares in each step, in
 Python."""
+MAX_SEED, NO_SEED = 2**63 - 1, -1
+"""vLLM holds seeds as int64, and takes this number for none. The sequences of a request count up from its seed."""
 MAX_CHARS_PER_TOKEN = 16
 """Characters of a token; few tokens have more."""
 
@@ -47,6 +49,11 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     Raises:
         VLLMValidationError: names the field.
     """
+    if params.seed is not None:
+        last = params.seed + params.n - 1
+        if last > MAX_SEED or params.seed < NO_SEED <= last:
+            problem = f"the {params.n} sequences have the seeds {params.seed} to {last}, but {NO_SEED} is none"
+            raise _refusal("seed", f"{problem}, and the largest is {MAX_SEED}")
     bad_words = params.bad_words_token_ids or ()
     stop_ids = params.all_stop_token_ids if params.min_tokens else ()
     for field, num_tokens, most in (

@@ -185,6 +185,8 @@ class DraftingRecorder:
             self._workloads[name] = self._workloads.get(name, WorkloadCounts()) + added
             self._workloads.move_to_end(name)
             running[name] += added.num_running
+            if not running[name]:
+                del running[name]
         self.num_output_tokens += delta.num_output_tokens
         self.step_latency = delta.step_latency or self.step_latency
 

@@ -19,6 +19,7 @@ import pytest
 import zmq
 
 from peagle.drafter import client
+from peagle.drafter import server as of_servers
 from peagle.drafter.engine import DraftEngine
 from peagle.drafter.protocol import (
     FROM_DRAFTER,
@@ -105,6 +106,19 @@ def test_a_welcomed_target_that_speaks_out_of_turn_is_let_go() -> None:
         socket_.send_multipart(message_frames(HELLO))
         eventually(lambda: not server.report()["targets"])
         assert server.report()["num_dropped"] == 1
+
+
+def test_the_requests_of_an_idle_target_hold_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their end comes with the next step, and there may be none."""
+    monkeypatch.setattr(of_servers, "_IDLE_S", 0.2)
+    with running(make_server()) as server:
+        pool = connected(server.address)
+        target, (table,) = Target(pool), server.engine.tables.values()
+        target.check_step()
+        assert table.row_of
+        eventually(lambda: not table.row_of)
+        target.begin_cold()
+        target.check_step()
 
 
 def test_a_drafter_with_a_key_reads_nothing_of_a_stranger() -> None:

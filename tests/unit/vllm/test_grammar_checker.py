@@ -13,6 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
+from peagle.vllm import grammar_checker
 from peagle.vllm.grammar_checker import CheckedGrammar, GrammarChecker, GrammarLimits
 
 SLOW = {"type": "object", "properties": {f"p{n}": {"type": "string", "maxLength": n} for n in range(1000, 1040)}}
@@ -134,3 +135,39 @@ def test_a_process_that_is_lost_is_started_again(checker: GrammarChecker, run: R
     os.kill(pid, signal.SIGKILL)
     assert check(checker, run, regex="anew").regex == "anew"
     assert checker.pid not in (pid, None)
+
+
+def test_two_that_wait_for_a_lost_process_start_one_in_its_place(
+    checker: GrammarChecker, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts, start = [], checker.start
+
+    def count() -> None:
+        starts.append(checker.pid)
+        start()
+
+    async def lose() -> list[CheckedGrammar]:
+        checker.stop()
+        grammars = [StructuredOutputsParams(regex=text) for text in ("lost a", "lost b")]
+        waiting = [asyncio.create_task(checker.check(grammar)) for grammar in grammars]
+        while len(starts) < 2:
+            await asyncio.sleep(0)
+        assert checker.pid is not None
+        os.kill(checker.pid, signal.SIGKILL)  # while it imports
+        return await asyncio.gather(*waiting)
+
+    monkeypatch.setattr(checker, "start", count)
+    assert [found.regex for found in run(lose())] == ["lost a", "lost b"]
+    assert [pid is None for pid in starts] == [True, False, True, False]
+
+
+def test_a_backend_that_counts_other_tokens_than_the_model_is_refused(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """guidance counts the tokenizer's tokens; the engine would end, whose tables are as wide as the model's vocabulary."""
+    config = EngineArgs(str(target_dir), max_model_len=256, dtype="float32").create_engine_config()
+    compilers = grammar_checker._Compilers(config.model_config, config.structured_outputs_config)
+    assert "error" not in compilers.compile({"regex": "a"})
+    size = config.model_config.get_vocab_size()
+    monkeypatch.setattr(type(config.model_config), "get_vocab_size", lambda _: size + 32)
+    assert "does not know this model's vocabulary" in compilers.compile({"regex": "b"})["error"]

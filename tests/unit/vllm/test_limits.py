@@ -70,6 +70,8 @@ def test_a_token_id_beyond_the_vocabulary_is_refused(processor: InputProcessor) 
             {"repetition_detection": RepetitionDetectionParams(max_pattern_size=1000, min_pattern_size=1, min_count=2)},
             "repetition_detection: .* is 2000 tokens, at most 1024",
         ),
+        ({"seed": 2**63 - 2, "n": 3}, "seed: the 3 sequences have the seeds .* the largest is 9223372036854775807"),
+        ({"seed": -2, "n": 2}, "seed: the 2 sequences have the seeds -2 to -1"),
         ({"allowed_token_ids": [VOCAB_SIZE]}, "allowed_token_ids"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
@@ -94,6 +96,8 @@ def test_a_grammar_that_was_not_checked_reaches_neither_vllms_validation_nor_the
 
 def test_lists_as_long_as_the_workers_tables_are_served(processor: InputProcessor) -> None:
     send(processor, [1], allowed_token_ids=list(range(1024)), logit_bias=dict.fromkeys(range(1024), 1.0))
+    for seed in (2**63 - 3, -4):
+        send(processor, [1], seed=seed, n=3)
     send(processor, [1], min_tokens=2, stop_token_ids=list(range(200, 320)), bad_words=["w"] * 3)
 
 
