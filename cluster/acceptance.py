@@ -108,7 +108,7 @@ class AcceptancePosteriors:
         return self.trial_head if workload.endswith(TRIAL_SUFFIX) else self.head
 
     def workloads(self) -> tuple[str, ...]:
-        """Workloads told apart under their current heads, the one whose steps are the latest first."""
+        """Workloads distinguished under their current heads, the one whose steps are the latest first."""
         return tuple(
             name
             for head, evidence in reversed(self._evidence.items())
@@ -156,7 +156,7 @@ class AcceptancePosteriors:
         self._rates.clear()
 
     def _add(self, head: str, counts_by_workload: Mapping[str, Counts]) -> None:
-        """Add steps. Where more workloads are active at a time than are told apart, the busiest stay."""
+        """Add steps. Where more workloads are active at a time than are kept, the busiest stay."""
         active = [(name, counts) for name, counts in counts_by_workload.items() if counts.num_steps]
         if not active:
             return

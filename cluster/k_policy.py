@@ -173,7 +173,7 @@ class PolicyUpdate:
 
     Attributes:
         num_targets: target replicas that run.
-        workloads: names that any of them has told apart.
+        workloads: names that any of them distinguishes.
         choices: what requests get by workload, that of `default` for every other; {} where K is not chosen.
         exploration_share: of the requests whose K is 0.
         heads: requests that draft with a head which the settings do not name.

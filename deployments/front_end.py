@@ -393,7 +393,7 @@ class FrontEnd:
             self._usage_log.count(number, prompt_tokens=prompt, output_tokens=output, accepted_tokens=accepted)
 
     def families(self) -> list[Metric]:
-        """`FrontEndMetrics.families` of the workloads that are told apart now."""
+        """`FrontEndMetrics.families` of the workloads that are distinguished now."""
         return self.metrics.families(self._workloads.names())
 
     def _measure(

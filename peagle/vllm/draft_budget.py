@@ -149,13 +149,13 @@ class DraftBudget:
             return True
         return not self._leaves_out
 
-    def arrived(self, now_s: float, scheduled: "SchedulerOutput") -> None:
+    def record_result(self, now_s: float, scheduled: "SchedulerOutput") -> None:
         """Record that the result of `scheduled` arrived at `now_s`, monotonic seconds."""
         last_s, self._last_s = self._last_s, now_s
         if last_s is not None and (step := timed_step(now_s - last_s, scheduled)) is not None:
             self.model.observe(step)
 
-    def pause(self) -> None:
+    def record_pause(self) -> None:
         """The engine has no requests: the time up to the next result is no step's."""
         self._last_s = None
 

@@ -62,7 +62,7 @@ class RemoteSpeculator(BaseSpeculator):
         """None: the target's graphs leave hidden states where vLLM wants them."""
         return []
 
-    def add(self, scheduled: "SchedulerOutput") -> None:
+    def begin_step(self, scheduled: "SchedulerOutput") -> None:
         """Take in requests that start in this step, or come back after a preemption."""
         for new in scheduled.scheduled_new_reqs:
             params = new.sampling_params
@@ -72,7 +72,7 @@ class RemoteSpeculator(BaseSpeculator):
         # A request whose drafter had none gets 0 drafts until an answer holds some: at least one is asked for.
         self._num_ahead = max(1, read_plan(scheduled).limit_drafts_ahead(self._k_max))
 
-    def forget(self, request_ids: Iterable[str]) -> None:
+    def drop_requests(self, request_ids: Iterable[str]) -> None:
         """Drop requests that have ended. A preempted one keeps its place at the drafter."""
         for request_id in request_ids:
             self._known.pop(request_id, None)

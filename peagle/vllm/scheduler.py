@@ -167,7 +167,7 @@ class _DraftingScheduler(_Base):
         """vLLM's own update; then outputs are coalesced (`peagle.vllm.outputs`). Each output carries its request's
         unreported steps. About twice a second the first output of each client carries the step latency model."""
         if self._draft_budget is not None:
-            self._draft_budget.arrived(time.perf_counter(), scheduler_output)
+            self._draft_budget.record_result(time.perf_counter(), scheduler_output)
         if (num_ready := read_num_ready(model_runner_output)) is not None:
             found = dict(zip(model_runner_output.req_ids, num_ready, strict=True))
             self._mark_missing(found, scheduler_output)
@@ -175,7 +175,7 @@ class _DraftingScheduler(_Base):
         if self._draft_budget is not None:
             self._report_latency(self._draft_budget, outputs_by_client)
             if not self.has_requests():
-                self._draft_budget.pause()
+                self._draft_budget.record_pause()
         if not self._steps:
             return outputs_by_client
         for core_outputs in outputs_by_client.values():

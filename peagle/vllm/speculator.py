@@ -300,7 +300,7 @@ class PEagleSpeculator(DraftModelSpeculator):
                 lambda desc, warmup: lambda mode: self._choose(desc.num_tokens), "Capturing the choice of drafts"
             )
 
-    def add(self, scheduled: SchedulerOutput) -> None:
+    def begin_step(self, scheduled: SchedulerOutput) -> None:
         """Record the requests that start in this step, and the scheduler's plan of the pass."""
         for new in scheduled.scheduled_new_reqs:
             if not read_max_k(new.sampling_params, self.num_speculative_steps):
@@ -309,7 +309,7 @@ class PEagleSpeculator(DraftModelSpeculator):
         self._num_ahead = plan.limit_drafts_ahead(self.num_speculative_steps)
         self._num_rejected = plan.num_rejected
 
-    def forget(self, request_ids: Iterable[str]) -> None:
+    def drop_requests(self, request_ids: Iterable[str]) -> None:
         """Drop requests that have ended."""
         self._never_drafted.difference_update(request_ids)
 

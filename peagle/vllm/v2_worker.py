@@ -212,11 +212,11 @@ class PEagleRunner(RaggedModelRunner):
 
     def add_requests(self, scheduler_output: "SchedulerOutput") -> None:
         super().add_requests(scheduler_output)
-        self.speculator.add(scheduler_output)
+        self.speculator.begin_step(scheduler_output)
 
     def finish_requests(self, scheduler_output: "SchedulerOutput") -> None:
         super().finish_requests(scheduler_output)
-        self.speculator.forget(scheduler_output.finished_req_ids)
+        self.speculator.drop_requests(scheduler_output.finished_req_ids)
 
 
 def runner_class(config: VllmConfig, is_last_stage: bool) -> type[RaggedModelRunner] | None:

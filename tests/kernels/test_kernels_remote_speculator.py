@@ -106,7 +106,7 @@ def test_drafts_are_the_reference_s(monkeypatch: pytest.MonkeyPatch) -> None:
             live += new
             ahead = draw.choice([1, MAX_DEPTH, MAX_DEPTH])
             plan = SchedulerPlan(num_drafts_ahead=ahead)
-            one.add(SimpleNamespace(scheduled_new_reqs=[r.as_new() for r in new], peagle_plan=plan))
+            one.begin_step(SimpleNamespace(scheduled_new_reqs=[r.as_new() for r in new], peagle_plan=plan))
             draw.shuffle(live)
             if not live:
                 continue
@@ -118,6 +118,6 @@ def test_drafts_are_the_reference_s(monkeypatch: pytest.MonkeyPatch) -> None:
             for request in [r for r in live if r.computed >= LONGEST - MAX_DEPTH or draw.random() < 0.1]:
                 live.remove(request)
                 places.append(request.place)
-                one.forget([request.id])
+                one.drop_requests([request.id])
         pool.close()
     assert num_compared > 60

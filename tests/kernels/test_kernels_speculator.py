@@ -192,7 +192,7 @@ def test_drafts_are_the_reference_s(num_drafts: int, with_graphs: bool, monkeypa
                     batch.append((request, query))
                     budget -= query
             ahead = draw.randint(0, num_drafts)
-            one.add(SimpleNamespace(scheduled_new_reqs=new, peagle_plan=SchedulerPlan(num_drafts_ahead=ahead)))
+            one.begin_step(SimpleNamespace(scheduled_new_reqs=new, peagle_plan=SchedulerPlan(num_drafts_ahead=ahead)))
             if not batch:
                 continue
             columns: dict[str, list[Any]] = {name: [] for name in ("ids", "positions", "sampled", "rejected", "prompt")}
@@ -266,7 +266,7 @@ def test_drafts_are_the_reference_s(num_drafts: int, with_graphs: bool, monkeypa
                 if len(request.tokens) >= MAX_LEN - 1 or draw.random() < 0.05:
                     live.remove(request)
                     free.append(request.place)
-                    one.forget([str(request.place)])
+                    one.drop_requests([str(request.place)])
     assert num_compared > 10 * num_drafts**0.5
     assert num_alone > 2
     assert one.graphs is None or one.graphs.num_packed > 5

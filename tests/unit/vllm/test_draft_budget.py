@@ -209,10 +209,10 @@ def test_a_k_that_is_to_be_obeyed_and_prompts_need_the_pass() -> None:
 def test_times_are_the_intervals_between_results_and_end_at_a_pause() -> None:
     found, step = draft_budget(), scheduled({"a": 4}, {"a": 3})
     for now_s in (10.0, 10.02, 10.04):
-        found.arrived(now_s, step)
+        found.record_result(now_s, step)
     assert found.model.num_steps == 2
-    found.pause()
-    found.arrived(20.0, step)
+    found.record_pause()
+    found.record_result(20.0, step)
     assert found.model.num_steps == 2
 
 

@@ -164,7 +164,7 @@ def test_two_that_wait_for_a_lost_process_start_one_in_its_place(
 def test_a_backend_that_counts_other_tokens_than_the_model_is_refused(
     target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """guidance counts the tokenizer's tokens; the engine would end, whose tables are as wide as the model's vocabulary."""
+    """guidance counts the tokenizer's tokens. The engine would end, whose tables have the width of the model's."""
     config = EngineArgs(str(target_dir), max_model_len=256, dtype="float32").create_engine_config()
     compilers = grammar_checker._Compilers(config.model_config, config.structured_outputs_config)
     assert "error" not in compilers.compile({"regex": "a"})
