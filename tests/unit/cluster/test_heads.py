@@ -8,6 +8,7 @@ import pytest
 
 from cluster.counts import CounterDeltas, Counts, WorkloadCounts
 from cluster.heads import (
+    MAX_WORKLOADS,
     DesiredHeads,
     DrafterReport,
     HeadChange,
@@ -145,6 +146,17 @@ def test_a_head_is_not_rolled_back_for_what_another_target_costs() -> None:
             traffic.weights_of_target = "new"
         traffic.run(600)
         assert traffic.head == ("b" if is_told else "a")
+
+
+def test_evidence_is_kept_of_the_workloads_of_late() -> None:
+    """Clients name workloads as they like, and all of it is saved."""
+    traffic = HeadTraffic(make_manager(0), 0, {"a": 0.0})
+    for number in range(MAX_WORKLOADS + 20):
+        traffic.run(60, workload=f"tag-{number}")
+        traffic.run(60, workload="always")
+    (kept,) = traffic.manager.state.evidence.values()
+    assert len(kept) == MAX_WORKLOADS
+    assert {"always", f"tag-{MAX_WORKLOADS + 19}"} < kept.keys()
 
 
 def test_a_trial_begins_anew_with_another_target() -> None:
