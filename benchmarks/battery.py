@@ -258,7 +258,7 @@ def ask_input(made: Input, document: BaseSchema) -> Ask:
     def ask(client: httpx.Client) -> Outcome:
         response = client.request(made["method"], made["path"], content=content, headers=headers)
         outcome = judged(response)
-        if str(response.status_code) not in statuses:
+        if {str(response.status_code), f"{response.status_code // 100}XX"}.isdisjoint(statuses):
             return Outcome(outcome.answer, outcome.problem or "a status that the document does not have")
         if not outcome.problem:
             try:

@@ -1,6 +1,6 @@
 """Schedulers for vLLM that verify at most K draft tokens a step for each request.
 
-Enters: a request whose `SamplingParams.extra_args["peagle_k"]` says its `max_k`, or K if it is fixed. Leaves:
+Enters: a request whose `SamplingParams.extra_args["peagle_k"]` says its `max_k`, which is K if that is fixed. Leaves:
 `SchedulerOutput`s in which that request has at most as many drafts, and outputs that carry what was verified and
 accepted (`peagle.vllm.step_notes`).
 The drafter always proposes K_max tokens in its one pass (P-EAGLE, arXiv 2602.01469, section 3); K limits verification
@@ -56,7 +56,15 @@ compat.allow_v2()
 
 
 class _DraftingScheduler(_Base):
-    """What both schedulers share: reading K, admission padding, reports of verified steps."""
+    """What both schedulers share, beside max_k and the draft budget:
+
+    - a seed for each request without one (`add_request`);
+    - turns between the sequences of several requests (`peagle.vllm.turns`);
+    - no admission padding (`compat.drop_admission_padding`), the plan of the drafter's pass (`_plan_pass`);
+    - reports of verified steps, and of step times, in trace headers (`step_notes`);
+    - outputs coalesced (`peagle.vllm.outputs`), the end of all requests of one client
+      (`finish_requests`), and a backend for each grammar (`peagle.vllm.limits`).
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
