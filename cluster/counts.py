@@ -1,4 +1,4 @@
-"""What targets count: drafts by depth, requests and tokens of each workload. One record from the scheduler to K.
+"""What targets count: drafts by position, requests and tokens of each workload. One record from the scheduler to K.
 
 Enters: verified steps in a target replica. Leaves: `TargetReport`s, each what one replica has counted since it started,
 and, out of the reports of many replicas, what is new in each (`DeltaTracker`). The choice of K, autoscaling, heads and
@@ -24,10 +24,10 @@ MAX_GAP_S = 60.0
 
 @dataclass(slots=True)
 class Counts:
-    """Verification steps by depth; index i - 1 holds depth i.
+    """Verification steps by draft position; index i - 1 holds position i.
 
     So accepted / reached estimates the conditional acceptance a_i, and accepted / drafted the survival S_i, also where
-    K differs between steps: a step with fewer than i drafts is in no count of depth i.
+    K differs between steps: a step with fewer than i drafts is in no count of position i.
 
     Attributes:
         drafted: steps that verified at least i drafts.

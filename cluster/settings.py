@@ -345,7 +345,9 @@ class DrafterSettings(Section):
             )
         max_draft_tokens = self.max_draft_tokens or (None if head is None else head.num_depths)
         if max_draft_tokens is None:
-            problems.append(".max_draft_tokens is missing: the head is not here yet, so its depths are not known")
+            problems.append(
+                ".max_draft_tokens is missing: the head is not here yet, so its number of draft tokens is not known"
+            )
         elif head is not None and max_draft_tokens > head.max_depths:
             problems.append(
                 f".max_draft_tokens is {max_draft_tokens}, but the head {self.head} was trained for {head.num_depths} "
@@ -1018,7 +1020,7 @@ def swapped(drafter: DrafterSettings, user_config: Any, catalog: Catalog) -> Dra
     """`drafter` with the head in a deployment's `user_config`, `{head: ...}` or `{}`.
 
     Raises:
-        ValueError: every problem: an unknown key, no such head, or one of too few depths.
+        ValueError: every problem: an unknown key, no such head, or one that drafts too few tokens.
     """
     if not isinstance(user_config, Mapping):
         raise ValueError(f"user_config must be a mapping with head, not {user_config!r:.80}")

@@ -77,7 +77,8 @@ class HeadLoader:
 
     def load(self, name: str) -> LoadedHead:
         """A head with its share of the cache: the slots share `cache_gib` evenly. Raises ValueError for a damaged head,
-        another target's, one of fewer depths than K_max, or a cache too small for one request of the longest context.
+        another target's, one that drafts fewer tokens than K_max, or a cache too small for one request of the longest
+        context.
         """
         directory = self.directory(name)
         config = read_head_config(directory)

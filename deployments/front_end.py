@@ -196,7 +196,7 @@ class FrontEnd:
         self.apply_settings(settings)
 
     def apply_settings(self, settings: ClusterSettings) -> None:
-        """Go on with other limits, callers, depths and aliases; requests that run keep theirs."""
+        """Go on with other limits, callers, K and aliases; requests that run keep theirs."""
         names, aliases = settings.named_workloads(), settings.model.aliases
         if (names, aliases) != (self._settings.named_workloads(), self._settings.model.aliases):
             self._workloads = Workloads(known=names, aliases=aliases)

@@ -118,7 +118,7 @@ class Router:
         self._recording = asyncio.get_running_loop().create_task(self._record_forever())
 
     async def reconfigure(self, user_config: Mapping[str, Any] | None) -> None:
-        """Take other limits, callers, depths and aliases while requests run (`cluster.settings.live_config`)."""
+        """Take other limits, callers, K and aliases while requests run (`cluster.settings.live_config`)."""
         if user_config is not None:
             self._settings = settings_with(self._settings, user_config)
             self.k_policy.rules = self._settings.k_rules()

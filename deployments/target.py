@@ -173,7 +173,7 @@ class TargetServer(LLMServer):
         return make_app(self, await asyncio.to_thread(Entrance.read_from_serve, self._settings.ingress))
 
     async def reconfigure(self, user_config: Mapping[str, Any] | None) -> None:
-        """Take other limits, callers, depths and aliases while requests run (`cluster.settings.live_config`). Raises
+        """Take other limits, callers, K and aliases while requests run (`cluster.settings.live_config`). Raises
         SettingsError for callers' key files that a new replica cannot use: without keys it would refuse everybody."""
         if user_config is not None:
             self._settings = settings_with(self._settings, user_config)

@@ -1,4 +1,4 @@
-"""Workloads, their acceptance by depth, and the K that each gets, from a running service (`peagle view`).
+"""Workloads, their acceptance by draft position, and the K that each gets, from a running service (`peagle view`).
 
 Asks `GET /drafting` of the service: the document of `cluster.k_policy.KPolicy`, with the heads, drafters and
 links that `deployments.telemetry` adds and the decision of `deployments.autoscaling`.
@@ -17,8 +17,8 @@ from rich.table import Table
 
 TIMEOUT_S = 10.0
 DEPTH_WIDTH = 12
-"""Characters of a depth: "100(99-100) ". All depths are one column, so that a narrow terminal breaks each line of it at
-the same depth."""
+"""Characters of a position: "100(99-100) ". All are one column, so that a narrow terminal breaks each line of it at the
+same one."""
 
 
 def show(url: str, api_key: str | None, interval_s: float | None) -> None:

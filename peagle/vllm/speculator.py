@@ -109,8 +109,8 @@ def row_counts(most: int) -> list[int]:
 
 
 class DraftGraphs(CudaGraphManager):
-    """Graphs of passes: full ones by the number of requests at each depth, full ones by the number of rows (only with
-    `is_ragged`), and piecewise ones for the engine's sizes in rows.
+    """Graphs of passes: full ones by the number of requests at each number of drafts, full ones by the number of rows
+    (only with `is_ragged`), and piecewise ones for the engine's sizes in rows.
 
     is_ragged: the drafter's attention has graphs for rows of any split.
     packs_prompts: steps with prompts in them run on full graphs as well.
@@ -125,17 +125,17 @@ class DraftGraphs(CudaGraphManager):
         self._packed: list[BatchExecutionDescriptor] = []
         k_max, full, piecewise = self.vllm_config.num_speculative_tokens, [], []
         if self.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL:
-            for depth in (k_max,) if self._is_ragged else range(1, k_max + 1):
-                stride, least = 2 * depth, 1 if depth == k_max else MIN_PACKED_REQUESTS
+            for k in (k_max,) if self._is_ragged else range(1, k_max + 1):
+                stride, least = 2 * k, 1 if k == k_max else MIN_PACKED_REQUESTS
                 limit = min(self.max_num_reqs, most_rows(self.vllm_config) // stride)
                 if self._is_ragged:
                     limit = min(limit, MIN_PACKED_REQUESTS)
-                self._by_requests[depth] = [
+                self._by_requests[k] = [
                     BatchExecutionDescriptor(CUDAGraphMode.FULL, count * stride, count, stride)
                     for count in request_counts(limit)
                     if count >= least
                 ]
-                full += self._by_requests[depth]
+                full += self._by_requests[k]
             if self._is_ragged:
                 most = 2 * k_max * self.max_num_reqs
                 if self._packs_prompts:
@@ -157,13 +157,13 @@ class DraftGraphs(CudaGraphManager):
             start = desc.num_tokens + 1
 
     def full_graph(
-        self, num_requests: int, num_targets: int, depth: int, max_query_len: int, num_rejected: int = 0
+        self, num_requests: int, num_targets: int, k: int, max_query_len: int, num_rejected: int = 0
     ) -> BatchExecutionDescriptor | None:
         """The smallest full graph for a pass.
 
         Args:
             num_targets: rows of the target.
-            depth: drafts of a request, at least.
+            k: drafts of a request, at least.
             max_query_len: most target rows of a request.
             num_rejected: target rows that are expected to be rejected.
 
@@ -173,14 +173,14 @@ class DraftGraphs(CudaGraphManager):
         if not self._graphs_captured:
             return None
         fitting = []
-        for deep, descs in self._by_requests.items():
-            if deep >= depth and deep + 1 >= max_query_len:
+        for graph_k, descs in self._by_requests.items():
+            if graph_k >= k and graph_k + 1 >= max_query_len:
                 place = bisect_left(descs, num_requests, key=lambda desc: desc.num_reqs or 0)
                 fitting += descs[place : place + 1]
         is_decode = max_query_len <= 1 + self.vllm_config.num_speculative_tokens
         if num_requests >= MIN_PACKED_REQUESTS if is_decode else self._packs_prompts:
-            num_rows = num_targets + num_requests * (depth - 1) - num_rejected
-            num_rows = max(num_rows, num_targets, num_requests * depth)
+            num_rows = num_targets + num_requests * (k - 1) - num_rejected
+            num_rows = max(num_rows, num_targets, num_requests * k)
             place = bisect_left(self._packed, num_rows, key=lambda desc: desc.num_tokens)
             fitting += self._packed[place : place + 1]
         return min(fitting, key=lambda desc: desc.num_tokens, default=None)
@@ -320,8 +320,8 @@ class PEagleSpeculator(DraftModelSpeculator):
             buffer.zero_()
         rows.slots_GR.fill_(-1)
         metadata = slots = None
-        depth = (desc.uniform_token_count or 0) // 2 or self.num_speculative_steps
-        num_targets, num_drafts = count * (1 + depth), count * depth
+        k = (desc.uniform_token_count or 0) // 2 or self.num_speculative_steps
+        num_targets, num_drafts = count * (1 + k), count * k
         if desc.cg_mode == CUDAGraphMode.FULL:
             stride = desc.uniform_token_count or desc.num_tokens // count
             if desc.uniform_token_count is None:
@@ -347,7 +347,7 @@ class PEagleSpeculator(DraftModelSpeculator):
             self._pass(num_targets, desc.num_tokens, metadata, slots, mode)
             if num_drafts:
                 self._choose(num_drafts)
-                self._lay_out_drafts(count, depth)
+                self._lay_out_drafts(count, k)
 
         return draft
 
@@ -394,8 +394,8 @@ class PEagleSpeculator(DraftModelSpeculator):
             lengths_B, most_keys_B = lengths_B[members_M], most_keys_B[torch.from_numpy(members_M)]
             target, member_rows_N = _only(target, members_M, input_batch.query_start_loc_np, lengths_B, self.device)
             self._copy_aux_states(aux_hidden_states, len(member_rows_N), member_rows_N)
-        depth = k_max if dummy_run else max(1, self._num_ahead)
-        self._run_pass(target, lengths_B, most_keys_B, depth, members_M is not None, is_profile)
+        k = k_max if dummy_run else max(1, self._num_ahead)
+        self._run_pass(target, lengths_B, most_keys_B, k, members_M is not None, is_profile)
         if members_M is None:
             return self.draft_tokens[:num_requests]
         drafts_BK = torch.zeros(num_requests, k_max, dtype=self.draft_tokens.dtype, device=self.device)
@@ -426,11 +426,11 @@ class PEagleSpeculator(DraftModelSpeculator):
         target: TargetRows,
         lengths_B: np.ndarray[Any, Any],
         most_keys_B: Tensor,
-        depth: int,
+        k: int,
         is_part: bool,
         is_profile: bool,
     ) -> None:
-        """Lay out the rows and make `depth` drafts of each request, or more in a full graph for more.
+        """Lay out the rows and make `k` drafts of each request, or more in a full graph for more.
 
         Args:
             lengths_B: target rows of each request.
@@ -441,12 +441,12 @@ class PEagleSpeculator(DraftModelSpeculator):
         graphs, stride, num_padded = None if is_profile else self.graphs, 0, num_requests
         desc = None
         if graphs is not None:
-            desc = graphs.full_graph(num_requests, num_targets, depth, max_query_len, self._num_rejected)
+            desc = graphs.full_graph(num_requests, num_targets, k, max_query_len, self._num_rejected)
         if desc is not None:
             assert desc.num_reqs is not None
             stride, num_padded = desc.uniform_token_count or 0, desc.num_reqs
-            depth = stride // 2 or depth
-        num_rows = num_targets + num_requests * (depth - 1) if desc is None else desc.num_tokens
+            k = stride // 2 or k
+        num_rows = num_targets + num_requests * (k - 1) if desc is None else desc.num_tokens
         run_rows, mode = num_rows, CUDAGraphMode.NONE
         if desc is None and graphs is not None:
             piecewise = graphs.dispatch(num_requests, num_rows, None, 0)
@@ -459,7 +459,7 @@ class PEagleSpeculator(DraftModelSpeculator):
                 self.block_tables.input_block_tables[group],
                 self.rows,
                 group=group,
-                num_drafts=depth,
+                num_drafts=k,
                 stride=stride,
                 is_packed=desc is not None and not stride,
                 max_query_len=max_query_len,
@@ -473,11 +473,11 @@ class PEagleSpeculator(DraftModelSpeculator):
             # Full graphs read metadata in the builders' buffers, so it is built for a replay too. The longest request
             # must be that of the capture, because attention is planned by it.
             planned = None if desc is None else desc.max_query_len
-            first_row_B1, context_B = self._host_view(lengths_B, most_keys_B, depth, stride, num_padded, num_rows)
+            first_row_B1, context_B = self._host_view(lengths_B, most_keys_B, k, stride, num_padded, num_rows)
             metadata, slots = self._attention(
-                num_rows, first_row_B1, context_B, planned or stride or max_query_len + depth - 1, int(context_B.max())
+                num_rows, first_row_B1, context_B, planned or stride or max_query_len + k - 1, int(context_B.max())
             )
-        num_drafts = num_requests * depth
+        num_drafts = num_requests * k
         if graphs is None or desc is None:
             self._pass(num_targets, run_rows, metadata, slots, mode)
             self._choose(num_drafts)
@@ -486,13 +486,13 @@ class PEagleSpeculator(DraftModelSpeculator):
             if stride:
                 return
             self._replay_choice(num_drafts)
-        self._lay_out_drafts(num_requests, depth)
+        self._lay_out_drafts(num_requests, k)
 
     def _host_view(
         self,
         lengths_B: np.ndarray[Any, Any],
         most_keys_B: Tensor,
-        depth: int,
+        k: int,
         stride: int,
         num_padded: int,
         num_rows: int,
@@ -503,18 +503,18 @@ class PEagleSpeculator(DraftModelSpeculator):
         if stride:
             first_row_B1 = torch.from_numpy(np.minimum(self.arange_np[: num_padded + 1], num_requests) * stride)
         else:
-            ends_B = np.cumsum(lengths_B + (depth - 1))
+            ends_B = np.cumsum(lengths_B + (k - 1))
             first_row_B1 = torch.full((num_padded + 1,), int(ends_B[-1]), dtype=torch.int32)
             first_row_B1[0] = 0
             first_row_B1[1 : num_requests + 1] = torch.from_numpy(ends_B)
             first_row_B1.clamp_(max=num_rows)
         context_B = torch.zeros(num_padded, dtype=torch.int32)
-        context_B[:num_requests] = (most_keys_B + (depth - 1)).clamp(max=self.max_model_len)
+        context_B[:num_requests] = (most_keys_B + (k - 1)).clamp(max=self.max_model_len)
         return first_row_B1, context_B
 
-    def _lay_out_drafts(self, num_requests: int, depth: int) -> None:
+    def _lay_out_drafts(self, num_requests: int, k: int) -> None:
         """Copy `draft_ids_S` [B * D], one request after another, to the first D columns of `draft_tokens`."""
-        self.draft_tokens[:num_requests, :depth] = self.draft_ids_S[: num_requests * depth].view(num_requests, depth)
+        self.draft_tokens[:num_requests, :k] = self.draft_ids_S[: num_requests * k].view(num_requests, k)
 
     def _replay_choice(self, num_drafts: int) -> None:
         """`_choose`, as a graph if one is large enough."""
