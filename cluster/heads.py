@@ -244,7 +244,7 @@ def compare_heads(
 
 MAX_CHANGES = 32
 MAX_HEADS, MAX_WORKLOADS = 16, 64
-"""Evidence is kept of as many heads, those that drafted last."""
+"""Evidence is kept of as many heads, those that drafted last, and of each of as many workloads, its latest."""
 
 
 @dataclass

@@ -11,10 +11,10 @@ is what will wait when a replica that is ordered now begins to serve. It has two
 its full batch, and what comes until then beyond what is planned for.
 
 The number goes up when the need exceeds the wanted number by more than `UP_TOLERANCE`. It goes down only when D fits in
-fewer replicas at `DEAD_BAND` of the utilisation, every replica reports, and none is starting. Serve follows a number
-that lasts. On missing or stale data its policy (`deployments.autoscaling`) goes by queue length and takes no replica
-away. Drafters follow the targets in proportion to their bounds: a target's
-step needs one pass, whatever it accepts.
+fewer replicas at `DEAD_BAND` of the utilisation, every replica reports, and none is starting, unless one should long
+have come (`STUCK`). Serve follows a number that lasts. On missing or stale data its policy
+(`deployments.autoscaling`) goes by queue length and takes no replica away. Drafters follow the targets in proportion to
+their bounds: a target's step needs one pass, whatever it accepts.
 """
 
 import math

@@ -631,8 +631,8 @@ class LearningSettings(Section):
     heads_dir: str | None = Field(
         None, min_length=1, description="Folder of proposed heads; by default in the node's cache directory."
     )
-    workloads: Literal["all"] | list[str] | None = Field(
-        None, description="Workloads whose answers are kept; required without `callers`."
+    workloads: Literal["all", "callers"] | list[str] | None = Field(
+        None, description="Workloads whose answers are kept; `callers`, the default with these: all of theirs."
     )
     replay: str | None = Field(None, description="Folder of conversations that must not be forgotten.")
     recipe: dict[str, dict[str, Any]] = Field(
@@ -903,7 +903,7 @@ class ClusterSettings(Section):
         if self.learning is None or (self.callers is not None and not caller.learn):
             return False
         named = self.learning.workloads
-        return workload in named if isinstance(named, list) else True
+        return workload in named if isinstance(named, list) else named == "all" or self.callers is not None
 
     @property
     def max_draft_tokens(self) -> int:

@@ -15,13 +15,13 @@ def json_response(error: ApiError, path: str = "") -> JSONResponse:
     return JSONResponse(error.body(path), status_code=error.status, headers=headers)
 
 
-def not_ready(model: str = "") -> ApiError:
+def not_ready(model: str = "", status: int = 503) -> ApiError:
     """No replica of the target can answer: at the start until the engine has loaded, later when all are gone. `model`:
-    its name, where it is known."""
+    its name, where it is known. `status`: 502 of a single replica, so that HAProxy asks another one."""
     what = f"The model {model!r}" if model else "The service"
     text = f"{what} is not ready: no replica is up (still loading, or restarting)."
     when = f"Try again in {RETRY_AFTER_S} seconds; GET /health answers 200 when it is ready."
-    return ApiError(503, f"{text} {when}", code="model_not_ready")
+    return ApiError(status, f"{text} {when}", code="model_not_ready")
 
 
 def server_lost(status: int = 503) -> ApiError:

@@ -6,7 +6,6 @@ engine's answer with a `drafting` field, or an `ApiError` in OpenAI's form. Noth
 is.
 """
 
-import asyncio
 import contextlib
 import functools
 import itertools
@@ -184,7 +183,8 @@ class FrontEnd:
         """The engine, which a replica sets before its first request."""
         self.admission = Admission(1, 0)
         self.bodies = BodyBudget(1)
-        self.tokenizing = asyncio.Lock()
+        # Of one request: the thread that tokenizes a long text keeps prompts waiting.
+        self.tokenizing = Admission(1, 0)
         self.metrics.queued.set_function(lambda: self.admission.num_queued)
         self._settings = settings
         self._workloads = Workloads(known=settings.named_workloads(), aliases=settings.model.aliases)
@@ -204,7 +204,7 @@ class FrontEnd:
         self._rules = settings.k_rules()
         self.set_keys(self.keys)
         limits, max_running = settings.limits, self._max_running
-        self.admission.max_queued = limits.max_queued_requests
+        self.admission.max_queued = self.tokenizing.max_queued = limits.max_queued_requests
         self.bodies.max_bytes = limits.max_body_bytes_in_flight
         # More wait here, where the queue is fair, and not in the engine.
         places = min(limits.max_running_requests, max_running or limits.max_running_requests)

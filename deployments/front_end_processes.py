@@ -37,7 +37,7 @@ from vllm.utils.gc_utils import freeze_gc_heap
 
 from cluster.errors import ApiError
 from deployments.answers import Charge, EngineAnswers
-from deployments.errors import engine_lost, internal_error
+from deployments.errors import engine_lost, internal_error, not_ready
 from deployments.front_end import Admitted, Answer, Usage
 from deployments.metrics import Families
 from peagle.vllm.clients import METRICS_FOLDER, Address, client_addresses, connect
@@ -394,7 +394,7 @@ class FrontEndProcesses:
         """`EngineAnswers.generate`, by the process with the fewest sequences."""
         ready = [process for process in self._processes.values() if process.is_ready]
         if not ready:
-            yield engine_lost()  # another replica may be ready
+            yield not_ready(status=502)
             return
         process, number = min(ready, key=lambda one: one.sequences.total()), next(self._numbers)
         process.wire.send(Job(number, admitted))

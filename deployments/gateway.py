@@ -39,7 +39,7 @@ BODIES_HELD = 16
 """Largest bodies that a gateway holds at a time."""
 
 MAX_FORWARDED = 1024
-"""Requests: each takes a second connection of the same HAProxy, and clients must leave room for these."""
+"""Requests, of all its replicas: each takes a second connection of the same HAProxy."""
 ASK_TIMEOUT_S = 10.0
 OF_CONNECTION = {"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"}
 """Headers that are each connection's own."""
@@ -86,7 +86,7 @@ class Forwarder:
     def __init__(self, settings: GatewaySettings, base_url: str, address_header: str = "", token: str = "") -> None:
         self._models, self._max_body_bytes, self._base_url = settings.models, settings.max_body_bytes, base_url
         self._address_header, self._token = address_header.lower(), token
-        self._forwarded = asyncio.Semaphore(MAX_FORWARDED)
+        self._forwarded = asyncio.Semaphore(max(1, MAX_FORWARDED // settings.num_replicas))
         self._bodies = BodyBudget(BODIES_HELD * settings.max_body_bytes)
         self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True),  # one kept open may end at any moment
@@ -126,7 +126,7 @@ class Forwarder:
             model = self.find_model(body)
             await until_sent.enter_async_context(until_disconnected(request))
             if self._forwarded.locked():
-                text = f"this gateway forwards {MAX_FORWARDED} requests, which is all that it takes at a time"
+                text = "this gateway forwards as many requests as it takes at a time"
                 raise busy(text, QUEUE_FULL_RETRY_S)
             await until_sent.enter_async_context(self._forwarded)
             answer = await self._ask(request, request.method, self._models[model], body)

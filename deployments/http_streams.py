@@ -14,13 +14,13 @@ from cluster.errors import ApiError
 
 BODY_TIMEOUT_S = 120.0
 SEND_TIMEOUT_S = 60.0
-"""For a client to take one piece of a stream, beyond what the buffers on the way hold."""
+"""For one piece of a stream to go out, when the buffers on the way to the client are full."""
 
 
 class EventStream(StreamingResponse):
-    """Ends its source with the response, or when its client stops reading, and closes `until_sent`, which has entered
-    `until_disconnected`. A source that is left to the garbage collector goes on for a while, and with it the request in
-    the engine."""
+    """Ends its source with the response, or when its client all but stops reading, and closes `until_sent`, which has
+    entered `until_disconnected`. A source that is left to the garbage collector goes on for a while, and with it the
+    request in the engine."""
 
     def __init__(
         self, source: AsyncIterator[str] | AsyncIterator[bytes], until_sent: contextlib.AsyncExitStack

@@ -32,21 +32,25 @@ MAX_SMALL_MACHINE_CORES = 4
 
 
 class PacedCall(Generic[ReportT]):
-    """A coroutine function that starts at most once in `interval_s`: all who ask before a start get its result."""
+    """A coroutine function that starts at most once in `interval_s`, and when it has ended: all who ask before a start
+    get its result."""
 
     def __init__(self, work: Callable[[], Awaitable[ReportT]], interval_s: float) -> None:
         self._work, self._interval_s, self._started_s = work, interval_s, -math.inf
         self._next: asyncio.Task[ReportT] | None = None
+        self._lock = asyncio.Lock()
 
     async def __call__(self) -> ReportT:
         if self._next is None:
             self._next = asyncio.get_running_loop().create_task(self._start())
+            self._next.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may wait for it
         return await asyncio.shield(self._next)
 
     async def _start(self) -> ReportT:
-        await asyncio.sleep(self._started_s + self._interval_s - time.monotonic())
-        self._next, self._started_s = None, time.monotonic()
-        return await self._work()
+        async with self._lock:
+            await asyncio.sleep(self._started_s + self._interval_s - time.monotonic())
+            self._next, self._started_s = None, time.monotonic()
+            return await self._work()
 
 
 class EngineLost(RuntimeError):

@@ -68,6 +68,8 @@ SHOWN_SETTINGS: Any = {
 """Those that `GET /drafting` names: no environment, callers, or arguments of others."""
 
 METRICS_INTERVAL_S = 0.5
+LOST_ROUNDS = 30
+"""Rounds in a row, of one a second, after which a head's files are lost: a drafter may be left out of a few."""
 SEND_TIMEOUT_S = 120.0
 """For the files of a head to reach drafters on other nodes."""
 
@@ -102,6 +104,7 @@ class Router:
         self._drafter = drafter
         self._drafters = None if drafter is None else ReplicaMonitor[DrafterReport](drafter, self._observe_drafters)
         self._handing_out: asyncio.Task[None] | None = None
+        self._lost = Counter[str]()  # rounds in a row in which nobody had the files of a head
         self._learner = None if learner is None else ReplicaMonitor[LearnerReport](learner)
         self._autoscaler: Autoscaler | None = None
         if settings.autoscaling is not None:
@@ -185,13 +188,20 @@ class Router:
             return
         self._heads.observe_drafters(drafters)
         missing = {name for drafter in drafters for name in drafter.missing}
-        for name in missing:
-            if all(name in drafter.missing for drafter in drafters) and candidate_directory(name) is None:
-                self._heads.record_lost(name)
+        self._lost = Counter({name: self._lost[name] + 1 for name in missing if self._is_lost(name, drafters)})
+        for name in (name for name, num_rounds in self._lost.items() if num_rounds >= LOST_ROUNDS):
+            self._heads.record_lost(name)
         self._save_head_events()
         desired = self._heads.desired
         if self._heads.is_ready and (missing or any(drafter.desired != desired for drafter in drafters)):
             self._handing_out = asyncio.get_running_loop().create_task(self._hand_out(desired, missing))
+
+    def _is_lost(self, name: str, drafters: Sequence[DrafterReport]) -> bool:
+        """Whether neither this router nor any drafter that runs has the files of a head."""
+        assert self._drafters is not None
+        all_answered = len(drafters) == self._drafters.num_ready
+        lacks = all(name in drafter.missing for drafter in drafters)
+        return all_answered and lacks and candidate_directory(name) is None
 
     async def _hand_out(self, desired: DesiredHeads, missing: set[str]) -> None:
         answers: list[Any] = []

@@ -280,8 +280,7 @@ async def _answer(backend: Backend, request: Request) -> Response:
             document = read_json(await read_body(request, hold, front_end.limits.max_body_bytes), front_end.limits)
             await until_sent.enter_async_context(until_disconnected(request))
             if path in TOKENIZER_PATHS:
-                # One at a time: the threads that tokenize a long text keep prompts waiting.
-                async with front_end.tokenizing, front_end.admission.hold_places(caller):
+                async with front_end.tokenizing.hold_places(caller):
                     text = await answer_by_tokenizer(path, front_end, backend.vllm, document)
                 front_end.metrics.count_answer("", 200)
                 return Response(text, media_type=JSON_MEDIA_TYPE)

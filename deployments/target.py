@@ -39,7 +39,7 @@ from cluster.errors import ApiError
 from cluster.k_policy import PolicyUpdate
 from cluster.learning import AnswerQueue, KeptAnswer
 from cluster.request import MAX_NUM_WORKLOADS, TRIAL_SUFFIX, base_workload
-from cluster.settings import ClusterSettings, LimitSettings
+from cluster.settings import ClusterSettings, LimitSettings, with_live
 from cluster.step_latency import StepLatency
 from deployments import compat
 from deployments.answers import EngineAnswers
@@ -174,9 +174,9 @@ class TargetServer(LLMServer):
 
     async def reconfigure(self, user_config: Mapping[str, Any] | None) -> None:
         """Take other limits, callers, K and aliases while requests run (`cluster.settings.live_config`). Raises
-        SettingsError for callers' key files that a new replica cannot use: without keys it would refuse everybody."""
+        SettingsError in a new replica, for what cannot be: it would let in everybody, or not those with a key file."""
         if user_config is not None:
-            self._settings = settings_with(self._settings, user_config)
+            self._settings = (with_live if self._is_new else settings_with)(self._settings, user_config)
             self.front_end.apply_settings(self._settings)
             self._grammars.limits = grammar_limits(self._settings.limits)
         try:

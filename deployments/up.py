@@ -247,7 +247,7 @@ def _make_live(application: dict[str, Any], settings: ClusterSettings) -> None:
     if settings.depth.state is not None:  # the router reads it before Serve hands it a user_config
         args["depth"] = {"state": settings.depth.state}
     if settings.learning is not None and settings.learning.workloads is None:  # callers say what may be kept
-        args["learning"] = {**args["learning"], "workloads": "all"}
+        args["learning"] = {**args["learning"], "workloads": "callers"}
     args["model"] = {key: value for key, value in args["model"].items() if key != "aliases"}
     ingress = args.pop("ingress", None) or {}
     if kept := {key: ingress[key] for key in ("allow_origins", "allowed_hosts", "usage_log") if ingress.get(key)}:

@@ -38,7 +38,7 @@ DEFAULT_NUM_DEPTHS = 8
 MAX_NUM_DEPTHS = 64
 #: Layers that a target needs so that the default auxiliary layers are three different ones.
 MIN_DEFAULT_LAYERS = 7
-#: Taps of a head that leaves them to vLLM's default: three for certain, their ids are not.
+#: Auxiliary layers of a head that leaves them to vLLM's default: three for certain, their ids are not.
 UNNAMED_LAYERS = (-1, -1, -1)
 MAX_LAYERS = 1024
 MAX_POSITIONS = 2**24

@@ -59,7 +59,7 @@ _CHECK_S = 0.01  # between looks at the socket while all targets share their rin
 # Between looks at rings: on a GPU without sleeping for _SPIN_S after the last step, letting other threads run. On a CPU
 # seldom: each look takes time from the target's threads.
 _SPIN_S, _SLEEP_S = 1.0, 1e-3
-_IDLE_S = 10.0  # without a step, after which a target's requests hold no blocks: their rows stay as prefixes
+_IDLE_S = 60.0  # without a step, after which a target's requests hold no blocks: their rows stay as prefixes
 _BLOCK_S = 0.2  # without shared rings: the socket wakes the thread
 _SWITCH_INTERVAL_S = 1e-4
 _MAX_FAILURES = 3  # passes in a row, after which the drafter counts as broken
@@ -309,7 +309,8 @@ class DrafterServer:
         """Not in `_serve`, whose variable would keep the last target and its ring."""
         for peer in list(self._peers.values()):
             self._send(peer, Alive())
-            if time.monotonic() - peer.stepped_s > _IDLE_S:  # its last requests' end comes with a step
+            is_idle = time.monotonic() - peer.stepped_s > _IDLE_S and not peer.ring.is_ready(peer.num_steps + 1)
+            if is_idle:  # its last requests' end comes with a step
                 self.engine.drop_session(peer.session)
 
     def _read_steps(self) -> list[tuple[Peer, Step]]:

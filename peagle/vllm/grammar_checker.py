@@ -245,8 +245,9 @@ class _Compilers:
         params = SamplingParams(structured_outputs=structured)
         params.verify(self._model_config, None, self._config, self._tokenizer)
         backend = self._find_backend(str(structured._backend))
-        num_words = backend.allocate_token_bitmask(1).shape[1]
-        if num_words != -(-self._model_config.get_vocab_size() // 32):  # the engine has one table for all backends
+        # The engine has one table for all backends, as wide as the first one's.
+        first, own = (one.allocate_token_bitmask(1).shape[1] for one in (next(iter(self._backends.values())), backend))
+        if own != first or 32 * (own - 1) >= self._model_config.get_vocab_size():
             return {"error": f"{structured._backend}, which this grammar needs, does not know this model's vocabulary"}
         grammar = backend.compile_grammar(*get_structured_output_key(structured))
         if not self._write_text(backend, grammar):

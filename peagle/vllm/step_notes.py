@@ -47,8 +47,8 @@ def write_plan(scheduled: Any, plan: SchedulerPlan) -> None:
 
 def read_num_ready(model_runner_output: Any) -> list[int] | None:
     """Drafts that a remote drafter had for each request, 0..K_max, in the order of the output's `req_ids`; -1 where it
-    was not asked. None: the drafter is in the engine and always has K_max, or the engine is
-    on a CPU, where only drafts that are there are planned.
+    was not asked. None: the drafter is in the engine and always has K_max, or the engine is on a CPU, where only drafts
+    that are there are planned.
 
     Planned drafts that were not there count neither as verified nor as rejected. A request gets no planned drafts while
     its drafter has none.

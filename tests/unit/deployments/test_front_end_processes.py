@@ -196,7 +196,7 @@ async def test_a_replica_that_loses_too_many_is_given_up(monkeypatch: pytest.Mon
     assert replica.num_restarts == MAX_RESTARTS
     assert "has ended with -9, and 8 others before it" in replica.problem
     (refused,) = [item async for item in replica.ask()]
-    assert refused.status == 502, "HAProxy asks another replica, and not with 503"
+    assert (refused.status, refused.code) == (502, "model_not_ready"), "HAProxy asks another replica, and not with 503"
 
 
 async def test_an_engine_that_dies_ends_the_answers_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -283,6 +283,17 @@ async def test_a_new_replica_refuses_key_files_that_a_running_one_passes_over(tm
     assert replica.front_end.keys == {"web": [hash_key("first")]}
 
 
+async def test_a_new_replica_refuses_settings_that_would_let_in_everybody() -> None:
+    replica = Replica(lambda _: None)
+    replica._grammars = SimpleNamespace(limits=None)  # type: ignore[assignment]
+    bad = {"callers": {"web": {"key_sha256": "short"}}}
+    with pytest.raises(SettingsError, match=r"user_config\.callers\.web\.key_sha256"):
+        await replica.reconfigure(bad)
+    await replica.reconfigure(live_config(callers(web={"key_sha256": "ab" * 32})))
+    await replica.reconfigure(bad)
+    assert replica.front_end.needs_key, "it goes on as it was"
+
+
 async def test_an_answer_is_charged_though_its_client_leaves_at_the_end(tmp_path: Path) -> None:
     log = UsageLog(str(tmp_path / "usage"))
     replica, charged = Replica(lambda _: events(chunk(), chunk("stop")), log), []

@@ -114,6 +114,16 @@ def test_a_stopped_drafter_costs_one_deadline_and_catches_up(shared: bool) -> No
         assert only_link(pool)["num_connections"] == 1, "its connection held"
 
 
+def test_links_to_drafters_of_the_same_head_share_its_projection() -> None:
+    """On a GPU each takes memory that nothing set aside."""
+    with running(make_server()) as one, running(make_server()) as other:
+        pool = connected(one.address, other.address)
+        target = Target(pool)
+        target.check_step()
+        first, second = pool.links.values()
+        assert first.projections[0] is second.projections[0]
+
+
 def test_a_request_that_the_drafter_has_no_room_for_shows_as_one_without_drafts() -> None:
     """So that a scheduler does not take missing drafts for rejected ones."""
     with running(make_server(num_blocks=8)) as server:  # of four positions each: room for two of the three requests

@@ -74,6 +74,14 @@ def test_load_lowers_k_and_never_raises_it() -> None:
     assert free.allocate_drafts([request(usual) for _ in range(4)], [3, 0, 2, 1]) == [3, 0, 2, 1]
 
 
+def test_drafts_that_are_verified_anyway_count_for_the_others() -> None:
+    """A step that is long by requests with a K of their own gets less longer by one more draft."""
+    usual = [0.7, 0.5, 0.35, 0.25, 0.18]
+    free, *_ = draft_budget().allocate_drafts([request(usual) for _ in range(17)], [5] * 17)
+    beside_fixed, *fixed = draft_budget().allocate_drafts([request(usual), *(request() for _ in range(16))], [5] * 17)
+    assert (free, beside_fixed, fixed) == (1, 2, [5] * 16)
+
+
 def test_now_and_then_a_step_verifies_all_its_drafts_or_none_also_beside_prompts() -> None:
     """So that acceptance beyond what pays stays known, and what drafts cost; in all requests of a step at once, within
     their limits. A probe keeps its K."""
