@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from cluster.acceptance import AcceptancePosteriors, AcceptanceSnapshot
+from cluster.acceptance import DESIGN_EFFECT, AcceptancePosteriors, AcceptanceSnapshot
 from cluster.counts import CounterDeltas, DeltaTracker, TargetReport
 from cluster.heads import HeadRouting
 from cluster.request import DEFAULT_WORKLOAD, Drafting, KRules, base_workload
@@ -275,7 +275,7 @@ class KPolicy:
             choices[name] = Drafting(
                 name,
                 k,
-                "default" if is_cold else "learned",
+                "prior" if is_cold else "learned",
                 f"few steps measured yet: {found.reason}" if is_cold else found.reason,
                 rates if steps_decide else rates[:k],
                 found.tpot_s[name],
@@ -321,7 +321,7 @@ class KPolicy:
         return {
             "workload": workload,
             "num_requests": round(self._load.get(workload, 0.0), 2),
-            "num_steps": round(rates.num_steps, 1),
+            "num_steps": round(DESIGN_EFFECT * rates.num_steps, 1),
             "k": k,
             "source": source,
             "reason": reason,

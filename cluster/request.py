@@ -105,7 +105,7 @@ TRIAL_SUFFIX = "/trial"
 K_HEADER = "X-Drafting-K"
 WORKLOAD_HEADER = "X-Drafting-Workload"
 
-Source = Literal["request", "workload", "default", "learned", "probe"]
+Source = Literal["request", "workload", "default", "prior", "learned", "probe"]
 
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,63}")
 _INTEGER = re.compile(r"[+-]?[0-9]{1,9}")

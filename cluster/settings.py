@@ -222,6 +222,17 @@ class TargetSettings(Section):
         None, le=64, description="Processes that turn text to tokens and back; by default by CPUs and GPUs."
     )
 
+    @field_validator("bundle")
+    @classmethod
+    def _check_bundle(cls, bundle: dict[str, float]) -> dict[str, float]:
+        problems = [f" names {name!r}: write {name.upper()}" for name in bundle if name in ("cpu", "gpu", "Cpu", "Gpu")]
+        if bundle.get("GPU", 0.0) > 1:
+            problems.append(
+                " is of one engine worker, which uses one GPU: write GPU: 1, and engine.tensor_parallel_size"
+            )
+        Problems.check(problems)
+        return bundle
+
     @property
     def has_gpu(self) -> bool:
         return bool(self.bundle.get("GPU"))

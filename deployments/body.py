@@ -327,24 +327,24 @@ def check_counts(fields: Mapping[str, Any], limits: LimitSettings) -> None:
     of prompts are limited by `max_body_values` and the model's context alone."""
     for name, value in fields.items():
         if isinstance(value, dict | list) and name != "prompt":
-            _at_most(name, f"the number of entries of {name}", len(value), limits.max_list_entries)
+            _at_most(name, f"the number of entries of {name}", len(value), limits, "max_list_entries")
     for name in ("stop", "stop_sequences", "stop_token_ids"):
         if isinstance(listed := fields.get(name), list):
-            _at_most(name, f"the number of entries of {name}", len(listed), MAX_NUM_STOP)
+            _at_most(name, f"the number of entries of {name}", len(listed), MAX_NUM_STOP, "")
     prompts = fields.get("prompt")
     if isinstance(prompts, list) and prompts and type(prompts[0]) is not int:
-        _at_most("n", "n times the number of prompts", len(prompts), limits.max_num_sequences)
+        _at_most("n", "n times the number of prompts", len(prompts), limits, "max_num_sequences")
     for name in ("messages", "input"):
         values = (value for turn in _items(fields.get(name)) if isinstance(turn, dict) for value in turn.values())
         num = sum(len(value) for value in values if isinstance(value, dict | list))
-        _at_most(name, f"the number of parts and calls in {name}", num, limits.max_list_entries)
+        _at_most(name, f"the number of parts and calls in {name}", num, limits, "max_list_entries")
     structured = fields.get("structured_outputs")
     if isinstance(structured, dict) and isinstance(choices := structured.get("choice"), list):
         name = "structured_outputs.choice"
-        _at_most(name, f"the number of entries of {name}", len(choices), limits.max_list_entries)
+        _at_most(name, f"the number of entries of {name}", len(choices), limits, "max_list_entries")
     for name, grammar in grammars(fields).items():
         num = len(json.dumps(grammar, ensure_ascii=False, default=str))
-        _at_most(name, f"the number of characters of {name}", num, limits.max_grammar_bytes)
+        _at_most(name, f"the number of characters of {name}", num, limits, "max_grammar_bytes")
 
 
 def check_limits(body: Body, limits: LimitSettings) -> int:
@@ -353,11 +353,11 @@ def check_limits(body: Body, limits: LimitSettings) -> int:
     if num is not None and num < 1:
         raise ApiError(400, f"n must be at least 1, not {num}", param="n")
     num_sequences: int = (num or 1) * num_prompts(body)
-    _at_most("n", "n times the number of prompts", num_sequences, limits.max_num_sequences)
+    _at_most("n", "n times the number of prompts", num_sequences, limits, "max_num_sequences")
     for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
         wanted = getattr(body, name, None)
         if type(wanted) is int:
-            _at_most(name, name, math.inf if wanted < 0 else wanted, limits.max_num_logprobs)
+            _at_most(name, name, math.inf if wanted < 0 else wanted, limits, "max_num_logprobs")
     if isinstance(body, ChatCompletionRequest | CompletionRequest):
         _check_prompt_logprobs(body, limits)
     return num_sequences
@@ -374,7 +374,7 @@ def _check_prompt_logprobs(body: ChatCompletionRequest | CompletionRequest, limi
         return
     num = (body.n or 1) * _prompt_tokens(body) * (1 + per_token)
     what = f"the number of log probabilities of the prompt, n times its tokens times 1 + {name},"
-    _at_most(name, what, num, limits.max_num_prompt_logprobs)
+    _at_most(name, what, num, limits, "max_num_prompt_logprobs")
 
 
 def _prompt_tokens(body: ChatCompletionRequest | CompletionRequest) -> int:
@@ -388,10 +388,14 @@ def _prompt_tokens(body: ChatCompletionRequest | CompletionRequest) -> int:
     return sum(-(-len(one.encode()) // 4) if isinstance(one, str) else len(one) for one in prompts)
 
 
-def _at_most(param: str, what: str, value: float, limit: int) -> None:
+def _at_most(param: str, what: str, value: float, limits: LimitSettings | int, setting: str) -> None:
+    """Raises ApiError for a value above the `setting` of these limits, or above a number that is none."""
+    limit = limits if isinstance(limits, int) else int(getattr(limits, setting))
     if value > limit:
-        shown = "all" if math.isinf(value) else f"{value:g}"
-        raise ApiError(400, f"{what} is {shown}, above this service's limit of {limit}", param=param, code="limit")
+        shown, named = "all" if math.isinf(value) else f"{value:g}", f" (limits.{setting})" * bool(setting)
+        raise ApiError(
+            400, f"{what} is {shown}, above this service's limit of {limit}{named}", param=param, code="limit"
+        )
 
 
 def num_prompts(body: Body) -> int:

@@ -90,7 +90,8 @@ def up(path: Path, *, detach: bool = False, timeout_s: float = 900.0, say: Say =
             serve = _connect(dashboard)
             _check_address(serve, config)
             if any(state["status"] in {"NOT_STARTED", "DEPLOYING"} for state in _states(serve, config).values()):
-                say(f"the service is starting already: waiting until it is ready (`{_tool('serve')} shutdown` ends it)")
+                end = f"`{_serve_command('shutdown')}` ends it"
+                say(f"the service is starting already: waiting until it is ready ({end})")
                 wait_until_ready(serve, config, services, time.monotonic() + timeout_s, say)
             before = running_config(serve, config)
             if before is not None:
@@ -318,7 +319,14 @@ def describe(config: Mapping[str, Any], *services: ClusterSettings) -> str:
         lines.append(f"callers: {'anybody' if settings.callers is None else ', '.join(settings.callers)}\n")
     totals = {name: sum(parts.values()) for name, parts in sorted(asked_resources(config, services).items())}
     needed = ", ".join(f"{name} {total:g}" for name, total in totals.items() if total)
-    return "\n".join([*lines, f"Ray resources at the most: {needed}"])
+    lines.append(f"Ray resources at the most: {needed}")
+    sources = [one.model.source for one in services]
+    heads = [one.drafter.head for one in services if one.drafter is not None and one.drafter.head]
+    if absent := sorted({name for name in (*heads, *sources) if "/" in name and not Path(name).is_dir()}):
+        lines.append(f"ok; not here yet, so their shapes are not checked: {', '.join(absent)}")
+    else:
+        lines.append("ok")
+    return "\n".join(lines)
 
 
 def num_logical_cpus(config: Mapping[str, Any], services: Sequence[ClusterSettings]) -> int:
@@ -479,7 +487,10 @@ def _update(
     anew = [settings for settings, is_changed in zip(services, changed, strict=True) if is_changed]
     check_resources(config, services)
     _check_room_beside(anew)
-    say("the service runs: " + ("its replicas start anew, one after the other" if anew else "only options change"))
+    is_off = any(settings.autoscaling is None and settings.target.num_replicas == 1 for settings in anew)
+    how = "its replicas start anew, one after the other" if not is_off else "its only target starts anew"
+    how += ", and nothing is answered until it runs" * is_off
+    say("the service runs: " + (how if anew else "only options change"))
     try:
         deploy(serve, wanted)
         wait_until_ready(serve, config, services, time.monotonic() + timeout_s, say)
@@ -488,6 +499,8 @@ def _update(
         deploy(serve, before)
         if isinstance(error, KeyboardInterrupt):
             raise UpError("interrupted: the service goes on with the config before") from error
+        with contextlib.suppress(UpError):
+            wait_until_ready(serve, config, services, time.monotonic() + timeout_s, say)
         raise
     say(f"ready with the new config: {base_url(config)}/v1")
 
@@ -500,7 +513,7 @@ def _check_address(serve: Any, config: Mapping[str, Any]) -> None:
         if there.get(name, value) != value:
             raise UpError(
                 f"http_options.{name} is {value}, and the running service has {there[name]}: write that, or stop the "
-                f"service first (`{_tool('serve')} shutdown`)"
+                f"service first (`{_serve_command('shutdown')}`)"
             )
 
 
@@ -642,6 +655,11 @@ def _tool(name: str) -> str:
     return str(Path(sys.executable).with_name(name))
 
 
+def _serve_command(what: str) -> str:
+    """A line that runs Ray's `serve`, whose tools send the cluster's token only when told that there is one."""
+    return f"{'RAY_AUTH_MODE=token ' * (os.environ.get('RAY_AUTH_MODE') == 'token')}{_tool('serve')} {what}"
+
+
 def usage(url: str, model: str, dashboard: str, *, needs_key: bool = False) -> str:
     """What to type to talk to the service: the URL, a curl line and a Python line that work as they stand, or once
     API_KEY holds a caller's key where the service `needs_key`."""
@@ -661,6 +679,5 @@ def usage(url: str, model: str, dashboard: str, *, needs_key: bool = False) -> s
         f"Ray:   {dashboard}/\n\n"
         f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json'{key_header} -d '{body}'\n\n"
         f'{sys.executable} -c "{client}"\n\n'
-        # Ray's command-line tools send the cluster's token only when they are told that there is one.
-        f"{'RAY_AUTH_MODE=token ' * (os.environ.get('RAY_AUTH_MODE') == 'token')}{_tool('serve')} status\n"
+        f"{_serve_command('status')}\n"
     )

@@ -48,7 +48,7 @@ def rendered(document: Mapping[str, Any]) -> Group:
     """A line each workload, survival S1, S2, ... as mean (low-high) in per cent; then reasons, heads, drafters."""
     max_draft_tokens = int(document["max_draft_tokens"])
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("workload", "requests", "steps", "K", "source", "AL"):
+    for name in ("workload", "running", "steps", "K", "source", "AL"):
         table.add_column(name, no_wrap=True)
     table.add_column(_columns(f"S{depth}" for depth in range(1, max_draft_tokens + 1)))
     for workload in document["workloads"]:

@@ -209,4 +209,8 @@ def convert(
     else:
         tensors = without_tables(config, load_head(source_dir)[1])
     save_head(out_dir, config, tensors)
-    return config, len(tensors), [name for name in TARGET_TENSORS if name in read_tensor_specs(source_dir)]
+    if (provenance := source_dir / "provenance.json").is_file():  # `peagle publish` needs it
+        shutil.copyfile(provenance, Path(out_dir) / provenance.name)
+    names = read_tensor_specs(source_dir).keys()
+    left = [*TARGET_TENSORS, *(name for name in ("embed_tokens.weight", "lm_head.weight") if name not in tensors)]
+    return config, len(tensors), [name for name in left if name in names]

@@ -110,6 +110,7 @@ def model_card(head: Path, repo: str, provenance: dict[str, Any], base_model: st
     parallel = config.is_parallel
     k = min(config.num_depths, max(DEPTHS))
     recipe, training, made = (provenance[name] for name in ("recipe", "training", "made"))
+    evaluated = recipe["evaluate"]["data"] or "conversations held out"
     metadata: dict[str, Any] = {"base_model": base_model, "license": license_id, "library_name": "vllm"}
     metadata |= {"tags": ["speculative-decoding", "p-eagle" if parallel else "eagle3", "vllm"]}
     text = CARD.format(
@@ -126,10 +127,9 @@ def model_card(head: Path, repo: str, provenance: dict[str, Any], base_model: st
         speculative=json.dumps(
             {"method": "eagle3", "model": repo, "num_speculative_tokens": k, "parallel_drafting": parallel}
         ),
-        answers=f"on answers of the target ({recipe['evaluate']['data'] or 'none were evaluated'})",
+        answers=f"on {evaluated}" if provenance["acceptance_offline"] else "(none were evaluated)",
         table=acceptance_table(provenance["acceptance_offline"]),
-        data="The target wrote the conversations itself: "
-        f"{training['num_conversations']:,} of them, {training['num_answer_tokens']:,} answer tokens.",
+        data=f"{training['num_conversations']:,} conversations, {training['num_answer_tokens']:,} answer tokens.",
         training=f"{training['num_steps']:,} steps in {training['minutes']:g} minutes.",
         recipe=yaml.safe_dump({name: recipe[name] for name in ("drafter", "batch", "optimizer", "schedule", "loss")}),
         commit=made["commit"],

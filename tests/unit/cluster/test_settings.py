@@ -169,6 +169,8 @@ BAD_INPUTS: list[tuple[Any, ...]] = [
     (changed(model__aliases={"a b": "code"}), "model.aliases", "'a b'"),
     (changed(callers={"web": {**KEY, "max_k": 7}}), "callers.web.max_k is 7", "0..6"),
     (changed(drafter=..., depth=..., callers={"web": {**KEY, "max_k": 3}}), "callers.web.max_k is 3"),
+    (changed(target={"bundle": {"GPU": 2}}), "target.bundle", "write GPU: 1, and engine.tensor_parallel_size"),
+    (changed(target={"bundle": {"gpu": 1}}), "target.bundle", "'gpu': write GPU"),
     (changed(limits={"grammar_timeout_s": float("inf")}), "limits.grammar_timeout_s"),
     (changed(limits={"max_body_bytes": 10, "max_body_bytes_in_flight": 19}), "limits.max_body_bytes_in_flight is 19"),
     (changed(drafter=None), "depth has no meaning without a drafter"),

@@ -155,7 +155,7 @@ def test_view_in_a_pipe_is_printed_once_and_no_line_is_broken(service: SmallServ
     done = run("view", service.url)
     lines = [line.split() for line in done.stdout.splitlines()]
     assert lines[:2] == [
-        ["workload", "requests", "steps", "K", "source", "AL", "S1", "S2"],
+        ["workload", "running", "steps", "K", "source", "AL", "S1", "S2"],
         ["code", "2", "10", "2", "learned", "2.40", "90(80-95)", "50(40-60)"],
     ]
     assert done.stdout.endswith("\n\nm: K_max 2, policy adaptive, unknown\ncode: it pays\n")

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import re
+import typing
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from cluster.counts import Counts
 from cluster.history import ServiceHistory
 from cluster.k_policy import KPolicy
-from cluster.request import Drafting, KRules
+from cluster.request import Drafting, KRules, Source
 from deployments.front_end import drafting_field
 from deployments.routes import live_page
 from deployments.telemetry import drafting_document
@@ -109,4 +110,4 @@ def test_every_field_that_the_page_reads_is_one_that_the_service_sends() -> None
     assert set(tiles) <= found["past"].keys()
     assert found["speed"]["p50"].keys() == found["speed"]["p95"].keys() == {"ttft_s", "tpot_s"}
     sources = re.search(r"SOURCES = \{(.*?)\}", PAGE)
-    assert set(re.findall(r"(\w+):", sources[1])) == {"request", "workload", "learned", "probe", "default"}
+    assert set(re.findall(r"(\w+):", sources[1])) == set(typing.get_args(Source))

@@ -90,6 +90,15 @@ def test_tensors_of_the_target_are_left_out_and_named(source: Path, tmp_path: Pa
     assert not {"verifier_norm.weight", "verifier_lm_head.weight"} & load_head(tmp_path / "head")[1].keys()
 
 
+def test_a_converted_head_keeps_what_publishing_needs(source: Path, tmp_path: Path) -> None:
+    (source / "provenance.json").write_text('{"made": 1}')
+    convert(source, tmp_path / "whole")
+    _, _, left_out = convert(tmp_path / "whole", tmp_path / "small", has_tables=False)
+    assert (tmp_path / "small" / "provenance.json").read_text() == '{"made": 1}'
+    whole, small = (load_head(tmp_path / name)[1].keys() for name in ("whole", "small"))
+    assert set(left_out) == whole - small - {"mask_embedding"} != set()
+
+
 def test_unknown_tensors_and_settings_are_named(source: Path, tmp_path: Path) -> None:
     rewrite(source, gate__weight=torch.zeros(3), extra=torch.zeros(2))
     with pytest.raises(HeadError, match=r"(?s)spare extra: found F32 \[2\].*spare gate.weight: found F32 \[3\]"):
