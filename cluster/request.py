@@ -195,7 +195,8 @@ def resolve(
     body = requested or {}
     if unknown := [key for key in body if key not in _REQUEST_KEYS]:
         name = f"drafting.{unknown[0]!s:.80}"
-        raise ApiError(400, f"unknown field {name}: drafting has the fields k and workload", param=name)
+        text = f"unknown field {name}: drafting has the fields k and workload"
+        raise ApiError(400, text, param=name, code="unknown_field")
     by_header = {name.lower(): value for name, value in (headers or {}).items()}
     header_k: int | str | None = by_header.get(K_HEADER.lower())
     if isinstance(header_k, str) and _INTEGER.fullmatch(header_k.strip()):

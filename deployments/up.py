@@ -153,6 +153,8 @@ def read_config(path: Path, *, is_here: bool = True) -> tuple[Any, ...]:
     """
     try:
         config = read_yaml(path.read_bytes(), path)
+        if isinstance(config, dict) and "applications" not in config and {"target", "data"} <= config.keys():
+            raise UpError(f"{path} is a recipe of training: `peagle train {path}`")
         ServeDeploySchema.model_validate(config, extra="forbid")
     except OSError as error:
         raise UpError(f"{path} cannot be read: {error.strerror}") from error

@@ -92,7 +92,7 @@ def _columns(depths: Iterable[str]) -> str:
 
 def _head_line(head: Mapping[str, Any]) -> str:
     length = "nothing drafted yet" if head["acceptance_length"] is None else f"AL {head['acceptance_length']:.2f}"
-    live = "live" if head["is_live"] else "no longer live"
+    live = "drafts" if head["is_live"] else "no longer drafts"
     return f"head {head['head']} ({live}): {length}, {head['num_steps']} steps"
 
 

@@ -183,6 +183,7 @@ class Session:
 
 _projections = weakref.WeakValueDictionary[tuple[str, torch.device], InputProjection]()
 """Those on a device, by the head's digest: drafters have the same, and for a wide target one takes 400 MB."""
+_making = threading.Lock()  # all links connect at once
 
 
 def agree(connection: Connection, hello: Hello, device: torch.device) -> Session:
@@ -201,8 +202,9 @@ def agree(connection: Connection, hello: Hello, device: torch.device) -> Session
         raise WireError(f"{connection.peer} answered the hello with {type(welcome).__name__} and {len(raw)} frames")
     projections = dict[int, InputProjection]()
     for (index, digest), frame in zip(hello.heads.items(), raw, strict=True):
-        if (found := _projections.get((digest, device))) is None:
-            found = _projections[digest, device] = InputProjection.from_bytes(frame.bytes).to(device)
+        with _making:
+            if (found := _projections.get((digest, device))) is None:
+                found = _projections[digest, device] = InputProjection.from_bytes(frame.bytes).to(device)
         projections[index] = found
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()  # the engine's stream is another one

@@ -308,13 +308,17 @@ def evaluate(
 
 
 def table(result: dict[str, Any]) -> str:
-    """One line a group: number of answers, AL at each K with the last one's interval, survival."""
-    lines = []
+    """A header, and one line a group: number of answers, AL at each K with the last one's interval, cumulative
+    acceptance rates S by draft position."""
+    num = max((len(group["acceptance_length"]) for group in result["groups"].values()), default=0)
+    positions = range(1, num + 1)
+    header = f"{'answers':>40s}  AL " + " ".join(f"K={k:<2d}" for k in positions) + "  95 %          S "
+    lines = [(header + " ".join(f"{position:<4d}" for position in positions)).rstrip()]
     for name, group in result["groups"].items():
         lengths = group["acceptance_length"]
         low, high = group.get("acceptance_length_95", {}).get(str(len(lengths)), (math.nan, math.nan))
-        line = f"{name:32s} n={group['num_answers']:<4d} AL " + " ".join(f"{value:.2f}" for value in lengths.values())
-        lines.append(f"{line} [{low:.2f}, {high:.2f}]  S " + " ".join(f"{share:.2f}" for share in group["survival"]))
+        line = f"{name:32s} {group['num_answers']:7d}  AL " + " ".join(f"{value:.2f}" for value in lengths.values())
+        lines.append(f"{line}  [{low:.2f}, {high:.2f}]  S " + " ".join(f"{share:.2f}" for share in group["survival"]))
     for name, ratio in result.get("ratios", {}).items():
         cells = [
             f"K={k} {value:.3f} [{', '.join(f'{bound:.3f}' for bound in ratio.get('ratio_95', {}).get(k, []))}]"

@@ -164,6 +164,8 @@ class Recipe(Section):
                 if not isinstance(at, dict):
                     raise ValueError(f"{path}: override {override!r}: {section} is no section, but {at!r:.40}")
             at[key] = read_yaml(value, f"{path}: override {override!r:.80}")
+        if "applications" in raw:
+            raise ValueError(f"{path} is the config of a service: `peagle serve {path}`")
         try:
             return cls.model_validate(raw)
         except ValidationError as error:

@@ -81,6 +81,7 @@ def test_each_of_several_models_is_changed_live() -> None:
         ("http_options: {port: 8001, port: 8002}", "the key port stands twice"),
         ("- a list", "is not a Ray Serve config file"),
         ({"applications": []}, "applications is empty"),
+        ({"target": "a", "data": "b"}, "is a recipe of training: `peagle train "),
         ({**config(), "proxy_location": "Nowhere"}, "proxy_location"),
         (
             {**config(), "callers": {"web": {}}},

@@ -140,6 +140,7 @@ def test_held_out_conversations_are_evaluated_on_and_kept_for_peagle_evaluate(
         ("cod.ratio=1.5", "cod.ratio"),
         ("schedule.max_steps=many", "schedule.max_steps"),
         ("drafter.ptd_token_id", "section.key=value"),
+        ("applications=[]", r"is the config of a service: `peagle serve "),
         ("drafter.num_layers.x=1", r"override 'drafter.num_layers.x=1': num_layers is no section, but 2"),
     ],
 )
