@@ -110,12 +110,12 @@ def test_a_welcomed_target_that_speaks_out_of_turn_is_let_go() -> None:
 
 def test_the_requests_of_an_idle_target_hold_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their end comes with the next step, and there may be none."""
-    monkeypatch.setattr(of_servers, "_IDLE_S", 0.2)
     with running(make_server()) as server:
         pool = connected(server.address)
         target, (table,) = Target(pool), server.engine.tables.values()
         target.check_step()
         assert table.row_of
+        monkeypatch.setattr(of_servers, "_IDLE_S", 0.2)
         eventually(lambda: not table.row_of)
         target.begin_cold()
         target.check_step()
