@@ -118,7 +118,7 @@ class AcceptancePosteriors:
 
     @property
     def num_steps(self) -> float:
-        """Independent steps of all workloads of the head that drafts by default, after forgetting."""
+        """Steps of all workloads of the head that drafts by default, after forgetting."""
         return sum(map(_count_steps, self._evidence.get(self.head, {}).values()))
 
     def rates(self, workload: str) -> AcceptanceRates:
@@ -183,8 +183,8 @@ def _age_and_add(earlier_2K: Array, later: Counts, half_life: float) -> Array:
 
 
 def _count_steps(evidence_2K: Array) -> float:
-    """Independent steps: each that drafts is a trial of a_1."""
-    return float(evidence_2K[0, :1].sum()) / DESIGN_EFFECT
+    """Each step that drafts is a trial of a_1."""
+    return float(evidence_2K[0, :1].sum())
 
 
 def _posterior(mean_K: Array, evidence_2K: Array) -> tuple[Array, Array]:

@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from cluster.acceptance import DESIGN_EFFECT, AcceptancePosteriors, AcceptanceSnapshot
+from cluster.acceptance import AcceptancePosteriors, AcceptanceSnapshot
 from cluster.counts import CounterDeltas, DeltaTracker, TargetReport
 from cluster.heads import HeadRouting
 from cluster.request import DEFAULT_WORKLOAD, Drafting, KRules, base_workload
@@ -44,8 +44,8 @@ from cluster.step_latency import StepLatency, average_latency, guessed_latency
 MIN_GAIN = 0.03
 """Expected gain in tokens per second for which K changes, as a share of the tokens of the workloads that change."""
 
-MIN_STEPS = 50.0
-"""Independent steps of any traffic below which K rests on a published curve, and is at least 1."""
+MIN_STEPS = 200.0
+"""Steps of any traffic below which K rests on a published curve, and is at least 1."""
 
 EXPLORED_STEPS = 0.01
 """Share of steps with an exploration request, while a workload has K = 0."""
@@ -175,7 +175,7 @@ class PolicyUpdate:
         num_targets: target replicas that run.
         workloads: names that any of them distinguishes.
         choices: what requests get by workload, that of `default` for every other; {} where K is not chosen.
-        exploration_share: of the requests whose K is 0.
+        exploration_share: of the requests of workloads that have no drafts.
         heads: requests that draft with a head which the settings do not name.
         spending: what callers have used today.
     """
@@ -321,7 +321,7 @@ class KPolicy:
         return {
             "workload": workload,
             "num_requests": round(self._load.get(workload, 0.0), 2),
-            "num_steps": round(DESIGN_EFFECT * rates.num_steps, 1),
+            "num_steps": round(rates.num_steps, 1),
             "k": k,
             "source": source,
             "reason": reason,

@@ -41,13 +41,11 @@ DRAIN_S = 60.0
 LOAD_TIME_S = 10.0
 """Time constant of the mean number of ongoing requests."""
 
-MIN_HISTORY_S, MIN_STEPS, MIN_TIMED_STEPS = 30.0, 100.0, 100.0
-"""What must be known: seconds for which arrivals were counted; independent verification steps of all workloads; engine
-steps."""
+MIN_HISTORY_S, MIN_STEPS, MIN_TIMED_STEPS = 30.0, 400.0, 100.0
+"""What must be known: seconds for which arrivals were counted; verification steps of all workloads; engine steps."""
 
 SILENT_SHARE = 0.5
 """Share of the running replicas that must report; the others then count as equal to these."""
-
 
 STUCK = 2.0
 """Start times without a further replica after which those that are starting are no longer waited for: the cluster may

@@ -225,7 +225,9 @@ class TargetSettings(Section):
     @field_validator("bundle")
     @classmethod
     def _check_bundle(cls, bundle: dict[str, float]) -> dict[str, float]:
-        problems = [f" names {name!r}: write {name.upper()}" for name in bundle if name in ("cpu", "gpu", "Cpu", "Gpu")]
+        problems = [
+            f" names {name!r}: write {name.upper()}" for name in bundle if name != name.upper() in ("CPU", "GPU")
+        ]
         if bundle.get("GPU", 0.0) > 1:
             problems.append(
                 " is of one engine worker, which uses one GPU: write GPU: 1, and engine.tensor_parallel_size"

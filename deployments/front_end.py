@@ -183,7 +183,7 @@ class FrontEnd:
         """The engine, which a replica sets before its first request."""
         self.admission = Admission(1, 0)
         self.bodies = BodyBudget(1)
-        # Of one request: the thread that tokenizes a long text keeps prompts waiting.
+        # One request at a time: the thread that tokenizes a long text keeps prompts waiting.
         self.tokenizing = Admission(1, 0)
         self.metrics.queued.set_function(lambda: self.admission.num_queued)
         self._settings = settings

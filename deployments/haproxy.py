@@ -39,7 +39,7 @@ CONNECTIONS = f"""
     stick-table type ipv6 size 64k expire 2h store conn_cur
     tcp-request connection track-sc0 src
     tcp-request connection reject if {{ sc0_conn_cur gt {MAX_CONNECTIONS} }}"""
-"""Of one client address, of the 4,096."""
+"""One client address may hold so many of the 4,096."""
 
 
 def own_config(text: str, not_ready_page: Path, address_header: str = "") -> str:

@@ -489,10 +489,10 @@ def _update(
     anew = [settings for settings, is_changed in zip(services, changed, strict=True) if is_changed]
     check_resources(config, services)
     _check_room_beside(anew)
-    is_off = any(settings.autoscaling is None and settings.target.num_replicas == 1 for settings in anew)
-    how = "its replicas start anew, one after the other" if not is_off else "its only target starts anew"
-    how += ", and nothing is answered until it runs" * is_off
-    say("the service runs: " + (how if anew else "only options change"))
+    how = "its replicas start anew, one after the other" if anew else "only options change"
+    if any(settings.autoscaling is None and settings.target.num_replicas == 1 for settings in anew):
+        how = "its only target starts anew, and nothing is answered until it runs"
+    say(f"the service runs: {how}")
     try:
         deploy(serve, wanted)
         wait_until_ready(serve, config, services, time.monotonic() + timeout_s, say)

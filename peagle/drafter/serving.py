@@ -23,7 +23,7 @@ _EMBEDDING, _OUTPUT = "embed_tokens.weight", "lm_head.weight"
 class DrafterLimits:
     """Sizes of a drafter, each for one head."""
 
-    max_num_requests: int = 256  # with rows in the cache
+    max_num_requests: int = 256  # of one pass
     max_num_rows: int = 8192  # of one pass, mask rows included
     max_draft_tokens: int | None = None  # K_max; None for what the head was trained for
     cache_gib: float = 1.0  # memory of the keys and values

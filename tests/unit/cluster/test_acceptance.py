@@ -52,7 +52,7 @@ def test_posterior_worked_by_hand() -> None:
     parent_of_code = 40 * published / (40 + 100)
     assert posteriors.rates("chat").mean == pytest.approx([40 * alone / (40 + 100)], rel=1e-6)
     assert posteriors.rates("code").mean == pytest.approx([(40 * parent_of_code + 300) / (40 + 400)], rel=1e-6)
-    assert posteriors.num_steps == pytest.approx(500 / 4)
+    assert posteriors.num_steps == pytest.approx(500)
 
 
 @pytest.mark.parametrize("num_steps", [80, 1600])
@@ -99,7 +99,7 @@ def test_forgetting_follows_a_change() -> None:
         add(posteriors, w=steps(CHAT, 1000, seed))
         distances.append((posteriors.rates("w").mean[0] - CHAT[0]) / (CODE[0] - CHAT[0]))
     assert distances == pytest.approx([1 / 2, 1 / 4, 1 / 8, 1 / 16], abs=0.06)
-    assert posteriors.rates("w").num_steps == pytest.approx(1000 / np.log(2) / 4, rel=0.01)
+    assert posteriors.rates("w").num_steps == pytest.approx(1000 / np.log(2), rel=0.01)
 
 
 def test_each_head_has_evidence_of_its_own_and_a_change_back_voids_nothing() -> None:

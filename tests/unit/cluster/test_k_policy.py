@@ -297,7 +297,7 @@ def test_the_fixed_policy_chooses_nothing_and_shows_what_is_accepted() -> None:
     rows = {row["workload"]: row for row in document["workloads"]}
     assert document["policy"] == "fixed"
     assert rows["code"]["num_requests"] > 0
-    assert rows["code"]["num_steps"] == pytest.approx(4 * 1250, rel=0.5)
+    assert rows["code"]["num_steps"] == pytest.approx(5000, rel=0.5)
     assert rows["code"]["acceptance_length"] == pytest.approx(1 + 0.95 + 0.95**2 + 0.95**3, abs=0.2)
     assert (rows["code"]["k"], rows["pinned"]["k"]) == (3, 2)
     (line,) = [line for line in as_text(document).splitlines() if line.startswith("code ")]
