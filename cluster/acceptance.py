@@ -55,7 +55,7 @@ def check_rates(rates: Sequence[float], owner: str) -> None:
 @dataclass(frozen=True, slots=True)
 class AcceptanceRates:
     """S_1 .. S_K_max of a workload: posterior means, and the ends of the central 90 % interval of each. `num_steps`:
-    independent steps of the workload itself, after forgetting; 0 where only the prior speaks."""
+    steps of the workload itself that drafted, after forgetting; 0 where only the prior speaks."""
 
     mean: tuple[float, ...]
     low: tuple[float, ...]

@@ -225,9 +225,8 @@ class TargetSettings(Section):
     @field_validator("bundle")
     @classmethod
     def _check_bundle(cls, bundle: dict[str, float]) -> dict[str, float]:
-        problems = [
-            f" names {name!r}: write {name.upper()}" for name in bundle if name != name.upper() in ("CPU", "GPU")
-        ]
+        misspelt = [name for name in bundle if name.upper() in {"CPU", "GPU"} - {name}]
+        problems = [f" names {name!r}: write {name.upper()}" for name in misspelt]
         if bundle.get("GPU", 0.0) > 1:
             problems.append(
                 " is of one engine worker, which uses one GPU: write GPU: 1, and engine.tensor_parallel_size"
