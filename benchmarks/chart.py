@@ -39,8 +39,8 @@ class Chart(NamedTuple):
 
 LLAMA_SHAPE = "Llama-3.1-8B's shape, random weights"
 SHAPE_NOTE = "acceptance set; one H200; vLLM 0.32, EAGLE-3 0.33"
-LLAMA_FILE = "2026-11-28-headline-8b-shape-h200x2.json"
-LLAMA_ARMS = {"this service": ["ours-7x4"], "EAGLE-3, K = 3": ["eagle3-3"]}
+LLAMA_FILE = "2026-11-29-headline-8b-shape-h200x2.json"
+LLAMA_ARMS = {"two layers": ["ours-7h2x4"], "EAGLE-3, K = 3": ["eagle3-3x4"], "four layers": ["ours-7x4"]}
 
 CHARTS = {
     "speed.svg": Chart(
