@@ -16,6 +16,7 @@ Arms, all but `ours-` and `remote-` ones plain `vllm serve`; K is K_max:
     ours-KkF    the server of ours-K, asked for F drafts a step by each request; likewise remote-KkF
     ours-Kfp8   the drafter's weights and activations in FP8; likewise eagle3-Kfp8, stock-Kfp8, ours-KkFfp8
     ours-Kg     without full graphs for steps with prompts; ours-Kc without those of verification
+    ours-Ks     HAProxy keeps a conversation at one target (`deployments.haproxy.BALANCE`)
     eagle3-Kv   vLLM's adaptive verification (`enable_adaptive_verification`) chooses its drafts
     ours-KhN    with the N-th of `--peagle-head`, where there are several
     ARMxN       N processes for HTTP and text: vLLM's `--api-server-count`, our `target.front_ends`
@@ -74,6 +75,7 @@ from benchmarks import models
 from benchmarks.common import markdown
 from benchmarks.engines import PARALLEL_RATIO, SURVIVAL, Arm
 from benchmarks.humaneval import answers_file
+from deployments.haproxy import BALANCE
 from deployments.up import HAPROXY_PORTS
 from peagle.heads import prepare_head
 from peagle.provenance import conditions
@@ -87,7 +89,7 @@ HEADS = {"eagle3": "eagle3_head", "stock": "peagle_head", "ours": "peagle_head",
 OTHERS = ("none", "ngram")
 OURS = ("ours", "remote")
 FP8 = ("eagle3", "stock", "ours")
-RULES = {"g": ("ours",), "c": ("ours",), "v": ("eagle3",)}
+RULES = {"g": ("ours",), "c": ("ours",), "s": ("ours",), "v": ("eagle3",)}
 REFUSED = {"g": PROMPT_GRAPHS_KEY, "c": VERIFICATION_GRAPHS_KEY}
 NGRAM_TOKENS = 4
 """Longest run of tokens that ngram looks up; from 2 on."""
@@ -136,7 +138,7 @@ class Cell:
 
 def parse_arm(text: str, options: argparse.Namespace) -> Arm:
     """Raises ValueError for an arm that is not known, lacks its K or an option, or cannot run here."""
-    found = re.fullmatch(r"([a-z]+3?)(?:-(\d+)(?:k(\d+))?(fp8)?([gcv])?(?:h([1-9]))?)?(?:x(\d+))?(?:r(\d+))?", text)
+    found = re.fullmatch(r"([a-z]+3?)(?:-(\d+)(?:k(\d+))?(fp8)?([gcsv])?(?:h([1-9]))?)?(?:x(\d+))?(?:r(\d+))?", text)
     kind, k, fixed, fp8, rule, head, *counts = found.groups() if found else ("", *[None] * 7)
     is_for = ((fixed, OURS), (fp8, FP8), (head, HEADS), (rule, RULES.get(rule, ())))
     if any(part and kind not in kinds for part, kinds in is_for):
@@ -213,7 +215,7 @@ def command(options: argparse.Namespace, arm: Arm, port: int) -> list[str]:
         speculative = speculative_config(arm, head) | further
         return found + (["--speculative-config", json.dumps(speculative)] if speculative else [])
     engine.pop("distributed_executor_backend", None)  # a service of ours decides for itself
-    if arm.rule:
+    if arm.rule in REFUSED:
         engine["additional_config"] = engine.get("additional_config", {}) | {REFUSED[arm.rule]: False}
     args: dict[str, Any] = {"model": {"id": NAME, "source": target}, "engine": engine}
     bundle = {"GPU": 1} if options.gpus else {"CPU": 1}
@@ -240,6 +242,8 @@ def environment(options: argparse.Namespace, arm: Arm, index: int) -> dict[str, 
     env = {**ports, "RAY_ADDRESS": "local"}
     # Where the arms together fill the machine, Ray would end the service, and nothing else.
     env["RAY_memory_monitor_refresh_ms"] = "0"
+    if arm.rule == "s":
+        env["RAY_SERVE_HAPROXY_BALANCE_ALGORITHM"] = BALANCE
     if arm.kind not in OURS and options.stock_site:
         env |= {"PYTHONPATH": str(options.stock_site), "VLLM_CACHE_ROOT": str(options.folder / "stock-cache")}
     if options.gpus:

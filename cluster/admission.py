@@ -67,13 +67,24 @@ class _Line:
     limit: int | None = None
     rates: dict[str, Allowance] = field(default_factory=dict)
 
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait."""
+        return sum(weight for _, weight in self.waiting)
+
+    @property
+    def may_start(self) -> bool:
+        """Whether the next request is within the caller's limit. One that weighs more runs alone."""
+        return self.limit is None or not self.weight or self.weight + self.waiting[0][1] <= self.limit
+
 
 class Admission:
     """The places of one replica. All but the clocks may be changed at any time.
 
     Args:
         max_running: sequences that run at a time; a request that weighs more runs alone.
-        max_queued: sequences that wait for a place; a request that weighs more waits alone.
+        max_queued: sequences that wait for a place; a request that weighs more waits alone. When the queue is full, the
+            last request of the caller with the most waiting sequences is refused.
         clock: monotonic seconds.
         day_clock: seconds since 1970.
 
@@ -110,8 +121,8 @@ class Admission:
 
     @property
     def num_queued(self) -> int:
-        """Requests that wait for one."""
-        return sum(len(line.waiting) for line in self._lines.values())
+        """Sequences that wait for one."""
+        return sum(line.num_waiting for line in self._lines.values())
 
     @asynccontextmanager
     async def hold_places(self, caller: Caller, weight: int = 1) -> AsyncIterator[None]:
@@ -125,18 +136,11 @@ class Admission:
         line.waiting.append((turn, weight))
         try:
             self._hand_out_places()
-            queued = [weight for line in self._lines.values() for _, weight in line.waiting]
-            is_alone = len(queued) == 1 and self.max_queued > 0
-            if not turn.done() and sum(queued) > self.max_queued and not is_alone:
-                raise busy(
-                    f"{self.num_running} requests run and {self.num_queued - 1} wait for a place, which is all that "
-                    "this service takes at a time",
-                    QUEUE_FULL_RETRY_S,
-                )
+            self._refuse_surplus()
             await turn
             yield
         finally:
-            if turn.done() and not turn.cancelled():
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
                 line.num_running -= 1
                 line.weight -= weight
             elif (turn, weight) in line.waiting:
@@ -188,7 +192,7 @@ class Admission:
         """Give the free places to those whose turn it is."""
         while True:
             waiting = [line for line in self._lines.values() if line.waiting]
-            lines = [line for line in waiting if line.limit is None or line.num_running < line.limit]
+            lines = [line for line in waiting if line.may_start]
             if not lines:
                 return
             line = min(lines, key=lambda line: (line.weight, line.last_served))
@@ -207,6 +211,19 @@ class Admission:
             line.num_running += 1
             line.weight += weight
             turn.set_result(None)
+
+    def _refuse_surplus(self) -> None:
+        """Refuse what is too much for the queue, so that no caller can fill it for the others."""
+        while self.num_queued > self.max_queued:
+            longest = max(self._lines.values(), key=lambda line: line.num_waiting)
+            if self.max_queued > 0 and sum(len(line.waiting) for line in self._lines.values()) == 1:
+                return
+            turn, _ = longest.waiting.pop()
+            if not turn.cancelled():
+                text = (
+                    f"{self.num_running} requests run and {self.num_queued} sequences wait for a place, which is all "
+                )
+                turn.set_exception(busy(f"{text}that this service takes at a time", QUEUE_FULL_RETRY_S))
 
     def _drop_idle(self, line: _Line) -> None:
         """Addresses come and go without end: a line is kept while it has requests, or rates that fill up."""

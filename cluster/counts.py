@@ -149,7 +149,7 @@ class TargetReport:
         links: to remote drafters (`deployments.replicas.link_reports`).
         num_output_tokens: of all sequences, running ones included.
         weights: digest of the target's, where heads learn from it; else "".
-        num_queued: requests that wait in the replica in front of its engine.
+        num_queued: sequences that wait in the replica in front of its engine.
         spent: tokens charged to callers, by name.
         uptime_s: seconds for which the replica has counted.
         node: name of its machine.

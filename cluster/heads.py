@@ -252,7 +252,7 @@ class HeadState:
     """What outlives a restart of the router.
 
     Attributes:
-        weights: digest of the target's weights that the evidence was counted with.
+        weights: digest or source of the target's weights that the evidence was counted with.
         configured: as drafters report; None before they did.
         replacement: what drafts instead.
         candidate: the last one. Of a trial that is over, requests may still run.
@@ -319,8 +319,8 @@ class HeadManager:
 
     @property
     def names_in_use(self) -> set[str]:
-        """Names of heads that draft, or that a roll-back would bring back."""
-        heads = [self.state.replacement, *(change.previous for change in self.state.changes)]
+        """Names of heads that draft or are tried, or that a roll-back would bring back."""
+        heads = [self.state.replacement, self.state.candidate, *(change.previous for change in self.state.changes)]
         return {head.name for head in heads if head is not None}
 
     def get_change(self, name: str) -> HeadChange:
@@ -341,14 +341,18 @@ class HeadManager:
 
     # ---- what others say
 
-    def propose(self, name: str, proposal: HeadProposal) -> HeadChange:
-        """Begin a trial. Raises ValueError with the reason where there can be none now."""
+    def check_free(self) -> None:
+        """Raises ValueError with the reason where there can be no trial now."""
         if not self._num_spare:
             raise ValueError("drafter.spare_heads is 0: drafters have no slot for a candidate beside their heads")
         if not self.is_ready:
             raise ValueError("no drafter has said yet which head drafts: try again")
         if (trial := self._trial()) is not None:
             raise ValueError(f"a trial is under way, of {trial.name}: one at a time")
+
+    def propose(self, name: str, proposal: HeadProposal) -> HeadChange:
+        """Begin a trial. Raises ValueError with the reason where there can be none now."""
+        self.check_free()
         change = HeadChange(name, proposal.parent, dict(proposal.provenance))
         self.state.candidate = change.ref
         self._set_state(change, "loading", "drafters load it")
@@ -397,7 +401,7 @@ class HeadManager:
 
     def record_counts(self, deltas: CounterDeltas, num_running: Mapping[str, int], weights: str = "") -> None:
         """Take in what targets counted since the last time, and decide. num_running: requests by workload. weights:
-        digest of the targets', "" where nobody knows it."""
+        of the targets, see `HeadState`; "" where nobody knows it."""
         state, self._num_running = self.state, num_running
         if weights not in ("", state.weights):
             if state.weights:

@@ -63,6 +63,7 @@ def _config(scaling: AutoscalingSettings, bounds: ReplicaRange, kwargs: dict[str
         "target_ongoing_requests": scaling.target_ongoing_requests,
         "upscale_delay_s": scaling.upscale_delay_s,
         "downscale_delay_s": scaling.downscale_delay_s,
+        "downscale_to_zero_delay_s": 0.0,  # the router has waited for `idle_s`
         "policy": {"policy_function": POLICY, "policy_kwargs": kwargs},
     }
 
@@ -178,7 +179,7 @@ class ReplicaPolicy:
         self._target_ongoing_requests, self._shrinks = target_ongoing_requests, shrinks
         self._reader = reader or ThreadPoolExecutor(1, "peagle-autoscaling")
         self._reading: Future[dict[str, Any] | None] | None = None
-        self._record: dict[str, Any] = {}
+        self._record: dict[str, Any] | None = None
         self._asked_s = self._seen_s = -math.inf
         self._problem = ""
 
@@ -195,7 +196,7 @@ class ReplicaPolicy:
     def _wanted(self, ctx: AutoscalingContext) -> int:
         self._read_record(ctx.app_name or "")
         is_fresh = self._clock() - self._seen_s <= STALE_AFTER_S
-        if is_fresh and (number := self._record.get(self._deployment)) is not None:
+        if is_fresh and (number := (self._record or {}).get(self._deployment)) is not None:
             return int(number)
         if self._target_ongoing_requests is None:
             return ctx.target_num_replicas
@@ -208,13 +209,14 @@ class ReplicaPolicy:
 
     def _read_record(self, app_name: str) -> None:
         """Begin to read the record once a second, and take what has been read. Another node's clock may be wrong, so
-        only that the record changes says that it is fresh."""
+        only that the record changes says that it is fresh. The first one may be of a service that has ended."""
         now_s = self._clock()
         if self._reading is None and now_s - self._asked_s >= READ_INTERVAL_S:
             self._asked_s, channel = now_s, self._channel or KVChannel(app_name)
             self._reading = self._reader.submit(channel.get, RECORD)
         if self._reading is not None and self._reading.done():
             reading, self._reading = self._reading, None
-            record = reading.result() or {}
-            if record.get("time_s") != self._record.get("time_s"):
-                self._record, self._seen_s = record, now_s
+            record, known = reading.result() or {}, self._record
+            if known is not None and record.get("time_s") != known.get("time_s"):
+                self._seen_s = now_s
+            self._record = record

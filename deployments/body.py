@@ -218,8 +218,9 @@ def _refused(blame: Callable[[], str | None]) -> Iterator[None]:
 
 
 def _to_blame(record: type[BaseModel], fields: Mapping[str, Any]) -> str | None:
-    """The field by which alone vLLM's validators fail."""
-    least = {name: fields[name] for name in ("messages", "prompt") if name in fields}
+    """The field by which alone vLLM's validators fail, beside a short prompt: each field is tried."""
+    short = {"messages": [{"role": "user", "content": "a"}], "prompt": "a"}
+    least = {name: short[name] for name in short if name in fields}
     for name, value in fields.items():
         try:
             _validator(record).validate_python({**least, name: value})
@@ -326,7 +327,7 @@ def check_counts(fields: Mapping[str, Any], limits: LimitSettings) -> None:
     """Raises ApiError for a field with more entries than it may have, before anything looks at each of them. Token ids
     of prompts are limited by `max_body_values` and the model's context alone."""
     for name, value in fields.items():
-        if isinstance(value, dict | list) and name != "prompt":
+        if isinstance(value, dict | list) and name not in ("prompt", "tokens"):
             _at_most(name, f"the number of entries of {name}", len(value), limits, "max_list_entries")
     for name in ("stop", "stop_sequences", "stop_token_ids"):
         if isinstance(listed := fields.get(name), list):

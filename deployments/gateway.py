@@ -23,13 +23,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from yarl import URL
 
-from cluster.admission import QUEUE_FULL_RETRY_S, BodyBudget, busy
+from cluster.admission import Admission, BodyBudget
 from cluster.errors import ApiError
 from cluster.request import ANYONE, client_network
 from deployments import GATEWAY_NAME, compat
 from deployments.app import TARGET_REQUESTS, bind
 from deployments.errors import json_response, not_ready, server_lost
 from deployments.http_streams import EventStream, read_body, until_disconnected
+from deployments.replicas import METRICS_INTERVAL_S, PacedCall
 from deployments.telemetry import METRICS_CONTENT_TYPE, labelled, prometheus_text
 from peagle.schema import Problems, Section, SettingsError, problem_lines
 
@@ -39,7 +40,8 @@ BODIES_HELD = 16
 """Largest bodies that a gateway holds at a time."""
 
 MAX_FORWARDED = 1024
-"""Requests, of all its replicas: each takes a second connection of the same HAProxy."""
+"""Requests, of all its replicas: each takes a second connection of the same HAProxy. A quarter is for clients that have
+none."""
 ASK_TIMEOUT_S = 10.0
 OF_CONNECTION = {"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"}
 """Headers that are each connection's own."""
@@ -86,8 +88,10 @@ class Forwarder:
     def __init__(self, settings: GatewaySettings, base_url: str, address_header: str = "", token: str = "") -> None:
         self._models, self._max_body_bytes, self._base_url = settings.models, settings.max_body_bytes, base_url
         self._address_header, self._token = address_header.lower(), token
-        self._forwarded = asyncio.Semaphore(max(1, MAX_FORWARDED // settings.num_replicas))
+        self._forwarded = Admission(max(1, MAX_FORWARDED // settings.num_replicas), max_queued=0)
+        self._forwarded.num_reserved = self._forwarded.max_running // 4
         self._bodies = BodyBudget(BODIES_HELD * settings.max_body_bytes)
+        self._metrics = PacedCall(self._collect_metrics, METRICS_INTERVAL_S)
         self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True),  # one kept open may end at any moment
             timeout=aiohttp.ClientTimeout(total=None),
@@ -125,10 +129,7 @@ class Forwarder:
                 raise ApiError(413, f"the body has more than {self._max_body_bytes} bytes (max_body_bytes)")
             model = self.find_model(body)
             await until_sent.enter_async_context(until_disconnected(request))
-            if self._forwarded.locked():
-                text = "this gateway forwards as many requests as it takes at a time"
-                raise busy(text, QUEUE_FULL_RETRY_S)
-            await until_sent.enter_async_context(self._forwarded)
+            await until_sent.enter_async_context(self._forwarded.hold_places(caller))
             answer = await self._ask(request, request.method, self._models[model], body)
             if answer.status == 503 and request.method == "POST":
                 answer.close()
@@ -206,11 +207,25 @@ class Forwarder:
 
     async def metrics(self, request: Request) -> Response:
         """The metrics of all applications, with a label that tells them apart."""
-        families = []
-        for prefix, (status, body) in (await self._ask_all(request)).items():
-            parsed = text_string_to_metric_families(body.decode() if status == 200 else "")
-            families += labelled(parsed, application=prefix)
-        return Response(prometheus_text(families), media_type=METRICS_CONTENT_TYPE)
+        return Response(await self._metrics(), media_type=METRICS_CONTENT_TYPE)
+
+    async def _collect_metrics(self) -> bytes:
+        async def read(prefix: str) -> str:
+            try:
+                async with asyncio.timeout(ASK_TIMEOUT_S):
+                    async with self.session.get(f"{self._base_url}{prefix}/metrics") as answer:
+                        return await answer.text() if answer.status == 200 else ""
+            except (TimeoutError, aiohttp.ClientError):
+                return ""
+
+        def merge(texts: list[str]) -> bytes:
+            families = []
+            for prefix, text in zip(prefixes, texts, strict=True):
+                families += labelled(text_string_to_metric_families(text), application=prefix)
+            return prometheus_text(families)
+
+        prefixes = list(dict.fromkeys(self._models.values()))
+        return await asyncio.to_thread(merge, await asyncio.gather(*map(read, prefixes)))
 
     def app(self) -> Starlette:
         async def refuse(request: Request, error: Exception) -> Response:

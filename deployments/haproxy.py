@@ -5,6 +5,8 @@ Serve's controller calls `install` when it starts (RAY_SERVE_CONTROLLER_CALLBACK
 
 - retries: a request whose replica dies before it answers goes to another one;
 - one client address gets three quarters of the connections at the most, so that others still come in;
+- if RAY_SERVE_HAPROXY_BALANCE_ALGORITHM is `BALANCE`, the turns of a conversation go to one replica, which has their
+  prefix in its cache, while that one has not many more requests than the others;
 - replicas hear the client's address, in a header whose name a client does not know;
 - while no application is known: 503 in OpenAI's form with Retry-After, in place of 404 in plain text;
 - no pages of HAProxy's own (ports 8404 and 9101): they would share its connections with the service;
@@ -42,6 +44,31 @@ CONNECTIONS = f"""
 """One client address may hold so many of the 4,096."""
 
 
+def _set(variable: str, condition: str, *expressions: str) -> str:
+    """Rules that set a variable to the first of these values that the body has."""
+    rule, is_missing = f"\n    http-request set-var(txn.{variable}) req.body", f"!{{ var(txn.{variable}) -m found }}"
+    return "".join(f"{rule},{expression} if {condition} {is_missing}" for expression in expressions)
+
+
+def _text(index: int) -> tuple[str, str]:
+    """A message's text as a whole, or its first part."""
+    return f"json_query('$.messages[{index}].content')", f"json_query('$.messages[{index}].content[0].text')"
+
+
+CONVERSATION = (
+    _set("first", "METH_POST", *_text(0), "bytes(0,2048)")
+    + _set("second", "{ req.body,json_query('$.messages[0].role') -m str system developer }", *_text(1))
+    + "\n    http-request set-var(txn.conversation) var(txn.first),concat(,txn.second)"
+)
+"""What is the same in each turn: the first message, and behind a system prompt the second one. For a completion, and
+where HAProxy's buffer does not hold the message, the beginning of the body."""
+BALANCE = "hash var(txn.conversation)"
+LOADS = """
+    hash-type consistent
+    hash-balance-factor 125"""
+"""A replica with more than 1.25 times the mean number of requests passes further ones on."""
+
+
 def own_config(text: str, not_ready_page: Path, address_header: str = "") -> str:
     """A configuration file of Ray's as this service needs it. `not_ready_page`: an HTTP response. `address_header`: a
     header to which HAProxy adds the client's address; "": none."""
@@ -49,7 +76,10 @@ def own_config(text: str, not_ready_page: Path, address_header: str = "") -> str
     sections = re.split(r"(?m)^(?=\S)", text.replace("mode 666 level admin", "mode 600 level admin"))
     text = "".join(part for part in sections if not part.startswith(("frontend prometheus\n", "listen stats\n")))
     text = re.sub(r"\n    retry-on .*", lambda found: found[0] + options, text, count=1)
-    text = re.sub(r"(?m)^frontend http_frontend\n    bind .*", lambda found: found[0] + CONNECTIONS, text)
+    rules = CONNECTIONS
+    if (balance := f"\n    balance {BALANCE}") in text:
+        text, rules = text.replace(balance, balance + LOADS), CONNECTIONS + CONVERSATION
+    text = re.sub(r"(?m)^frontend http_frontend\n    bind .*", lambda found: found[0] + rules, text)
     if "\n    use_backend " not in text:
         refusal = f"http-request return status 503 errorfile {not_ready_page}"
         text = re.sub(r"http-request return status 404 .*", refusal, text)

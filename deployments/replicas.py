@@ -23,6 +23,8 @@ ReportT = TypeVar("ReportT")
 
 logger = logging.getLogger(__name__)
 
+METRICS_INTERVAL_S = 0.5
+"""Metrics of all replicas are collected at most so often: whoever reaches the port may ask for them."""
 POLL_INTERVAL_S = 1.0
 POLL_TIMEOUT_S = 5.0
 MAX_DRAIN_S = 60.0

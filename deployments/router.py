@@ -39,7 +39,14 @@ from cluster.settings import ClusterSettings, DrafterSettings
 from deployments import DRAFTER_NAME, TARGET_NAME, compat
 from deployments.autoscaling import Autoscaler, read_pools
 from deployments.metrics import Families
-from deployments.replicas import POLL_TIMEOUT_S, REPLICA_LOST, PacedCall, ReplicaMonitor, settings_with
+from deployments.replicas import (
+    METRICS_INTERVAL_S,
+    POLL_TIMEOUT_S,
+    REPLICA_LOST,
+    PacedCall,
+    ReplicaMonitor,
+    settings_with,
+)
 from deployments.state import StateStore
 from deployments.telemetry import (
     add_change_metrics,
@@ -67,7 +74,6 @@ SHOWN_SETTINGS: Any = {
 }
 """Those that `GET /drafting` names: no environment, callers, or arguments of others."""
 
-METRICS_INTERVAL_S = 0.5
 LOST_ROUNDS = 30
 """Rounds in a row, of one a second, after which a head's files are lost: a drafter may be left out of a few."""
 SEND_TIMEOUT_S = 120.0
@@ -149,6 +155,7 @@ class Router:
         for file in sorted(files):
             digest.update(files[file])
         name = f"{CANDIDATE}{digest.hexdigest()[:10]}"
+        self._heads.check_free()
         await asyncio.to_thread(keep_candidate, name, files, self._heads.names_in_use)
         change = self._heads.propose(name, proposal)
         self._save_head_events()
@@ -309,7 +316,8 @@ class Router:
         add_head_counts(self._head_counts, deltas)
         # The first reports count from the targets' start, and heads may have changed since.
         if self._heads.is_ready and self._counts_are_new:
-            weights = "+".join(sorted({report.weights for report in reports} - {""}))
+            digests = "+".join(sorted({report.weights for report in reports} - {""}))
+            weights = digests or self._settings.model.source
             self._heads.record_counts(deltas, self._num_running(reports), weights)
             self._save_head_events()
         self._counts_are_new = True

@@ -448,15 +448,15 @@ def _connect(dashboard: str) -> Any:
 
 
 def running_config(serve: Any, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The config of the service that runs under the same name, None where none does. Raises UpError where only others
-    run, which Serve would end."""
-    found = _states(serve, config)
-    if not found and (others := ", ".join(serve.get_serve_details().get("applications", {}))):
+    """The config of all that runs beside a service of the same name, None where none does. Raises UpError where only
+    others run, which Serve would end."""
+    found, running = _states(serve, config), serve.get_serve_details().get("applications", {})
+    if not found and (others := ", ".join(running)):
         remedy = "write that name to change it, or set RAY_ADDRESS=local for a Ray of its own"
         raise UpError(f"this config would end the application {others}, which this Ray cluster serves: {remedy}")
     if not found or any(state["status"] not in {"RUNNING", "UNHEALTHY"} for state in found.values()):
         return None
-    applications = [state["deployed_app_config"] for state in found.values()]
+    applications = [state["deployed_app_config"] for state in running.values()]
     if any(application is None for application in applications):
         return None
     return {**config, "applications": applications}
@@ -493,6 +493,8 @@ def _update(
     if any(settings.autoscaling is None and settings.target.num_replicas == 1 for settings in anew):
         how = "its only target starts anew, and nothing is answered until it runs"
     say(f"the service runs: {how}")
+    if ended := ", ".join(args.keys() - {one["name"] for one in config["applications"]}):
+        say(f"no longer in the config, and ends: {ended}")
     try:
         deploy(serve, wanted)
         wait_until_ready(serve, config, services, time.monotonic() + timeout_s, say)

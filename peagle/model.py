@@ -203,9 +203,9 @@ class Drafter(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """One pass over T rows.
 
-        embeds_BTH: `embed` of the token after each row; hidden_BTH: `reduce` of the row's target hidden states, or of
-        `mask_hidden`; positions_BT: int positions. Returns (normed [B, T, H] for `logits`, what EAGLE-3 feeds back as
-        the next row's hidden state [B, T, H]: the residual stream, or with `norm_output` the normed rows again).
+        embeds_BTH: `embed` of the token after each row; hidden_BTH: `project_inputs` of the row's target hidden states,
+        or of `mask_hidden`; positions_BT: int positions. Returns (normed [B, T, H] for `logits`, what EAGLE-3 feeds
+        back as the next row's hidden state [B, T, H]: the residual stream, or with `norm_output` the normed rows).
         """
         rotary, stream_BTH = self.rotary.tables(positions_BT), hidden_BTH
         for layer in self.layers:

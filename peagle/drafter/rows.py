@@ -100,7 +100,7 @@ class Rows:
     sample_rows_BD: int64, row that proposes each draft; -1: no draft wanted at this position. As an index into [N, H],
         -1 is the last row, so one gather needs no clamp; its drafts are to be dropped.
     first_row_B1: int32, request b has rows first_row_B1[b]..first_row_B1[b + 1] - 1.
-    context_B: int32, keys that a request has after this pass: start + n + K - 1.
+    context_B: int32, keys that a request has after this pass: start + n + max(K - 1, 0), and start where n is 0.
     """
 
     token_ids_N: Tensor

@@ -178,11 +178,16 @@ class DrafterServer:
 
         When this returns, the head drafts. Targets that use the old one are told; they connect again once they know the
         new one. Raises ValueError as `check_swap`, and keeps the old head; TimeoutError when the serving thread has not
-        come to it yet.
+        come to it yet, and never will.
         """
         done: Future[None] = Future()
         self._swaps.put((index, head, served, done))
-        done.result(timeout_s)
+        try:
+            done.result(timeout_s)
+        except TimeoutError:
+            if done.cancel():
+                raise
+            done.result()  # it is under way
 
     def is_healthy(self, max_silence_s: float = 30.0) -> bool:
         """Whether the serving thread runs and its passes do not all fail."""
@@ -363,6 +368,8 @@ class DrafterServer:
             peer.ring.unpin(self._device)
 
     def _swap(self, index: int, head: ParallelPass, served: ServedHead, done: Future[None]) -> None:
+        if not done.set_running_or_notify_cancel():
+            return  # who asked waits no longer
         try:
             old = check_swap(self._heads, index, served)
             self.engine.swap(index, head)

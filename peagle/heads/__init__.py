@@ -114,7 +114,7 @@ def keep_candidate(
     directory = prepare_directory(root, name, build)
     kept = sorted((path for path in root.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
     for path in kept[:-MAX_NUM_CANDIDATES]:
-        if path.name not in in_use:
+        if path.name not in (*in_use, name):
             shutil.rmtree(path, ignore_errors=True)
     return directory
 

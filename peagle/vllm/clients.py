@@ -33,7 +33,8 @@ METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 
 
 def client_addresses(config: Any, number: int) -> list[Address]:
-    """Addresses of further clients of the engine that is to start with `config`, which is told their number.
+    """Addresses of further clients of the engine that is to start with `config`. It is told their number if its model
+    takes images or audio.
 
     Raises:
         UnsupportedVLLMError: this vLLM lacks a name that is used here.
@@ -53,7 +54,7 @@ def started_for(addresses: Sequence[Address], metrics_folder: str | None = None)
         metrics_folder: where this client keeps vLLM's metrics, as the others do in which `METRICS_FOLDER` is set. The
             engine tells the state after a step to one of those clients that the step answers.
     """
-    launch, value_class = core_client.launch_core_engines, values.ValueClass
+    launch, value_class, folder = core_client.launch_core_engines, values.ValueClass, os.environ.get(METRICS_FOLDER)
 
     def launch_for_all(config: Any, executor_class: Any, log_stats: bool, own: Any) -> Any:
         own.inputs += [address for address, _ in addresses]
@@ -68,6 +69,7 @@ def started_for(addresses: Sequence[Address], metrics_folder: str | None = None)
     finally:
         core_client.launch_core_engines, values.ValueClass = launch, value_class
         os.environ.pop(METRICS_FOLDER, None)
+        os.environ.update({} if folder is None else {METRICS_FOLDER: folder})
 
 
 async def connect(config: Any, arguments: Namespace, address: Address, index: int) -> tuple[AsyncLLM, State]:

@@ -136,12 +136,11 @@ class DraftingRecorder:
         Returns:
             None for an unknown id: not finished, popped before, or dropped (`max_records`).
         """
-        records = self._finished.pop(response_id, [])
+        by_prompt = [self._finished.pop(response_id, [])]
         # The completions API numbers its prompts: the engine knows response "cmpl-x" as "cmpl-x-0", "cmpl-x-1", ...
-        index = 0
-        while numbered := self._finished.pop(f"{response_id}-{index}", None):
-            records += numbered
-            index += 1
+        while numbered := self._finished.pop(f"{response_id}-{len(by_prompt) - 1}", None):
+            by_prompt.append(numbered)
+        records = [record for found in by_prompt for record in found]
         if not records:
             return None
         return RequestDrafting(
@@ -149,7 +148,7 @@ class DraftingRecorder:
             records[0].workload,
             sum((record.counts for record in records), Counts()),
             sum(record.num_output_tokens for record in records),
-            sum(record.num_prompt_tokens for record in records),
+            sum(found[0].num_prompt_tokens for found in by_prompt if found),  # its sequences share a prompt
             undraftable=records[0].undraftable,
         )
 

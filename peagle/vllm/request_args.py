@@ -46,7 +46,7 @@ def read_max_k(params: Any, k_max: int) -> int:
 def undraftable_field(params: Any) -> str:
     """The first field of these `SamplingParams` that works without drafts only; "" without one.
 
-    vLLM processes logits for these fields by request, and not by row.
+    vLLM's runner for CPUs processes logits for these fields by request, and not by row.
     """
     is_asked = {
         "logit_bias": bool(params.logit_bias),

@@ -310,6 +310,8 @@ def test_without_a_seed_every_sequence_gets_its_own(engine: RunningEngine, promp
     results = engine.run([Job(prompts[7], 20, k=2, sampling=sampling), Job(prompts[7], 20, k=0, sampling=sampling)])
     answers = [tuple(tokens) for result in results for tokens in result.tokens]
     assert len(set(answers)) == 4
+    for result in results:
+        assert result.drafting.num_prompt_tokens == len(prompts[7]), "of both sequences, once"
 
 
 def test_what_one_request_asks_for_leaves_the_others_alone(

@@ -18,7 +18,8 @@ from tests.support.transport_harness import SHAPE, DrafterProcess, entry, eventu
 
 pytestmark = [needs_kernel, pytest.mark.skipif(DEVICE != "cpu", reason="its links are the host's")]
 if DEVICE == "cpu":
-    remote_speculator = pytest.importorskip("peagle.vllm.remote_speculator")
+    pytest.importorskip("vllm")
+    from peagle.vllm import remote_speculator
 
 NUM_PLACES, PROMPT_TOKENS, LONGEST = SHAPE.max_num_requests, (1, 14), 60
 

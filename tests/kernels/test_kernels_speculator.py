@@ -26,7 +26,8 @@ from tests.support.kernel_device import DEVICE, needs_kernel
 
 pytestmark = [needs_kernel, pytest.mark.skipif(DEVICE != "cpu", reason="its network and caches are the CPU's")]
 if DEVICE == "cpu":
-    speculator = pytest.importorskip("peagle.vllm.speculator")
+    pytest.importorskip("vllm")
+    from peagle.vllm import speculator
 
 MAX_REQUESTS, MAX_LEN, BLOCK, NUM_BLOCKS, MAX_TOKENS = 4, 48, 4, 60, 40
 

@@ -205,6 +205,32 @@ async def test_a_callers_own_limit_holds_up_only_itself() -> None:
     assert requests.running == ["other", "b"]
 
 
+async def test_a_callers_limit_counts_sequences_and_what_weighs_more_runs_alone() -> None:
+    requests = Requests(max_running=10, max_queued=10)
+    limited = Caller("limited", max_running_requests=3)
+    for name, weight in (("two", 2), ("four", 4), ("one", 1)):
+        await requests.send(name, limited, weight)
+    assert requests.running == ["two"]
+    await requests.end("two")
+    assert requests.running == ["four"]
+    await requests.end("four")
+    assert requests.running == ["one"]
+
+
+async def test_a_full_queue_refuses_the_last_request_of_the_caller_with_the_most() -> None:
+    requests = Requests(max_running=1, max_queued=3)
+    for number in range(5):
+        await requests.send(f"crowd-{number}", WEB)
+    assert len(requests.refused) == 1, "the crowd's own"
+    await requests.send("late", JOB)
+    assert len(requests.refused) == 2
+    for name in ("crowd-0", "late", "crowd-1"):
+        assert requests.running == [name]
+        await requests.end(name)
+    await requests.end("crowd-2")
+    assert (requests.running, requests.admission.num_running, requests.admission.num_queued) == ([], 0, 0)
+
+
 async def test_rates_are_refused_with_the_time_to_wait_and_come_back() -> None:
     now_s = 0.0
     requests = Requests(max_running=10, max_queued=10, clock=lambda: now_s)

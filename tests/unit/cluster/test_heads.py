@@ -198,6 +198,7 @@ def test_a_worse_candidate_is_dropped_and_its_requests_end_with_it() -> None:
     assert traffic.manager.routing == HeadRouting(trial="c")
     traffic.manager.propose("candidate-d", HeadProposal("/heads/d"))
     assert traffic.manager.desired.candidate == HeadRef("candidate-d")
+    assert "candidate-d" in traffic.manager.names_in_use
 
 
 def test_a_promoted_head_that_turns_out_worse_is_rolled_back() -> None:

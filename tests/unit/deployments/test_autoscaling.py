@@ -99,11 +99,22 @@ def test_a_stale_record_counts_as_none_until_a_new_one_comes(controller: Control
 def test_by_queue_length_the_number_goes_both_ways() -> None:
     controller = Controller(scaled_settings(policy="queue_length", target_ongoing_requests=4.0))
     controller.wanted = 3
+    controller.tick()
     controller.decide()
+    controller.now_s += 1
     assert controller.tick(total_num_requests=21.0) == 6
     assert controller.tick(total_num_requests=4.0) == 1
     controller.now_s += STALE_AFTER_S + 1
     assert controller.tick(total_num_requests=4.0) == 3, "the router is silent"
+
+
+def test_the_record_of_a_service_that_has_ended_counts_for_nothing(controller: Controller) -> None:
+    controller.channel.put("replicas", {"time_s": 1.0, "target": 8, "drafter": None})
+    assert controller.tick(total_num_requests=0.0) == 1
+    controller.decide()
+    controller.now_s += 1
+    controller.channel.put("replicas", {"time_s": 2.0, "target": 2, "drafter": None})
+    assert controller.tick(total_num_requests=0.0) == 2
 
 
 class Broken(AutoscalingContext):

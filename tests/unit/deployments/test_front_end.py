@@ -35,7 +35,7 @@ from cluster.settings import (
     with_live,
 )
 from deployments import http_streams
-from deployments.body import BODIES, MAX_NESTING, from_engine, known_fields, read_document, read_json
+from deployments.body import BODIES, MAX_NESTING, check_counts, from_engine, known_fields, read_document, read_json
 from deployments.compat import GATEWAY_HEADER
 from deployments.errors import engine_lost
 from deployments.front_end import Admitted, FrontEnd, FrontEndMetrics, Usage, drafting_field
@@ -465,6 +465,7 @@ def test_entries_of_a_field_are_counted_before_they_are_looked_at() -> None:
         assert chat(backend, **{field: {str(n): {} for n in range(51)}}).json()["error"]["code"] == "limit", field
     assert complete(backend, prompt=[{}] * 51).json()["error"]["code"] == "limit"
     assert complete(backend, prompt=[5] * 51).status_code == 200, "token ids of a prompt are not counted"
+    check_counts({"tokens": [5] * 51}, backend.front_end.limits)  # nor are those of /detokenize
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}] * 26}]
     assert [chat(backend, messages=parts * num).status_code for num in (1, 2)] == [200, 400], "of all messages"
 
@@ -511,7 +512,7 @@ async def test_more_than_run_and_wait_gets_429_and_callers_take_turns() -> None:
     error = refused.exception()
     assert isinstance(error, ApiError)
     assert (error.status, error.retry_after_s) == (429, 2)
-    assert "1 requests run and 2 wait" in error.message
+    assert "1 requests run and 2 sequences wait" in error.message
     assert error.body()["error"]["type"] == "rate_limit_error"
     backend.pause.set()
     await asyncio.gather(*pieces, return_exceptions=True)

@@ -202,6 +202,26 @@ async def test_more_requests_than_it_forwards_are_refused_and_its_prefix_is_its_
         await forwarder.session.close()
 
 
+async def test_one_client_leaves_places_for_others(coder: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway, "MAX_FORWARDED", 4)
+    mount = Mount("/coder", Starlette(routes=[Route("/{path:path}", coder.answer, methods=["POST"])]))
+    async with server(Starlette(routes=[mount])) as url:
+        forwarder = Forwarder(GatewaySettings(models={"org/coder": "/coder"}), url, address_header="X-Address")
+        async with server(forwarder.app()) as own, httpx.AsyncClient(base_url=own) as client:
+            body = {"model": "org/coder", "stream": True}
+
+            async def ask(address: str) -> int:
+                sent = client.build_request("POST", "/v1/x", json=body, headers={"X-Address": address})
+                answer = await client.send(sent, stream=True)
+                held.push_async_callback(answer.aclose)
+                return answer.status_code
+
+            async with contextlib.AsyncExitStack() as held:
+                assert [await ask("192.0.2.1") for _ in range(4)] == [200, 200, 200, 429]
+                assert [await ask("192.0.2.2") for _ in range(2)] == [200, 429]
+        await forwarder.session.close()
+
+
 async def test_metrics_of_all_models_stand_side_by_side_and_keys_are_asked_for(client: httpx.AsyncClient) -> None:
     lines = (await client.get("/metrics")).text.splitlines()
     assert lines[1:] == [

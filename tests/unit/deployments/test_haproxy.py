@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import stat
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ from deployments.up import ray_environment
 
 
 @pytest.fixture
-async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
-    """A started HAProxy."""
+async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> AsyncIterator[Any]:
+    """A started HAProxy; a parameter is how it balances."""
     monkeypatch.setenv(compat.ADDRESS_HEADER_ENV, ray_environment()[compat.ADDRESS_HEADER_ENV])
     http, stats, metrics = (free_port() for _ in range(3))
     started = HAProxyApi(
@@ -32,6 +33,7 @@ async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
             server_state_file=str(tmp_path / "server-state"),
             stats_port=stats,
             metrics_port=metrics,
+            balance_algorithm=getattr(request, "param", "leastconn"),
             http_options=HTTPOptions(host="127.0.0.1", port=http),
             is_head=True,
         ),
@@ -131,6 +133,89 @@ async def test_the_last_header_of_the_secret_name_is_the_clients_address(api: An
             await other.get("/", headers={name: "192.0.2.1", "X-Forwarded-For": "192.0.2.1"})
         found = [line.partition(": ")[2] for line in heads[-1] if line.startswith(f"{name}:")]
         assert found == ["192.0.2.1", address]
+
+
+async def serve_names(api: Any, until: asyncio.Event) -> None:
+    """Put three servers behind this HAProxy, each of which answers its name when `until` is set."""
+
+    async def start(name: str) -> ServerConfig:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            await until.wait()
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nConnection: close\r\n\r\n" + name.encode())
+            await writer.drain()
+            writer.close()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        return ServerConfig(name=name, host="127.0.0.1", port=server.sockets[0].getsockname()[1])
+
+    servers = [await start(name) for name in "abc"]
+    api.set_backend_configs({"app": BackendConfig(name="app", path_prefix="/", app_name="app", servers=servers)})
+    await api.reload()
+    until.set()
+    await wait_for_answer(httpx.AsyncClient(base_url=f"http://127.0.0.1:{api.cfg.http_options.port}"))
+
+
+by_conversation = pytest.mark.parametrize("api", [haproxy.BALANCE], indirect=True, ids=["by conversation"])
+
+
+def message(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+@by_conversation
+@pytest.mark.parametrize(
+    "begin",
+    [
+        lambda text: [message("user", text)],
+        lambda text: [message("system", "Be brief. " * 400), message("user", text)],
+        lambda text: [message("developer", "Be brief."), message("user", [{"type": "text", "text": text}])],
+        lambda text: [message("user", text * 2000)],
+    ],
+    ids=["user", "system prompt", "parts", "longer than a buffer"],
+)
+async def test_the_turns_of_a_conversation_go_to_one_server(api: Any, client: httpx.AsyncClient, begin: Any) -> None:
+    await serve_names(api, asyncio.Event())
+    seen = set()
+    for number in range(20):
+        messages, servers = begin(f"question {number}"), set()
+        for turn in range(3):
+            body = {"model": "m", "messages": messages, "seed": turn}
+            servers.add((await client.post("/v1/chat/completions", json=body)).text)
+            messages = [*messages, message("assistant", "answer" * 50), message("user", f"and {turn}?")]
+        assert len(servers) == 1, number
+        seen |= servers
+    assert seen == set("abc")
+
+
+@by_conversation
+async def test_completions_with_the_same_beginning_go_to_one_server(api: Any, client: httpx.AsyncClient) -> None:
+    await serve_names(api, asyncio.Event())
+    by_beginning = [
+        {
+            (await client.post("/v1/completions", json={"prompt": str(number) * 3000 + end})).text
+            for end in ("", " one", " two" * 1000)
+        }
+        for number in range(10)
+    ]
+    assert all(len(servers) == 1 for servers in by_beginning)
+    assert len(set.union(*by_beginning)) > 1
+
+
+@by_conversation
+async def test_a_server_with_many_requests_passes_those_of_the_same_conversation_on(
+    api: Any, client: httpx.AsyncClient
+) -> None:
+    until = asyncio.Event()
+    await serve_names(api, until)
+    until.clear()
+    body = {"messages": [message("user", "hello")]}
+    asked = [asyncio.ensure_future(client.post("/v1/chat/completions", json=body)) for _ in range(12)]
+    await asyncio.sleep(0.5)
+    until.set()
+    counts = Counter([(await answer).text for answer in asked])
+    assert set(counts) == set("abc")
+    assert max(counts.values()) <= 6  # 1.25 times the mean of 4, and one
 
 
 async def test_one_client_cannot_hold_all_connections(

@@ -334,6 +334,18 @@ def test_replicas_that_no_node_can_hold_are_refused_at_once(
     assert (machine.serve.deployed, machine.serve.ended) == ([], [])
 
 
+def test_going_back_brings_back_applications_that_the_new_config_left_out(
+    tmp_path: Path, machine: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = running(machine, tmp_path)
+    before["applications"].append({"name": "chat", "import_path": "x:y", "args": {}})
+    path = Path(write(tmp_path / "after.yaml", served(engine={"dtype": "bfloat16"})))
+    machine.serve.fails.append(live_form(*read_config(path))["applications"][0])
+    assert main(["serve", str(path)]) == 1
+    assert "no longer in the config, and ends: chat" in capsys.readouterr().out
+    assert machine.serve.deployed[-1]["applications"] == before["applications"]
+
+
 def test_a_service_of_another_name_is_not_ended(tmp_path: Path, machine: Any) -> None:
     running(machine, tmp_path)
     raw = served()

@@ -278,6 +278,15 @@ def test_a_swapped_head_drafts_after_the_targets_have_its_projection(shared: boo
         assert only_link(other)["num_connections"] == 1
 
 
+def test_a_swap_that_nobody_waits_for_any_more_is_not_made() -> None:
+    server = make_server()
+    with pytest.raises(TimeoutError):
+        server.swap(1, head_runtime(2), served_head(2), timeout_s=0.01)
+    with running(server):
+        server.swap(0, head_runtime(2), served_head(2))
+        assert server.report()["heads"] == {"0": "digest2"}
+
+
 def test_a_head_in_a_new_place_drafts_beside_the_others() -> None:
     with running(make_server((0, 1))) as server:
         pool = connected(server.address)
