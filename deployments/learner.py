@@ -14,6 +14,7 @@ import contextlib
 import functools
 import logging
 import os
+import shutil
 import time
 from collections import Counter
 from pathlib import Path
@@ -198,10 +199,13 @@ class HeadTrainer:
         return folder
 
     def end_trial(self, folder: Path, change: HeadChange) -> None:
-        """The head saved in `folder` was tried. The next round begins from the head that drafts now."""
+        """The head saved in `folder` was tried. The next round begins from the head that drafts now. One that was not
+        promoted goes, except from a folder of the operator's."""
         self._head = None
         if change.state == "promoted":
             self._folders[change.head] = folder
+        elif self._learning.heads_dir is None:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _load_target(self, weights: str) -> None:
         """Has the target of this digest loaded; a head in training ends with another."""

@@ -85,6 +85,15 @@ def test_a_round_is_trained_judged_saved_and_begins_from_the_head_that_drafts(sm
         trainer.train(HeadRef("candidate-gone", "ghi"), answers, weights)
 
 
+@pytest.mark.parametrize("is_own_folder", [True, False])
+def test_a_head_that_was_not_promoted_leaves_the_cache(small: Path, tmp_path: Path, is_own_folder: bool) -> None:
+    trainer = HeadTrainer(settings(small, heads_dir=str(tmp_path) if is_own_folder else None))
+    folder = tmp_path / "head"
+    folder.mkdir()
+    trainer.end_trial(folder, change("dropped", "abc"))
+    assert folder.exists() == is_own_folder
+
+
 def test_it_rests_after_judging_as_after_each_step(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers, rests = answers_of(small, "chat"), list[float]()
     trainer, weights = HeadTrainer(settings(small, share=0.25)), target_digest(small / "target")
