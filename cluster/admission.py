@@ -83,8 +83,8 @@ class Admission:
 
     Args:
         max_running: sequences that run at a time; a request that weighs more runs alone.
-        max_queued: sequences that wait for a place; a request that weighs more waits alone. When the queue is full, the
-            last request of the caller with the most waiting sequences is refused.
+        max_queued: sequences that wait for a place; a request that weighs more waits alone. For a further request the
+            last ones of callers with more waiting sequences make room; where they cannot, it is refused.
         clock: monotonic seconds.
         day_clock: seconds since 1970.
 
@@ -121,7 +121,12 @@ class Admission:
 
     @property
     def num_queued(self) -> int:
-        """Sequences that wait for one."""
+        """Requests that wait for one."""
+        return sum(len(line.waiting) for line in self._lines.values())
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences of these."""
         return sum(line.num_waiting for line in self._lines.values())
 
     @asynccontextmanager
@@ -136,7 +141,8 @@ class Admission:
         line.waiting.append((turn, weight))
         try:
             self._hand_out_places()
-            self._refuse_surplus()
+            if not turn.done():
+                self._make_room(line)
             await turn
             yield
         finally:
@@ -212,18 +218,32 @@ class Admission:
             line.weight += weight
             turn.set_result(None)
 
-    def _refuse_surplus(self) -> None:
-        """Refuse what is too much for the queue, so that no caller can fill it for the others."""
-        while self.num_queued > self.max_queued:
-            longest = max(self._lines.values(), key=lambda line: line.num_waiting)
-            if self.max_queued > 0 and sum(len(line.waiting) for line in self._lines.values()) == 1:
-                return
-            turn, _ = longest.waiting.pop()
+    def _make_room(self, own: _Line) -> None:
+        """Refuse the last requests of callers with more waiting sequences than this one, until its newest fits into the
+        queue; so no caller can fill it for the others. Raises ApiError (429), and refuses nobody else, where that is
+        not enough."""
+        surplus = self.num_waiting - self.max_queued
+        if surplus <= 0 or (self.num_queued == 1 and self.max_queued > 0):
+            return
+        full = busy(
+            f"{self.num_running} requests run and {self.num_queued - 1} wait for a place, which is all that this "
+            "service takes at a time",
+            QUEUE_FULL_RETRY_S,
+        )
+        weights = {line.name: line.num_waiting for line in self._lines.values()}
+        refused: list[tuple[_Line, tuple[asyncio.Future[None], int]]] = []
+        left = {line.name: list(line.waiting) for line in self._lines.values()}
+        while surplus > 0:
+            name = max((name for name in left if len(left[name]) > 1), key=weights.__getitem__, default=own.name)
+            if weights[name] <= weights[own.name]:
+                raise full
+            refused.append((self._lines[name], last := left[name].pop()))
+            weights[name] -= last[1]
+            surplus -= last[1]
+        for line, (turn, weight) in refused:
+            line.waiting.remove((turn, weight))
             if not turn.cancelled():
-                text = (
-                    f"{self.num_running} requests run and {self.num_queued} sequences wait for a place, which is all "
-                )
-                turn.set_exception(busy(f"{text}that this service takes at a time", QUEUE_FULL_RETRY_S))
+                turn.set_exception(full)
 
     def _drop_idle(self, line: _Line) -> None:
         """Addresses come and go without end: a line is kept while it has requests, or rates that fill up."""

@@ -148,7 +148,7 @@ class TargetReport:
         step_latency: what the scheduler has learned of step times; None before the first step.
         links: to remote drafters (`deployments.replicas.link_reports`).
         num_output_tokens: of all sequences, running ones included.
-        weights: digest of the target's, where heads learn from it; else "".
+        weights: of the target: their digest, where heads learn from it, else `model.source`.
         num_queued: sequences that wait in the replica in front of its engine.
         spent: tokens charged to callers, by name.
         uptime_s: seconds for which the replica has counted.

@@ -401,7 +401,7 @@ class HeadManager:
 
     def record_counts(self, deltas: CounterDeltas, num_running: Mapping[str, int], weights: str = "") -> None:
         """Take in what targets counted since the last time, and decide. num_running: requests by workload. weights:
-        of the targets, see `HeadState`; "" where nobody knows it."""
+        those that the targets report, "" where none does."""
         state, self._num_running = self.state, num_running
         if weights not in ("", state.weights):
             if state.weights:

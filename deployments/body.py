@@ -195,30 +195,30 @@ def parse_record(record: type[BaseModel], fields: dict[str, Any]) -> Any:
             raise ApiError(400, f"unknown field {name:.80}{hint}", param=f"{name:.80}", code="unknown_field")
     if record in (ChatCompletionRequest, TokenizeChatRequest):
         _check_messages(fields.get("messages"))
-    with _refused(lambda: _to_blame(record, fields)):
+    with _refused(lambda error: _to_blame(record, fields, error)):
         return _validator(record).validate_python({**fields})  # vLLM's validators change what they get
 
 
 @contextlib.contextmanager
-def _refused(blame: Callable[[], str | None]) -> Iterator[None]:
+def _refused(blame: Callable[[Exception], str | None]) -> Iterator[None]:
     """Raises ApiError (400) for what vLLM's records raise meanwhile. `blame`: the field, where the error names none."""
     try:
         yield
     except ValidationError as error:
         raise from_validation(error) from error
     except VLLMClientError as error:
-        param = getattr(error, "parameter", None) or blame()
+        param = getattr(error, "parameter", None) or blame(error)
         raise ApiError(400, f"{error.args[0]!s:.500}", param=param) from error
     except (TypeError, AttributeError, KeyError, ValueError) as error:
         # vLLM's own validators run before the types are checked, and trip over values of a type they do not expect.
-        blamed = blame()
+        blamed = blame(error)
         raise ApiError(
             400, f"{blamed or 'a field'} has a value of the wrong type ({error!s:.200})", param=blamed
         ) from error
 
 
-def _to_blame(record: type[BaseModel], fields: Mapping[str, Any]) -> str | None:
-    """The field by which alone vLLM's validators fail, beside a short prompt: each field is tried."""
+def _to_blame(record: type[BaseModel], fields: Mapping[str, Any], error: Exception) -> str | None:
+    """The field by which alone vLLM's validators raise this error, beside a short prompt: each field is tried."""
     short = {"messages": [{"role": "user", "content": "a"}], "prompt": "a"}
     least = {name: short[name] for name in short if name in fields}
     for name, value in fields.items():
@@ -226,8 +226,9 @@ def _to_blame(record: type[BaseModel], fields: Mapping[str, Any]) -> str | None:
             _validator(record).validate_python({**least, name: value})
         except ValidationError:
             continue
-        except (VLLMClientError, TypeError, AttributeError, KeyError, ValueError):
-            return name
+        except (VLLMClientError, TypeError, AttributeError, KeyError, ValueError) as found:
+            if (type(found), str(found)) == (type(error), str(error)):
+                return name
     return None
 
 

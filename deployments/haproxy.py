@@ -15,6 +15,7 @@ Serve's controller calls `install` when it starts (RAY_SERVE_CONTROLLER_CALLBACK
 
 import asyncio
 import re
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -50,18 +51,18 @@ def _set(variable: str, condition: str, *expressions: str) -> str:
     return "".join(f"{rule},{expression} if {condition} {is_missing}" for expression in expressions)
 
 
-def _text(index: int) -> tuple[str, str]:
+def _text(message: str) -> tuple[str, str]:
     """A message's text as a whole, or its first part."""
-    return f"json_query('$.messages[{index}].content')", f"json_query('$.messages[{index}].content[0].text')"
+    return f"json_query('$.{message}.content')", f"json_query('$.{message}.content[0].text')"
 
 
 CONVERSATION = (
-    _set("first", "METH_POST", *_text(0), "bytes(0,2048)")
-    + _set("second", "{ req.body,json_query('$.messages[0].role') -m str system developer }", *_text(1))
+    _set("first", "METH_POST", *_text("messages[0]"), *_text("input[0]"), "bytes(0,2048)")
+    + _set("second", "{ req.body,json_query('$.messages[0].role') -m str system developer }", *_text("messages[1]"))
     + "\n    http-request set-var(txn.conversation) var(txn.first),concat(,txn.second)"
 )
-"""What is the same in each turn: the first message, and behind a system prompt the second one. For a completion, and
-where HAProxy's buffer does not hold the message, the beginning of the body."""
+"""What is the same in each turn of a chat: the first message, and behind a system prompt the second one. For a
+completion, and where HAProxy's buffer does not hold the message, the beginning of the body."""
 BALANCE = "hash var(txn.conversation)"
 LOADS = """
     hash-type consistent
@@ -79,6 +80,10 @@ def own_config(text: str, not_ready_page: Path, address_header: str = "") -> str
     rules = CONNECTIONS
     if (balance := f"\n    balance {BALANCE}") in text:
         text, rules = text.replace(balance, balance + LOADS), CONNECTIONS + CONVERSATION
+        # By HAProxy's own ids, which are places in the list, all servers behind one that goes would change.
+        text = re.sub(
+            r"(?m)^    server (\S+).*", lambda found: f"{found[0]} id {1 + zlib.crc32(found[1].encode()) // 2}", text
+        )
     text = re.sub(r"(?m)^frontend http_frontend\n    bind .*", lambda found: found[0] + rules, text)
     if "\n    use_backend " not in text:
         refusal = f"http-request return status 503 errorfile {not_ready_page}"

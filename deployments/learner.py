@@ -132,7 +132,12 @@ class Learner:
             self._phase = "trial"
             files = await asyncio.to_thread(candidate_files, folder)  # the router may be on another node
             proposal = HeadProposal(folder.name, files, head.digest, found)
-            self._trainer.end_trial(folder, await self._try_head(proposal))
+            try:
+                change = await self._try_head(proposal)
+            except Exception:
+                self._trainer.drop(folder)
+                raise
+            self._trainer.end_trial(folder, change)
 
     async def _try_head(self, proposal: HeadProposal) -> HeadChange:
         """Propose a head, and wait for the end of its trial."""
@@ -199,12 +204,16 @@ class HeadTrainer:
         return folder
 
     def end_trial(self, folder: Path, change: HeadChange) -> None:
-        """The head saved in `folder` was tried. The next round begins from the head that drafts now. One that was not
-        promoted goes, except from a folder of the operator's."""
+        """The head saved in `folder` was tried. The next round begins from the head that drafts now."""
         self._head = None
         if change.state == "promoted":
             self._folders[change.head] = folder
-        elif self._learning.heads_dir is None:
+        else:
+            self.drop(folder)
+
+    def drop(self, folder: Path) -> None:
+        """Remove a saved head that was not promoted, except from a folder of the operator's."""
+        if self._learning.heads_dir is None:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _load_target(self, weights: str) -> None:

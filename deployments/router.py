@@ -316,8 +316,7 @@ class Router:
         add_head_counts(self._head_counts, deltas)
         # The first reports count from the targets' start, and heads may have changed since.
         if self._heads.is_ready and self._counts_are_new:
-            digests = "+".join(sorted({report.weights for report in reports} - {""}))
-            weights = digests or self._settings.model.source
+            weights = "+".join(sorted({report.weights for report in reports} - {""}))
             self._heads.record_counts(deltas, self._num_running(reports), weights)
             self._save_head_events()
         self._counts_are_new = True

@@ -103,7 +103,7 @@ class TargetServer(LLMServer):
         if Path(target_dir).is_dir():
             compat.download_nothing(config)
         self._settings = settings
-        self._answers, self._weights = None, ""
+        self._answers, self._weights = None, settings.model.source
         if settings.learning is not None:
             self._answers = AnswerQueue(MAX_QUEUED_ANSWER_BYTES)
             self._weights = await asyncio.to_thread(target_digest, target_dir)
@@ -212,7 +212,7 @@ class TargetServer(LLMServer):
             links=() if self._links is None else self._links.links,
             num_output_tokens=self._recorder.num_output_tokens,
             weights=self._weights,
-            num_queued=self.front_end.admission.num_queued,
+            num_queued=self.front_end.admission.num_waiting,
             spent=dict(self.front_end.admission.spent),
             uptime_s=time.monotonic() - self._started_s,
             node=socket.gethostname(),

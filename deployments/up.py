@@ -456,10 +456,10 @@ def running_config(serve: Any, config: Mapping[str, Any]) -> dict[str, Any] | No
         raise UpError(f"this config would end the application {others}, which this Ray cluster serves: {remedy}")
     if not found or any(state["status"] not in {"RUNNING", "UNHEALTHY"} for state in found.values()):
         return None
-    applications = [state["deployed_app_config"] for state in running.values()]
-    if any(application is None for application in applications):
+    if any(state["deployed_app_config"] is None for state in found.values()):
         return None
-    return {**config, "applications": applications}
+    applications = [state["deployed_app_config"] for state in running.values()]  # None: not of a config, or it ends
+    return {**config, "applications": [application for application in applications if application is not None]}
 
 
 def _states(serve: Any, config: Mapping[str, Any]) -> dict[str, Any]:

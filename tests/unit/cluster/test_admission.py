@@ -231,6 +231,27 @@ async def test_a_full_queue_refuses_the_last_request_of_the_caller_with_the_most
     assert (requests.running, requests.admission.num_running, requests.admission.num_queued) == ([], 0, 0)
 
 
+async def test_a_request_that_does_not_fit_into_the_queue_takes_no_other_with_it() -> None:
+    requests = Requests(max_running=1, max_queued=3)
+    for name in "abcd":
+        await requests.send(name, Caller(name))
+    await requests.send("late", Caller("late"))
+    await requests.send("wide", Caller("a"), 4)
+    assert len(requests.refused) == 2, "equal callers that wait longer stay"
+    for name in "abcd":
+        assert requests.running == [name]
+        await requests.end(name)
+
+
+async def test_a_request_wider_than_the_queue_that_waits_alone_stays() -> None:
+    requests = Requests(max_running=1, max_queued=3)
+    for name, weight in (("running", 1), ("wide", 5), ("light", 1)):
+        await requests.send(name, Caller(name), weight)
+    assert len(requests.refused) == 1
+    await requests.end("running")
+    assert requests.running == ["wide"]
+
+
 async def test_rates_are_refused_with_the_time_to_wait_and_come_back() -> None:
     now_s = 0.0
     requests = Requests(max_running=10, max_queued=10, clock=lambda: now_s)
@@ -269,22 +290,27 @@ async def test_replicas_share_the_limits_of_a_caller() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    moves=st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 4), st.booleans()), max_size=40),
+    moves=st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 4), st.integers(0, 2)), max_size=40),
     max_running=st.integers(1, 6),
+    max_queued=st.sampled_from([0, 3, 8, 1000]),
 )
 async def test_nothing_is_ever_lost_whoever_comes_and_goes(
-    moves: list[tuple[str, int, bool]], max_running: int
+    moves: list[tuple[str, int, int]], max_running: int, max_queued: int
 ) -> None:
-    requests = Requests(max_running=max_running, max_queued=100)
+    requests = Requests(max_running=max_running, max_queued=max_queued)
     weights = {}
-    for number, (name, weight, ends) in enumerate(moves):
+    for number, (name, weight, then) in enumerate(moves):
         weights[str(number)] = weight
         await requests.send(str(number), Caller(name), weight)
         total = sum(weights[running] for running in requests.running)
         assert total <= max_running or len(requests.running) == 1
-        if ends and requests.running:
+        admission = requests.admission
+        assert admission.num_waiting <= max_queued or admission.num_queued == 1
+        if then == 1 and requests.running:
             await requests.end(requests.running[0])
+        elif then == 2:
+            await requests.leave(str(number // 2))
     while requests.running:
         await requests.end(requests.running[0])
     assert (requests.admission.num_running, requests.admission.num_queued) == (0, 0)
-    assert len(requests.refused) == 0
+    assert max_queued < 1000 or not requests.refused

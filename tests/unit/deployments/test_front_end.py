@@ -512,7 +512,7 @@ async def test_more_than_run_and_wait_gets_429_and_callers_take_turns() -> None:
     error = refused.exception()
     assert isinstance(error, ApiError)
     assert (error.status, error.retry_after_s) == (429, 2)
-    assert "1 requests run and 2 sequences wait" in error.message
+    assert "1 requests run and 2 wait" in error.message
     assert error.body()["error"]["type"] == "rate_limit_error"
     backend.pause.set()
     await asyncio.gather(*pieces, return_exceptions=True)

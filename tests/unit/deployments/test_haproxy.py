@@ -135,7 +135,7 @@ async def test_the_last_header_of_the_secret_name_is_the_clients_address(api: An
         assert found == ["192.0.2.1", address]
 
 
-async def serve_names(api: Any, until: asyncio.Event) -> None:
+async def serve_names(api: Any, until: asyncio.Event) -> list[ServerConfig]:
     """Put three servers behind this HAProxy, each of which answers its name when `until` is set."""
 
     async def start(name: str) -> ServerConfig:
@@ -153,7 +153,9 @@ async def serve_names(api: Any, until: asyncio.Event) -> None:
     api.set_backend_configs({"app": BackendConfig(name="app", path_prefix="/", app_name="app", servers=servers)})
     await api.reload()
     until.set()
-    await wait_for_answer(httpx.AsyncClient(base_url=f"http://127.0.0.1:{api.cfg.http_options.port}"))
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{api.cfg.http_options.port}") as client:
+        await wait_for_answer(client)
+    return servers
 
 
 by_conversation = pytest.mark.parametrize("api", [haproxy.BALANCE], indirect=True, ids=["by conversation"])
@@ -200,6 +202,24 @@ async def test_completions_with_the_same_beginning_go_to_one_server(api: Any, cl
     ]
     assert all(len(servers) == 1 for servers in by_beginning)
     assert len(set.union(*by_beginning)) > 1
+
+
+@by_conversation
+async def test_only_conversations_of_a_server_that_goes_move(api: Any, client: httpx.AsyncClient) -> None:
+    servers = await serve_names(api, asyncio.Event())
+
+    async def ask() -> list[str]:
+        bodies = [{"messages": [message("user", f"question {number}")]} for number in range(30)]
+        return [(await client.post("/v1/chat/completions", json=body)).text for body in bodies]
+
+    before = await ask()
+    api.set_backend_configs({"app": BackendConfig(name="app", path_prefix="/", app_name="app", servers=servers[1:])})
+    await api.reload()
+    after = await ask()
+    assert set(before) == set("abc")
+    assert [now for then, now in zip(before, after, strict=True) if then != "a"] == [
+        then for then in before if then != "a"
+    ]
 
 
 @by_conversation

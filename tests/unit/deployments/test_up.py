@@ -134,7 +134,8 @@ def test_port_in_use_is_named(
 
 class Serve:
     """In the place of Serve and its REST API: keeps what it is given. `fails`: applications that do not come up;
-    `statuses`: of the others, at each look; `ended`: applications, replicas and at last all, in turn."""
+    `statuses`: of the others, at each look; `ended`: applications, replicas and at last all, in turn; `without_config`:
+    applications that end, or that nobody deployed by a config."""
 
     def __init__(self) -> None:
         self.deployed: list[dict[str, Any]] = []
@@ -142,6 +143,7 @@ class Serve:
         self.statuses = ["RUNNING"]
         self.running: list[dict[str, Any]] = []
         self.ended: list[str] = []
+        self.without_config: list[str] = []
 
     def deploy_applications(self, wanted: dict[str, Any]) -> None:
         self.deployed.append(wanted)
@@ -157,6 +159,7 @@ class Serve:
             deployments = {} if one["name"] in self.ended else {"target": target}  # as Serve says
             about = {"deployed_app_config": one, "deployments": deployments}
             found[one.get("name", "default")] = {"status": status, "message": message, **about}
+        found |= {name: {"status": "DELETING", "deployed_app_config": None} for name in self.without_config}
         return {"applications": found, "http_options": {"host": "127.0.0.1", "port": 8000}}
 
     def end(self, name: str = "all", **_: Any) -> None:
@@ -339,6 +342,7 @@ def test_going_back_brings_back_applications_that_the_new_config_left_out(
 ) -> None:
     before = running(machine, tmp_path)
     before["applications"].append({"name": "chat", "import_path": "x:y", "args": {}})
+    machine.serve.without_config = ["old"]
     path = Path(write(tmp_path / "after.yaml", served(engine={"dtype": "bfloat16"})))
     machine.serve.fails.append(live_form(*read_config(path))["applications"][0])
     assert main(["serve", str(path)]) == 1
