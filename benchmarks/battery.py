@@ -44,7 +44,7 @@ from schemathesis import APIOperation, BaseSchema, Case, GenerationMode
 from schemathesis.core.failures import FailureGroup
 
 from benchmarks.common import markdown
-from benchmarks.faults import running_service
+from benchmarks.faults import fixed_targets, running_service
 from benchmarks.hostile import (
     BASES,
     HUGE,
@@ -441,7 +441,7 @@ def battery(config: Path, inputs: list[Input], named: dict[str, Ask]) -> dict[st
     others = {process.pid for process in psutil.Process().children(recursive=True)}
     alone: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
-        url, _ = stack.enter_context(running_service(config, 1))
+        url, _ = stack.enter_context(running_service(fixed_targets(config, 1), 1))
         limits = httpx.Limits(max_connections=None, keepalive_expiry=0.5)
         client = stack.enter_context(httpx.Client(base_url=url, timeout=TIMEOUT_S, limits=limits))
         watch = stack.enter_context(Watch(url, others))
@@ -523,9 +523,7 @@ def table(found: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status 0 where nothing was wrong."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.battery", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=Path(__file__).parents[1] / "configs" / "local.yaml")
     parser.add_argument("--inputs", type=Path, help="the generated requests; written where it is missing")
     parser.add_argument("--num", type=int, default=1000, help="generated requests")

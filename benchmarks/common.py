@@ -69,3 +69,15 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
         cells = (f"{value:.3f}" if isinstance(value, float) else str("-" if value is None else value) for value in row)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def markdown_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows with the same keys, which are the header; counts as "2 a, 3 b"."""
+    shown = [
+        [
+            ", ".join(f"{n} {key}" for key, n in value.items()) if isinstance(value, Mapping) else value
+            for value in row.values()
+        ]
+        for row in rows
+    ]
+    return markdown(list(rows[0]), shown)

@@ -352,9 +352,7 @@ def load(url: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.streams", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=128, help="open at a time")
     parser.add_argument("--model", default=DEFAULT_TARGET, help="its tokenizer and configuration are what matters here")
     parser.add_argument("--targets", type=int, default=1, help="replicas of the product's arms")
