@@ -74,10 +74,6 @@ class Sent:
     def streams(self) -> bool:
         return bool(self.body.get("stream"))
 
-    @property
-    def prompt(self) -> str:
-        return str(self.body["messages"][0]["content"])
-
     def read(self, document: dict[str, Any]) -> None:
         """Add an answer, or a chunk of one. Raises ValueError for an error in a stream."""
         if "error" in document:
@@ -152,15 +148,21 @@ def describe_refusal(response: httpx.Response) -> str:
     return f"{response.status_code} {code}{', retry' if 'retry-after' in response.headers else ''}"
 
 
+def processes() -> Iterator[tuple[int, str]]:
+    """Ids and command lines of what runs on this machine."""
+    for process in psutil.process_iter(["cmdline", "status"]):
+        if process.info["status"] != psutil.STATUS_ZOMBIE:
+            yield process.pid, " ".join(process.info["cmdline"] or ())
+
+
 def pids(kind: str) -> set[int]:
     """Processes of a kind in the sessions of this program's services: the machine may run others."""
     found = set()
-    for process in psutil.process_iter(["cmdline", "status"]):
-        title = " ".join(process.info["cmdline"] or ())
-        if process.info["status"] != psutil.STATUS_ZOMBIE and PROCESSES[kind] in title.split(" ", 1)[0]:
+    for pid, line in processes():
+        if PROCESSES[kind] in line.split(" ", 1)[0]:
             with contextlib.suppress(ProcessLookupError):
-                if os.getsid(process.pid) in SESSIONS:
-                    found.add(process.pid)
+                if os.getsid(pid) in SESSIONS:
+                    found.add(pid)
     return found
 
 
@@ -181,12 +183,7 @@ def is_well(url: str, before: dict[str, set[int]], num_targets: int) -> bool:
 
 def raylets() -> dict[int, str]:
     """Command lines of Ray's nodes on this machine."""
-    found = {}
-    for process in psutil.process_iter(["cmdline", "status"]):
-        command = process.info["cmdline"] or ("",)
-        if command[0].endswith("raylet") and process.info["status"] != psutil.STATUS_ZOMBIE:
-            found[process.pid] = " ".join(command)
-    return found
+    return {pid: line for pid, line in processes() if line.split(" ", 1)[0].endswith("raylet")}
 
 
 def ray_address() -> str:
