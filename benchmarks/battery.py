@@ -44,7 +44,7 @@ from schemathesis import APIOperation, BaseSchema, Case, GenerationMode
 from schemathesis.core.failures import FailureGroup
 
 from benchmarks.common import markdown
-from benchmarks.faults import running_service
+from benchmarks.faults import fixed_targets, running_service
 from benchmarks.hostile import (
     BASES,
     HUGE,
@@ -65,11 +65,8 @@ from peagle.provenance import conditions
 
 CANARY_PERIOD_S, HEALTH_PERIOD_S, MEMORY_PERIOD_S, TIMEOUT_S, MAX_WAIT_S = 2.0, 1.0, 0.5, 60.0, 5.0
 NUM_CLIENTS, MAX_BYTES, MAX_S = 6, 2**20, 1500.0
-CANARY = {
-    "messages": [{"role": "user", "content": "What is the capital of France?"}],
-    "max_tokens": 8,
-    "temperature": 0,
-}
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+CANARY = {"messages": QUESTION, "max_tokens": 8, "temperature": 0}
 CANARY_ADDRESS = "127.0.0.2"
 PROCESSES = ("ray::Serve", "ray::HAProxyManager", "ray::ProxyActor", "VLLM::")
 """How the names of the processes begin that are watched."""
@@ -397,13 +394,8 @@ def send(name: str, ask: Ask, client: httpx.Client) -> dict[str, Any]:
         outcome = ask(client)
     except (httpx.HTTPError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
         outcome = Outcome(type(error).__name__, f"{type(error).__name__}: {error!s:.100}")
-    return {
-        "name": name,
-        "answer": outcome.answer,
-        "problem": outcome.problem,
-        "start_s": start_s,
-        "end_s": time.monotonic(),
-    }
+    times = {"start_s": start_s, "end_s": time.monotonic()}
+    return {"name": name, "answer": outcome.answer, "problem": outcome.problem, **times}
 
 
 def send_alone(requests: dict[str, Ask], client: httpx.Client, watch: Watch, end_s: float) -> Iterator[dict[str, Any]]:
@@ -441,7 +433,7 @@ def battery(config: Path, inputs: list[Input], named: dict[str, Ask]) -> dict[st
     others = {process.pid for process in psutil.Process().children(recursive=True)}
     alone: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
-        url, _ = stack.enter_context(running_service(config, 1))
+        url, _ = stack.enter_context(running_service(fixed_targets(config, 1), 1))
         limits = httpx.Limits(max_connections=None, keepalive_expiry=0.5)
         client = stack.enter_context(httpx.Client(base_url=url, timeout=TIMEOUT_S, limits=limits))
         watch = stack.enter_context(Watch(url, others))
@@ -508,24 +500,17 @@ def problems_of(found: dict[str, Any]) -> list[str]:
 def table(found: dict[str, Any]) -> str:
     """The named requests that were sent alone."""
     header = ["input", "answer", "seconds", "longest wait of a canary, s", "of /health, s", "growth, MiB", "ended"]
-    return markdown(
-        header,
-        (
-            [
-                row["name"], f"{row['answer']:.60}{' **' + row['problem'] + '**' if row['problem'] else ''}",
-                row["seconds"], row["canary"]["max_s"], row["health"]["max_s"], row["growth"]["mib"],
-                ", ".join(row["ended"]) or None,
-            ]
-            for row in found["alone"]
-        ),
-    )  # fmt: skip
+    rows = []
+    for row in found["alone"]:
+        answer = f"{row['answer']:.60}{' **' + row['problem'] + '**' if row['problem'] else ''}"
+        numbers = row["seconds"], row["canary"]["max_s"], row["health"]["max_s"], row["growth"]["mib"]
+        rows.append([row["name"], answer, *numbers, ", ".join(row["ended"]) or None])
+    return markdown(header, rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status 0 where nothing was wrong."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.battery", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=Path(__file__).parents[1] / "configs" / "local.yaml")
     parser.add_argument("--inputs", type=Path, help="the generated requests; written where it is missing")
     parser.add_argument("--num", type=int, default=1000, help="generated requests")
@@ -545,10 +530,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.names:
         named = {name: ask for name, ask in named.items() if any(part in name for part in options.names)}
     found = battery(options.config, inputs, named)
-    made |= {
-        "load_average_at_end": os.getloadavg(),
-        "options": {key: str(value) for key, value in vars(options).items()},
-    }
+    asked = {key: str(value) for key, value in vars(options).items()}
+    made |= {"load_average_at_end": os.getloadavg(), "options": asked}
     if options.out is not None:
         options.out.write_text(json.dumps({"made": made, **found}, indent=1) + "\n", encoding="utf-8")
     lines = problems_of(found)

@@ -37,6 +37,7 @@ class Chart(NamedTuple):
     panels: tuple[Panel, Panel]
 
 
+CODER = "Qwen2.5-Coder-1.5B, trained heads"
 LLAMA_SHAPE = "Llama-3.1-8B's shape, random weights"
 SHAPE_NOTE = "acceptance set; one H200; vLLM 0.32, EAGLE-3 0.33"
 LLAMA_FILE = "2026-11-29-headline-8b-shape-h200x2.json"
@@ -44,17 +45,10 @@ LLAMA_ARMS = {"two layers": ["ours-7h2x4"], "EAGLE-3, K = 3": ["eagle3-3x4"], "f
 
 CHARTS = {
     "speed.svg": Chart(
-        "Output tokens per second against concurrent requests",
-        "tokens/s",
-        "output_throughput",
-        max,
-        (
+        "Output tokens per second against concurrent requests", "tokens/s", "output_throughput", max, (
             Panel(
-                "Qwen2.5-Coder-1.5B, trained heads",
-                "HumanEval, greedy; one H200; vLLM 0.32, the others 0.33",
-                "2026-11-29-headline-coder-h200.json",
-                "humaneval",
-                {
+                CODER, "HumanEval, greedy; one H200; vLLM 0.32, the others 0.33",
+                "2026-11-29-headline-coder-h200.json", "humaneval", {
                     "this service": ["ours-7"],
                     "EAGLE-3, best of K = 3, 5, 7": ["eagle3-3x4", "eagle3-5x4", "eagle3-7x4"],
                     "none": ["none"],
@@ -64,22 +58,16 @@ CHARTS = {
         ),
     ),
     "ttft.svg": Chart(
-        "Median time to first token against concurrent requests",
-        "ms",
-        "p50_ttft_ms",
-        min,
-        (
+        "Median time to first token against concurrent requests", "ms", "p50_ttft_ms", min, (
             Panel(
-                "Qwen2.5-Coder-1.5B, trained heads",
-                "HumanEval, greedy; one H200; vLLM 0.32, EAGLE-3 0.33",
-                "2026-11-29-headline-coder-front-ends-h200.json",
-                "humaneval",
+                CODER, "HumanEval, greedy; one H200; vLLM 0.32, EAGLE-3 0.33",
+                "2026-11-29-headline-coder-front-ends-h200.json", "humaneval",
                 {"this service": ["ours-7x4"], "EAGLE-3, K = 5": ["eagle3-5x4"], "one process": ["ours-7"]},
             ),
             Panel(LLAMA_SHAPE, SHAPE_NOTE, LLAMA_FILE, "random", LLAMA_ARMS),
         ),
     ),
-}
+}  # fmt: skip
 """By file name."""
 STYLE = """
 text { font: 12px sans-serif; fill: #24292f } .title { font-size: 14px; font-weight: bold } .small { fill: #57606a }

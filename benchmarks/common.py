@@ -62,6 +62,12 @@ def running_applications(make: Callable[[], Mapping[str, Application]], ready: s
         os.environ.update(before)
 
 
+def is_ready(url: str) -> bool:
+    with suppress(httpx.HTTPError):
+        return httpx.get(f"{url}/health", timeout=5).status_code == 200
+    return False
+
+
 def markdown(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """First column left, the rest right; floats with three decimals, None as a dash."""
     lines = ["| " + " | ".join(header) + " |", "| --- |" + " ---: |" * (len(header) - 1)]
@@ -69,3 +75,12 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
         cells = (f"{value:.3f}" if isinstance(value, float) else str("-" if value is None else value) for value in row)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def markdown_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows with the same keys, which are the header; counts as "2 a, 3 b"."""
+
+    def show(value: Any) -> Any:
+        return ", ".join(f"{n} {key}" for key, n in value.items()) if isinstance(value, Mapping) else value
+
+    return markdown(list(rows[0]), [[show(value) for value in row.values()] for row in rows])

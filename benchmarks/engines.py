@@ -406,13 +406,10 @@ class Load:
             # The first ones end at different times.
             num_tokens = draw.randint(min(16, length), length) if is_first else length
             params = SamplingParams(
-                temperature=0.0,
-                ignore_eos=True,
-                max_tokens=num_tokens,
-                detokenize=False,
+                temperature=0.0, ignore_eos=True, max_tokens=num_tokens, detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 extra_args=self._extra_args(draw, replay.workload if replay else "load"),
-            )
+            )  # fmt: skip
             is_first = False
             request_id = f"{id(self)}-{self._count}"
             if replay:

@@ -23,7 +23,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ import httpx
 import psutil
 import yaml
 
-from benchmarks.common import free_port, markdown
+from benchmarks.common import free_port, markdown_of
 from deployments.compat import RAY_ENVIRONMENT
 from peagle.provenance import conditions
 
@@ -40,7 +40,7 @@ SESSIONS: set[int] = set()
 """Process sessions that this program has started: of Ray, and of nodes that join it."""
 NODE = "target_node"
 """Resource of Ray that nodes for targets have one of, and every target needs."""
-QUESTION = "Count from one to thirty."
+QUESTION = [{"role": "user", "content": "Count from one to thirty."}]
 PROCESSES = {
     "target": "ray::ServeReplica:peagle:target",
     "engine": "VLLM::EngineCore",
@@ -59,23 +59,64 @@ FAULTS = (
 
 @dataclass
 class Sent:
-    """A request that has ended. outcome: "" for a complete answer."""
+    """A request and what was answered. outcome: "" for a complete answer; ttft_s: seconds to the first text."""
 
+    body: dict[str, Any]
     start_s: float
-    end_s: float
-    streams: bool
-    outcome: str
+    end_s: float = 0.0
+    outcome: str = ""
+    text: str = ""
+    num_tokens: int = 0
+    ttft_s: float | None = None
+    drafting: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.body.get("stream"))
+
+    def read(self, document: dict[str, Any]) -> None:
+        """Add an answer, or a chunk of one. Raises ValueError for an error in a stream."""
+        if "error" in document:
+            raise ValueError(document["error"]["code"])
+        for choice in document["choices"]:
+            self.text += (choice.get("delta") or choice.get("message") or {}).get("content") or ""
+        if self.text and self.ttft_s is None:
+            self.ttft_s = time.monotonic() - self.start_s
+        self.num_tokens = (document.get("usage") or {}).get("completion_tokens", self.num_tokens)
+        self.drafting = document.get("drafting", self.drafting)
+
+
+def ask(client: httpx.Client, body: dict[str, Any]) -> Sent:
+    """Send a chat and read its whole answer."""
+    sent = Sent(body, time.monotonic())
+    try:
+        with client.stream("POST", "/v1/chat/completions", json=body) as response:
+            if response.status_code != 200:
+                sent.outcome = describe_refusal(response)
+            elif sent.streams:
+                sent.outcome = "broken off"
+                for line in response.iter_lines():
+                    if line == "data: [DONE]":
+                        sent.outcome = ""
+                    elif line.startswith("data: "):
+                        sent.read(json.loads(line.removeprefix("data: ")))
+            else:
+                sent.read(json.loads(response.read()))
+    except httpx.HTTPError as error:
+        sent.outcome = f"{type(error).__name__} {error}".strip()
+    except (ValueError, KeyError) as error:
+        sent.outcome = f"broken off: {error}"
+    sent.end_s = time.monotonic()
+    return sent
 
 
 class Clients:
-    """Threads that ask one request after another."""
+    """Threads that ask one request after another: `next_body` of a client, None for nothing now."""
 
-    def __init__(self, url: str, model: str, num_whole: int, num_streams: int, max_tokens: int) -> None:
-        self._url, self._body = url, {"model": model, "prompt": QUESTION, "max_tokens": max_tokens, "ignore_eos": True}
-        self._ended = threading.Event()
+    def __init__(self, url: str, num: int, next_body: Callable[[int], dict[str, Any] | None]) -> None:
+        self._url, self._next_body, self._ended = url, next_body, threading.Event()
         self.sent: list[Sent] = []
-        kinds = [False] * num_whole + [True] * num_streams
-        self._threads = [threading.Thread(target=self._run, args=(streams,), daemon=True) for streams in kinds]
+        self._threads = [threading.Thread(target=self._run, args=(number,), daemon=True) for number in range(num)]
 
     def __enter__(self) -> "Clients":
         for thread in self._threads:
@@ -87,27 +128,15 @@ class Clients:
         for thread in self._threads:
             thread.join(60)
 
-    def _run(self, streams: bool) -> None:
+    def _run(self, number: int) -> None:
         with httpx.Client(base_url=self._url, timeout=120) as client:
             while not self._ended.is_set():
-                start_s = time.monotonic()
-                outcome = self._ask(client, streams)
-                self.sent.append(Sent(start_s, time.monotonic(), streams, outcome))
-                if outcome:
+                if (body := self._next_body(number)) is None:
+                    time.sleep(0.2)
+                    continue
+                self.sent.append(sent := ask(client, body))
+                if sent.outcome:
                     time.sleep(0.5)  # clients wait before they try again
-
-    def _ask(self, client: httpx.Client, streams: bool) -> str:
-        body = {**self._body, "stream": streams}
-        try:
-            with client.stream("POST", "/v1/completions", json=body) as response:
-                if response.status_code != 200:
-                    return describe_refusal(response)
-                text = response.read().decode()
-        except httpx.HTTPError as error:
-            return type(error).__name__
-        if streams:
-            return "" if "data: [DONE]" in text else "broken off"
-        return "" if "choices" in text else "no answer"
 
 
 def describe_refusal(response: httpx.Response) -> str:
@@ -119,26 +148,32 @@ def describe_refusal(response: httpx.Response) -> str:
     return f"{response.status_code} {code}{', retry' if 'retry-after' in response.headers else ''}"
 
 
+def processes() -> Iterator[tuple[int, str]]:
+    """Ids and command lines of what runs on this machine."""
+    for process in psutil.process_iter(["cmdline", "status"]):
+        if process.info["status"] != psutil.STATUS_ZOMBIE:
+            yield process.pid, " ".join(process.info["cmdline"] or ())
+
+
 def pids(kind: str) -> set[int]:
     """Processes of a kind in the sessions of this program's services: the machine may run others."""
     found = set()
-    for process in psutil.process_iter(["cmdline", "status"]):
-        title = " ".join(process.info["cmdline"] or ())
-        if process.info["status"] != psutil.STATUS_ZOMBIE and PROCESSES[kind] in title.split(" ", 1)[0]:
+    for pid, line in processes():
+        if PROCESSES[kind] in line.split(" ", 1)[0]:
             with contextlib.suppress(ProcessLookupError):
-                if os.getsid(process.pid) in SESSIONS:
-                    found.add(process.pid)
+                if os.getsid(pid) in SESSIONS:
+                    found.add(pid)
     return found
 
 
 def is_well(url: str, before: dict[str, set[int]], num_targets: int) -> bool:
-    """Whether all of the service is there."""
+    """Whether all of the service is there: as many processes of each kind as `before`, and targets that are ready."""
     try:
         health = httpx.get(f"{url}/health", timeout=5)
         document = httpx.get(f"{url}/drafting", timeout=5).json()
     except (httpx.HTTPError, ValueError):
         return False
-    if health.status_code != 200 or health.json()["num_target_replicas"] != num_targets:
+    if health.status_code != 200 or health.json()["num_target_replicas"] < num_targets:
         return False
     if "drafter" in before and sum(link["state"] == "up" for link in document.get("links", ())) < num_targets:
         return False
@@ -146,20 +181,20 @@ def is_well(url: str, before: dict[str, set[int]], num_targets: int) -> bool:
     return all(len(pids(kind)) >= (1 if kind == "haproxy" else len(known)) for kind, known in before.items())
 
 
-def node_pids() -> set[int]:
-    """The raylets of nodes for targets."""
-    found = set()
-    for process in psutil.process_iter(["cmdline", "status"]):
-        command = process.info["cmdline"] or ("",)
-        is_one = command[0].endswith("raylet") and NODE in " ".join(command)
-        if is_one and process.info["status"] != psutil.STATUS_ZOMBIE:
-            found.add(process.pid)
-    return found
+def raylets() -> dict[int, str]:
+    """Command lines of Ray's nodes on this machine."""
+    return {pid: line for pid, line in processes() if line.split(" ", 1)[0].endswith("raylet")}
+
+
+def ray_address() -> str:
+    """Of the Ray that this program's service runs in."""
+    (line,) = (line for pid, line in raylets().items() if os.getsid(pid) in SESSIONS and NODE not in line)
+    return line.partition("--gcs-address=")[2].split()[0]
 
 
 def inflict(fault: str) -> None:
     if fault == "node":
-        os.kill(max(node_pids()), signal.SIGKILL)
+        os.kill(max(pid for pid, line in raylets().items() if NODE in line), signal.SIGKILL)
         return
     kind = fault.removesuffix(" hung")
     pid = min(pids(kind))
@@ -171,28 +206,34 @@ def inflict(fault: str) -> None:
     threading.Timer(HANG_S, os.kill, (pid, signal.SIGCONT)).start()
 
 
-def measured(fault: str, url: str, clients: Clients, num_targets: int) -> dict[str, Any]:
-    """One fault under load, and what became of the requests that it met."""
-    before = {kind: found for kind in PROCESSES if (found := pids(kind))}
-    time.sleep(STEADY_S)
-    fault_s = time.monotonic()
+def measure_recovery(fault: str, is_recovered: Callable[[], bool]) -> float | None:
+    """Seconds from a fault, inflicted here, until all is well for two seconds; None after `RECOVERY_TIMEOUT_S`."""
+    fault_s, well_since_s = time.monotonic(), None
     inflict(fault)
     time.sleep(HANG_S if fault.endswith("hung") else 1.0)
-    well_since_s = None
     while well_since_s is None or time.monotonic() < well_since_s + 2.0:
-        if not is_well(url, before, num_targets):
+        if not is_recovered():
             well_since_s = None
         elif well_since_s is None:
             well_since_s = time.monotonic()
         if time.monotonic() > fault_s + RECOVERY_TIMEOUT_S:
             break
         time.sleep(0.25)
+    return None if well_since_s is None else round(well_since_s - fault_s, 1)
+
+
+def measured(fault: str, url: str, clients: Clients, num_targets: int) -> dict[str, Any]:
+    """One fault under load, and what became of the requests that it met."""
+    before = {kind: found for kind in PROCESSES if (found := pids(kind))}
+    time.sleep(STEADY_S)
+    fault_s = time.monotonic()
+    recovered_s = measure_recovery(fault, lambda: is_well(url, before, num_targets))
     time.sleep(STEADY_S)  # requests of the time of the fault end
     met = [sent for sent in clients.sent if sent.end_s >= fault_s]
     failed = [sent for sent in met if sent.outcome]
     return {
         "fault": fault,
-        "recovered_s": None if well_since_s is None else round(well_since_s - fault_s, 1),
+        "recovered_s": recovered_s,
         "num_whole": sum(not sent.streams for sent in met),
         "num_whole_failed": sum(not sent.streams for sent in failed),
         "num_streams": sum(sent.streams for sent in met),
@@ -222,34 +263,42 @@ def nodes(num: int) -> Iterator[None]:
             process.wait(30)
 
 
-@contextlib.contextmanager
-def running_service(config: Path, num_targets: int, *, has_nodes: bool = False) -> Iterator[tuple[str, str]]:
-    """URL and model of the service, from `peagle serve` to SIGTERM. `has_nodes`: each target on a node of its own."""
-    document = yaml.safe_load(config.read_text(encoding="utf-8"))
-    document["http_options"]["port"] = port = free_port()
-    args = document["applications"][0]["args"]
-    args["target"]["num_replicas"] = num_targets
+def fixed_targets(config: Path, num_targets: int, *, has_nodes: bool = False) -> dict[str, Any]:
+    """The config with so many targets. `has_nodes`: each on a node of its own."""
+    document: dict[str, Any] = yaml.safe_load(config.read_text(encoding="utf-8"))
+    target = document["applications"][0]["args"]["target"]
+    target["num_replicas"] = num_targets
     if has_nodes:
-        args["target"]["bundle"] |= {NODE: 1}
+        target["bundle"] |= {NODE: 1}
+    return document
+
+
+@contextlib.contextmanager
+def running_service(document: dict[str, Any], num_targets: int) -> Iterator[tuple[str, Path]]:
+    """URL of a config's service on a free port, and the config's file: from `peagle serve`, once so many targets are
+    ready, to SIGTERM."""
+    document["http_options"]["port"] = port = free_port()
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryDirectory() as folder:
-        file, log = Path(folder) / "faults.yaml", Path(folder) / "log"
+        file, log = Path(folder) / "config.yaml", Path(folder) / "log"
         file.write_text(yaml.safe_dump(document), encoding="utf-8")
+        env = {**os.environ, "RAY_ADDRESS": "local"}  # never in a Ray that runs here already
         with log.open("wb") as output:
-            command = [sys.executable, "-m", "deployments.cli", "serve", str(file)]
-            env = {**os.environ, "RAY_ADDRESS": "local"}  # never in a Ray that runs here already
-            process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True
-            )
+            outputs: dict[str, Any] = {"stdout": output, "stderr": subprocess.STDOUT}
+            process = subprocess.Popen(serve_command(file), env=env, start_new_session=True, **outputs)
         try:
             wait_until(lambda: process.poll() is not None or health(url) == num_targets, READY_TIMEOUT_S)
             if health(url) != num_targets:
                 raise SystemExit(f"error: the service does not start\n{log.read_text()[-2000:]}")
             SESSIONS.update(os.getsid(child.pid) for child in psutil.Process(process.pid).children())
-            yield url, args["model"]["id"]
+            yield url, file
         finally:
             process.terminate()
             process.wait(120)
+
+
+def serve_command(file: Path) -> list[str]:
+    return [sys.executable, "-m", "deployments.cli", "serve", str(file)]
 
 
 def health(url: str) -> int:
@@ -266,9 +315,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=Path(__file__).parents[1] / "configs" / "local.yaml")
     parser.add_argument("--targets", type=int, default=2)
     parser.add_argument("--whole", type=int, default=4, help="clients that ask for whole answers")
@@ -285,22 +332,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with contextlib.ExitStack() as stack:
             if has_nodes:
                 stack.enter_context(nodes(options.targets))
-            running = running_service(options.config, options.targets, has_nodes=has_nodes)
-            url, model = stack.enter_context(running)
+            config = fixed_targets(options.config, options.targets, has_nodes=has_nodes)
+            url, _ = stack.enter_context(running_service(config, options.targets))
+            model = config["applications"][0]["args"]["model"]["id"]
+            body = {"model": model, "messages": QUESTION, "max_tokens": options.max_tokens, "ignore_eos": True}
+            bodies = [{**body, "stream": number >= options.whole} for number in range(options.whole + options.streams)]
             for fault in faults:
-                with Clients(url, model, options.whole, options.streams, options.max_tokens) as clients:
+                with Clients(url, len(bodies), bodies.__getitem__) as clients:
                     rows.append(measured(fault, url, clients, options.targets))
                 sys.stderr.write(f"{json.dumps(rows[-1])}\n")
                 if options.out is not None:
                     document = {"made": conditions(), "options": {k: str(v) for k, v in vars(options).items()}}
                     options.out.write_text(json.dumps({**document, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-    header = ["fault", "whole answers", "failed", "streams", "failed", "of both, by outcome", "last failed after s"]
-    header += ["all well after s"]
-    names = ("fault", "num_whole", "num_whole_failed", "num_streams", "num_streams_failed")
-    names += ("outcomes", "last_failure_s", "recovered_s")
-    for row in rows:
-        row["outcomes"] = ", ".join(f"{number} {outcome}" for outcome, number in row["outcomes"].items())
-    sys.stdout.write(markdown(header, [[row[name] for name in names] for row in rows]) + "\n")
+    sys.stdout.write(markdown_of(rows) + "\n")
     return 0
 
 

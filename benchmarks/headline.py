@@ -72,7 +72,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import models
-from benchmarks.common import markdown
+from benchmarks.common import is_ready, markdown
 from benchmarks.engines import PARALLEL_RATIO, SURVIVAL, Arm
 from benchmarks.humaneval import answers_file
 from deployments.haproxy import BALANCE
@@ -295,12 +295,6 @@ def servers(options: argparse.Namespace, arms: list[Arm], first: int) -> Iterato
                 del started[arm]
             time.sleep(0.5)
         yield {arm: urls[arm] for arm in arms if arm in urls}
-
-
-def is_ready(url: str) -> bool:
-    with contextlib.suppress(httpx.HTTPError):
-        return httpx.get(f"{url}/health", timeout=2).status_code == 200
-    return False
 
 
 def stop(process: "subprocess.Popen[bytes]") -> None:

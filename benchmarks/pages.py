@@ -192,10 +192,8 @@ def engine_families() -> dict[str, tuple[str, str, str]]:
 
 
 def engine_table() -> str:
-    rows = (
-        [f"`{name}`", kind, " ".join(labels.split()[3:]), text]
-        for name, (kind, labels, text) in engine_families().items()
-    )
+    families = engine_families().items()
+    rows = ([f"`{name}`", kind, " ".join(labels.split()[3:]), text] for name, (kind, labels, text) in families)
     return table("metric, type, further labels, meaning", rows)
 
 
@@ -221,9 +219,7 @@ def config_schema() -> str:
 def alerts_table() -> str:
     spec = yaml.safe_load((ROOT / "k8s/components/monitoring/alerts.yaml").read_text(encoding="utf-8"))["spec"]
     rules = [rule for group in spec["groups"] for rule in group["rules"]]
-    rows = [
-        [f"`{rule['alert']}`", rule["labels"]["severity"], rule.get("for", "at once"), _plain(rule)] for rule in rules
-    ]
+    rows = ([f"`{one['alert']}`", one["labels"]["severity"], one.get("for", "at once"), _plain(one)] for one in rules)
     return table("alert, severity, lasts, what it says", rows)
 
 
@@ -258,9 +254,8 @@ def old_pages() -> dict[Path, str]:
     wanted = {DOCS / name: renewed((DOCS / name).read_text(encoding="utf-8"), parts) for name, parts in MADE.items()}
     wanted |= {DOCS / name: svg(chart) for name, chart in CHARTS.items()}
     wanted[SCHEMA] = config_schema()
-    return {
-        path: text for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text
-    }
+    there = {path: path.read_text(encoding="utf-8") for path in wanted if path.exists()}
+    return {path: text for path, text in wanted.items() if there.get(path) != text}
 
 
 def main() -> int:

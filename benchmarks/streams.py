@@ -30,7 +30,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import psutil
 import zmq
 import zmq.asyncio
@@ -39,7 +38,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from benchmarks.common import READY_TIMEOUT_S, free_port, markdown, running_applications
+from benchmarks.common import READY_TIMEOUT_S, free_port, is_ready, markdown, running_applications
 from cluster.settings import load_settings
 from deployments import TARGET_NAME, front_end_processes
 from deployments.app import bind_target, catalog
@@ -221,7 +220,7 @@ def server(arm: str, options: argparse.Namespace) -> Iterator[str]:
     process = subprocess.Popen(command)
     try:
         end_s = time.monotonic() + READY_TIMEOUT_S
-        while not _is_ready(url):
+        while not is_ready(url):
             if process.poll() is not None or time.monotonic() > end_s:
                 raise SystemExit("error: vLLM's server does not start")
             time.sleep(0.5)
@@ -229,13 +228,6 @@ def server(arm: str, options: argparse.Namespace) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait(30)
-
-
-def _is_ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=5).status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 def cpu_seconds() -> dict[str, float]:
@@ -352,9 +344,7 @@ def load(url: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.streams", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=128, help="open at a time")
     parser.add_argument("--model", default=DEFAULT_TARGET, help="its tokenizer and configuration are what matters here")
     parser.add_argument("--targets", type=int, default=1, help="replicas of the product's arms")
@@ -392,22 +382,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with server(arm, options) as url:
                 arms[arm] = load(url, options)
     kinds = list(dict.fromkeys(KINDS.values()))
-    rows = [
-        [
-            arm,
-            *(round(found[name]) for name in ("tokens_per_s", "chunks_per_s", "median_ttft_ms", "p99_ttft_ms")),
-            *(round(found["us_per_token"].get(kind, 0.0), 1) for kind in ("server", "front ends")),
-            *(None if kind not in found["us_per_chunk"] else round(found["us_per_chunk"][kind]) for kind in kinds),
-        ]
-        for arm, found in arms.items()
-    ]
+    rows = []
+    for arm, found in arms.items():
+        rates = [round(found[name]) for name in ("tokens_per_s", "chunks_per_s", "median_ttft_ms", "p99_ttft_ms")]
+        rates += [round(found["us_per_token"].get(kind, 0.0), 1) for kind in ("server", "front ends")]
+        spent = found["us_per_chunk"]
+        rows.append([arm, *rates, *(None if kind not in spent else round(spent[kind]) for kind in kinds)])
     kind_names = (f"{one}, us/chunk" for one in kinds)
     header = ["way", "tokens/s", "chunks/s", "TTFT ms", "p99", "server, us/token", "front ends", *kind_names]
     sys.stdout.write(markdown(header, rows) + "\n")
     if options.out is not None:
-        load_options = {
-            k: value for k, value in vars(options).items() if k not in ("out", "serve_vllm", "front_end", "engine")
-        }
+        hidden = ("out", "serve_vllm", "front_end", "engine")
+        load_options = {name: value for name, value in vars(options).items() if name not in hidden}
         document = {"made": conditions(), "num_cores": os.cpu_count(), "options": load_options, "arms": arms}
         options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0

@@ -497,14 +497,14 @@ def _update(
         say(f"no longer in the config, and ends: {ended}")
     try:
         deploy(serve, wanted)
-        wait_until_ready(serve, config, services, time.monotonic() + timeout_s, say)
+        wait_until_ready(serve, config, services, time.monotonic() + timeout_s, say, is_update=True)
     except (UpError, KeyboardInterrupt) as error:
         say("the config is not taken; the service goes back to the one before")
         deploy(serve, before)
         if isinstance(error, KeyboardInterrupt):
             raise UpError("interrupted: the service goes on with the config before") from error
         with contextlib.suppress(UpError):
-            wait_until_ready(serve, config, services, time.monotonic() + timeout_s, say)
+            wait_until_ready(serve, config, services, time.monotonic() + timeout_s, say, is_update=True)
         raise
     say(f"ready with the new config: {base_url(config)}/v1")
 
@@ -573,18 +573,26 @@ def _downloaded_mb(services: Sequence[ClusterSettings]) -> float:
 
 
 def wait_until_ready(
-    serve: Any, config: Mapping[str, Any], services: Sequence[ClusterSettings], deadline_s: float, say: Say
+    serve: Any,
+    config: Mapping[str, Any],
+    services: Sequence[ClusterSettings],
+    deadline_s: float,
+    say: Say,
+    *,
+    is_update: bool = False,
 ) -> None:
     """Return when the service answers requests; say on the way what it waits for.
 
-    Raises UpError when an application fails, or at `deadline_s` (of time.monotonic()).
+    Raises UpError when an application fails, or at `deadline_s` (of time.monotonic()). In an update UNHEALTHY is no
+    failure: Serve says so of replicas that the update does not touch, such as a drafter that died, and replaces them.
     """
+    failures = {"DEPLOY_FAILED"} if is_update else {"DEPLOY_FAILED", "UNHEALTHY"}
     had_mb = _downloaded_mb(services)
     said, said_s = "", 0.0
     while True:
         states = _states(serve, config)
         for name, state in states.items():
-            if state["status"] in {"DEPLOY_FAILED", "UNHEALTHY"}:
+            if state["status"] in failures:
                 raise UpError(f"application {name}: {state['status']}\n{_reasons(state)}")
         is_running = bool(states) and all(state["status"] == "RUNNING" for state in states.values())
         if is_running and _answers(base_url(config)):

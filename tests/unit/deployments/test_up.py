@@ -401,6 +401,14 @@ def test_a_config_that_fails_gives_way_to_the_one_before(tmp_path: Path, machine
     assert machine.serve.ended == []
 
 
+def test_a_replica_that_dies_meanwhile_does_not_undo_a_change(tmp_path: Path, machine: Any) -> None:
+    running(machine, tmp_path)
+    machine.serve.statuses = ["RUNNING", "RUNNING", "UNHEALTHY", "UNHEALTHY", "RUNNING"]
+    up.up(Path(write(tmp_path / "after.yaml", served(limits={"max_queued_requests": 512}))), say=lambda _: None)
+    assert machine.serve.statuses == ["RUNNING"]
+    assert len(machine.serve.deployed) == 1
+
+
 # ---- Ray, and what is left of it
 
 ENGINE = """
