@@ -38,10 +38,11 @@ class Chart(NamedTuple):
 
 
 CODER = "Qwen2.5-Coder-1.5B, trained heads"
-LLAMA_SHAPE = "Llama-3.1-8B's shape, random weights"
-SHAPE_NOTE = "acceptance set; one H200; vLLM 0.32, EAGLE-3 0.33"
-LLAMA_FILE = "2026-11-29-headline-8b-shape-h200x2.json"
-LLAMA_ARMS = {"two layers": ["ours-7h2x4"], "EAGLE-3, K = 3": ["eagle3-3x4"], "four layers": ["ours-7x4"]}
+LLAMA = Panel(
+    "Llama-3.1-8B's shape, random weights", "acceptance set; one H200; vLLM 0.32, EAGLE-3 0.33",
+    "2026-11-29-headline-8b-shape-h200x2.json", "random",
+    {"two layers": ["ours-7h2x4"], "EAGLE-3, K = 3": ["eagle3-3x4"], "four layers": ["ours-7x4"]},
+)  # fmt: skip
 
 CHARTS = {
     "speed.svg": Chart(
@@ -54,7 +55,7 @@ CHARTS = {
                     "none": ["none"],
                 },
             ),
-            Panel(LLAMA_SHAPE, SHAPE_NOTE, LLAMA_FILE, "random", LLAMA_ARMS),
+            LLAMA,
         ),
     ),
     "ttft.svg": Chart(
@@ -64,7 +65,7 @@ CHARTS = {
                 "2026-11-29-headline-coder-front-ends-h200.json", "humaneval",
                 {"this service": ["ours-7x4"], "EAGLE-3, K = 5": ["eagle3-5x4"], "one process": ["ours-7"]},
             ),
-            Panel(LLAMA_SHAPE, SHAPE_NOTE, LLAMA_FILE, "random", LLAMA_ARMS),
+            LLAMA,
         ),
     ),
 }  # fmt: skip

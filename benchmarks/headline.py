@@ -86,8 +86,7 @@ from peagle.vllm.engine_settings import openmp_preload
 NAME, RANDOM, PREFIX = "model", "random", "prefix"
 FIRST_PORT, STOP_TIMEOUT_S = 8000, 90
 HEADS = {"eagle3": "eagle3_head", "stock": "peagle_head", "ours": "peagle_head", "remote": "peagle_head"}
-OTHERS = ("none", "ngram")
-OURS = ("ours", "remote")
+OTHERS, OURS = ("none", "ngram"), ("ours", "remote")
 FP8 = ("eagle3", "stock", "ours")
 RULES = {"g": ("ours",), "c": ("ours",), "s": ("ours",), "v": ("eagle3",)}
 REFUSED = {"g": PROMPT_GRAPHS_KEY, "c": VERIFICATION_GRAPHS_KEY}
@@ -242,8 +241,7 @@ def environment(options: argparse.Namespace, arm: Arm, index: int) -> dict[str, 
     env = {**ports, "RAY_ADDRESS": "local"}
     # Where the arms together fill the machine, Ray would end the service, and nothing else.
     env["RAY_memory_monitor_refresh_ms"] = "0"
-    if arm.rule == "s":
-        env["RAY_SERVE_HAPROXY_BALANCE_ALGORITHM"] = BALANCE
+    env |= {"RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": BALANCE} if arm.rule == "s" else {}
     if arm.kind not in OURS and options.stock_site:
         env |= {"PYTHONPATH": str(options.stock_site), "VLLM_CACHE_ROOT": str(options.folder / "stock-cache")}
     if options.gpus:

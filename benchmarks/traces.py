@@ -43,9 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     target = Target(args.target, device=device, dtype=dtype)
-    drafter = build_drafter(
-        *load_head(args.head), embed_VH=target.embed_VS, lm_head_VH=target.lm_head_VS, dtype=dtype, device=device
-    )
+    tables = {"embed_VH": target.embed_VS, "lm_head_VH": target.lm_head_VS}
+    drafter = build_drafter(*load_head(args.head), **tables, dtype=dtype, device=device)
     accepted: list[np.ndarray] = []
     about: dict[str, list[Any]] = {"category": [], "temperature": []}
     for folder in args.answers:
