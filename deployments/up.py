@@ -647,7 +647,8 @@ def progress(name: str, state: Mapping[str, Any]) -> str:
         num_running, num = replicas.count("RUNNING"), max(len(replicas), 1)
         parts.append(f"{deployment} {num_running}/{num}")
         if num_running < num:
-            is_pending = replicas and replicas.count("STARTING") < num - num_running
+            num_coming = sum(state in ("STARTING", "UPDATING") for state in replicas)  # UPDATING: takes new settings
+            is_pending = replicas and num_coming < num - num_running
             is_pending = is_pending or "to be scheduled" in detail.get("message", "")  # as Serve says after 30 s
             waits.append("free resources" if is_pending else WAITS_FOR.get(deployment, deployment))
     if not parts:

@@ -229,6 +229,8 @@ def test_a_replica_that_serve_cannot_place_waits_for_resources() -> None:
     slow = "Deployment 'target' has 1 replicas that have taken more than 30s to be scheduled."
     target = {"replicas": [{"state": "STARTING"}], "message": ""}
     assert "the engine to load" in up.progress("peagle", {"status": "DEPLOYING", "deployments": {"target": target}})
+    target["replicas"] = [{"state": "UPDATING"}]
+    assert "free resources" not in up.progress("peagle", {"status": "DEPLOYING", "deployments": {"target": target}})
     target["message"] = slow
     assert "free resources" in up.progress("peagle", {"status": "DEPLOYING", "deployments": {"target": target}})
 
