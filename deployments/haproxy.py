@@ -45,20 +45,22 @@ CONNECTIONS = f"""
 """One client address may hold so many of the 4,096."""
 
 
-def _set(variable: str, condition: str, *expressions: str) -> str:
+def _set_variable(variable: str, condition: str, *expressions: str) -> str:
     """Rules that set a variable to the first of these values that the body has."""
     rule, is_missing = f"\n    http-request set-var(txn.{variable}) req.body", f"!{{ var(txn.{variable}) -m found }}"
     return "".join(f"{rule},{expression} if {condition} {is_missing}" for expression in expressions)
 
 
-def _text(message: str) -> tuple[str, str]:
+def _message_text(message: str) -> tuple[str, str]:
     """A message's text as a whole, or its first part."""
     return f"json_query('$.{message}.content')", f"json_query('$.{message}.content[0].text')"
 
 
 CONVERSATION = (
-    _set("first", "METH_POST", *_text("messages[0]"), *_text("input[0]"), "bytes(0,2048)")
-    + _set("second", "{ req.body,json_query('$.messages[0].role') -m str system developer }", *_text("messages[1]"))
+    _set_variable("first", "METH_POST", *_message_text("messages[0]"), *_message_text("input[0]"), "bytes(0,2048)")
+    + _set_variable(
+        "second", "{ req.body,json_query('$.messages[0].role') -m str system developer }", *_message_text("messages[1]")
+    )
     + "\n    http-request set-var(txn.conversation) var(txn.first),concat(,txn.second)"
 )
 """What is the same in each turn of a chat: the first message, and behind a system prompt the second one. For a

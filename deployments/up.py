@@ -493,7 +493,7 @@ def _update(
     if any(settings.autoscaling is None and settings.target.num_replicas == 1 for settings in anew):
         how = "its only target starts anew, and nothing is answered until it runs"
     say(f"the service runs: {how}")
-    if ended := ", ".join(args.keys() - {one["name"] for one in config["applications"]}):
+    if ended := ", ".join(sorted(args.keys() - {one["name"] for one in config["applications"]})):
         say(f"no longer in the config, and ends: {ended}")
     try:
         deploy(serve, wanted)
