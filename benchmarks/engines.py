@@ -1,16 +1,15 @@
 """Speed of engines with random weights of a real shape, at equal acceptance: tokens/s and time of a step.
 
-    python -m benchmarks.engines --arm peagle-7 --out FILE [--requests 1 8 32] [--seconds 4] [--traces FILE]
+    python -m benchmarks.engines --arm peagle-7 --out FILE [--requests 1 8 32] [--seconds 4]
     python -m benchmarks.engines --arm peagle-7 remote-7 --rounds 3 --kv-gib 6 --shape LLAMA_8B --out FILE
 
 One engine a process. A cell keeps so many requests in flight, each replaced by another when it ends: prompts of 128
 random tokens, answers of 128 to 384, so steps with prompts are among those counted, as in service. Nothing is streamed.
 Steps, tokens and accepted drafts are vLLM's own counters over a window of time. All arms have the same CUDA graph
 sizes, the same sampling and the same acceptance, and the worker in a process of its own, as in service; else stock arms
-are vLLM as it comes. Acceptance is by position (`SURVIVAL`) or, with `--traces`, each request's that of an answer which
-a real head drafted (`benchmarks.replayed`), two workloads mixed. Several arms start together, their engines all on the
-GPU, and are measured in turn, round by round: ratios are then of one host and of the same minutes. `peagle-Kfp8` has
-its drafter in FP8.
+are vLLM as it comes. Acceptance is by position (`SURVIVAL`). Several arms start together, their engines all on the GPU,
+and are measured in turn, round by round: ratios are then of one host and of the same minutes. `peagle-Kfp8` has its
+drafter in FP8.
 """
 
 import argparse
@@ -25,18 +24,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from peagle.provenance import conditions
-
-if TYPE_CHECKING:
-    from benchmarks.replayed import Replay
 
 SURVIVAL = (0.80, 0.64, 0.50, 0.39, 0.30, 0.22, 0.17, 0.13, 0.10, 0.075, 0.055, 0.04)
 """Probability that the first i drafts are accepted; beyond the seventh continued by hand at the same ratio."""
@@ -166,8 +162,8 @@ class Segments:
         return found
 
 
-def engine_settings(arm: Arm, folder: Path, shape: dict[str, Any], kv_gib: int, replays: bool) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `AsyncEngineArgs`. replays: acceptance is not vLLM's synthetic one."""
+def engine_settings(arm: Arm, folder: Path, shape: dict[str, Any], kv_gib: int) -> dict[str, Any]:
+    """Keyword arguments of vLLM's `AsyncEngineArgs`."""
     from benchmarks.models import write_embedding, write_head, write_target
     from peagle.vllm import compat
     from peagle.vllm.engine_settings import RemoteSettings, capture_sizes, engine_kwargs
@@ -185,7 +181,7 @@ def engine_settings(arm: Arm, folder: Path, shape: dict[str, Any], kv_gib: int, 
         "enable_prefix_caching": False,
         "distributed_executor_backend": "mp",
         "cudagraph_capture_sizes": capture_sizes(MAX_NUM_SEQS * (1 + max(arm.k, 7))),
-        "worker_extension_cls": "benchmarks.replayed.Replayed" if replays else "benchmarks.engines.Segments",
+        "worker_extension_cls": "benchmarks.engines.Segments",
     }
     stock = {"model": str(target_dir), "dtype": "bfloat16", "async_scheduling": True, **common}
     if arm.kind == "none":
@@ -204,9 +200,8 @@ def engine_settings(arm: Arm, folder: Path, shape: dict[str, Any], kv_gib: int, 
         speculative = {"method": "eagle3", "model": str(head_dir), "num_speculative_tokens": arm.k}
         kwargs = {**stock, "speculative_config": {**speculative, "parallel_drafting": parallel}}
     kwargs["speculative_config"]["draft_load_config"] = {"load_format": "safetensors"}
-    if not replays:
-        synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": list(SURVIVAL[: arm.k])}
-        kwargs["speculative_config"] |= synthetic
+    synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": list(SURVIVAL[: arm.k])}
+    kwargs["speculative_config"] |= synthetic
     if arm.is_fp8:
         kwargs["speculative_config"]["quantization"] = "fp8"
     return kwargs
@@ -345,21 +340,14 @@ class LearnedDepths:
 
 
 class Load:
-    """A number of requests in flight. depths: K of a request is drawn from these; None: K_max. replays: answers that
-    requests replay, drawn anew by each."""
+    """A number of requests in flight. depths: K of a request is drawn from these; None: K_max."""
 
-    def __init__(
-        self,
-        engine: Any,
-        depths: tuple[int, ...] | None,
-        learned: LearnedDepths | None = None,
-        replays: "Sequence[Replay]" = (),
-    ) -> None:
-        self._engine, self._depths, self._learned, self._replays, self._count = engine, depths, learned, replays, 0
+    def __init__(self, engine: Any, depths: tuple[int, ...] | None, learned: LearnedDepths | None = None) -> None:
+        self._engine, self._depths, self._learned, self._count = engine, depths, learned, 0
 
-    def _extra_args(self, draw: random.Random, workload: str) -> dict[str, Any] | None:
+    def _extra_args(self, draw: random.Random) -> dict[str, Any] | None:
         if self._learned is not None:
-            return self._learned.extra_args(workload)
+            return self._learned.extra_args("load")
         return {"peagle_k": draw.choice(self._depths)} if self._depths else None
 
     async def measure(self, num_requests: int, seconds: float, segments_s: float) -> dict[str, Any]:
@@ -401,21 +389,17 @@ class Load:
         draw, is_first = random.Random(index), True
         while True:
             self._count += 1
-            replay = draw.choice(self._replays) if self._replays else None
-            length = replay.length if replay else draw.randint(*OUTPUT_TOKENS)
+            length = draw.randint(*OUTPUT_TOKENS)
             # The first ones end at different times.
             num_tokens = draw.randint(min(16, length), length) if is_first else length
             params = SamplingParams(
                 temperature=0.0, ignore_eos=True, max_tokens=num_tokens, detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
-                extra_args=self._extra_args(draw, replay.workload if replay else "load"),
+                extra_args=self._extra_args(draw),
             )  # fmt: skip
             is_first = False
-            request_id = f"{id(self)}-{self._count}"
-            if replay:
-                request_id = f"{id(self)}-{replay.request_id(self._count, length - num_tokens)}"
             prompt = TokensPrompt(prompt_token_ids=[draw.randrange(1000, 40_000) for _ in range(PROMPT_TOKENS)])
-            async for _ in self._engine.generate(prompt, params, request_id):
+            async for _ in self._engine.generate(prompt, params, f"{id(self)}-{self._count}"):
                 pass
 
 
@@ -428,8 +412,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     models.spawn_engines()
     name = args.arm[0]
     arm, shape = Arm.parse(name), dict(getattr(models, args.shape))
-    replays = args.traces is not None
-    settings = engine_settings(arm, args.folder, shape, args.kv_gib, replays)
+    settings = engine_settings(arm, args.folder, shape, args.kv_gib)
     with contextlib.ExitStack() as stack:
         if arm.kind == "remote":
             log = args.out.with_suffix(".drafter")
@@ -461,8 +444,6 @@ def write(out: Path, report: dict[str, Any], settings: dict[str, Any]) -> None:
 async def measure_arm(engine: Any, args: argparse.Namespace, report: dict[str, Any], settings: dict[str, Any]) -> None:
     """Every cell, round by round, then where a step's time goes; written as it comes."""
     await engine.collective_rpc("make_drafts_random")
-    if args.traces:
-        await engine.collective_rpc("replay", args=(str(args.traces.resolve()),))
     arm, learned, observing = Arm.parse(args.arm[0]), None, None
     if arm.kind not in ("peagle", "remote"):
         args.depths = None
@@ -477,7 +458,7 @@ async def measure_arm(engine: Any, args: argparse.Namespace, report: dict[str, A
                 write(args.out, report, settings)
     if observing is not None:
         observing.cancel()
-    if arm.kind != "stock" and not args.traces:
+    if arm.kind != "stock":
         report["segments"] = []
         async with turns:
             await engine.collective_rpc("start_segments")
@@ -493,14 +474,9 @@ async def measure_cells(
     engine: Any, args: argparse.Namespace, learned: LearnedDepths | None
 ) -> AsyncIterator[dict[str, Any]]:
     """Every cell once."""
-    replays: Sequence[Replay] = ()
-    if args.traces:
-        from benchmarks.replayed import load_replays
-
-        replays = load_replays(args.traces)
     for mix in args.depths or ["all"]:
         depths = None if mix in ("all", "learned") else tuple(map(int, mix.split("/")))
-        load = Load(engine, depths, learned if mix == "learned" else None, replays)
+        load = Load(engine, depths, learned if mix == "learned" else None)
         for num_requests in args.requests:
             row = {"depths": mix, **await load.measure(num_requests, args.seconds, 0.0)}
             if mix == "learned" and learned is not None:
@@ -515,7 +491,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arm", nargs="+", required=True, help="none, eagle3-K, stock-K, peagle-K or remote-K")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--traces", type=Path, help="acceptance of these answers (`benchmarks.traces`)")
     parser.add_argument("--kv-gib", type=int, default=20, help="KV cache of each engine")
     parser.add_argument("--turn", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--drafter-gpu", default="1", help="of a remote drafter")

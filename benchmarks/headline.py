@@ -18,7 +18,8 @@ Arms, all but `ours-` and `remote-` ones plain `vllm serve`; K is K_max:
     ours-Kg     without full graphs for steps with prompts; ours-Kc without those of verification
     ours-Ks     HAProxy keeps a conversation at one target (`deployments.haproxy.BALANCE`)
     eagle3-Kv   vLLM's adaptive verification (`enable_adaptive_verification`) chooses its drafts
-    ours-KhN    with the N-th of `--peagle-head`, where there are several
+    ours-KhN    with the N-th of `--peagle-head`, where there are several; likewise stock-KhN. DFlash and DSpark heads
+                of speculators (`benchmarks/coder/rival.py`) may be among them
     ARMxN       N processes for HTTP and text: vLLM's `--api-server-count`, our `target.front_ends`
     ARMrN       N targets, each on a GPU of its own: vLLM's `--data-parallel-size`, our `target.num_replicas`
     ours-0      `peagle serve` without a drafter
@@ -163,7 +164,9 @@ def prepare(options: argparse.Namespace, arm: Arm) -> tuple[str, str | None, dic
     further |= {"enable_adaptive_verification": True} if arm.rule == "v" else {}
     if not options.shape:
         head = getattr(options, HEADS[arm.kind])[arm.head - 1] if arm.kind in HEADS and arm.k else None
-        return str(options.model), None if head is None else str(prepare_head(head, options.model)), further
+        if head is not None and block_method(head) is None:
+            head = str(prepare_head(head, options.model))
+        return str(options.model), head, further
     parallel = HEADS.get(arm.kind) == "peagle_head"
     shape = getattr(models, options.shape)
     target = models.write_target(options.folder / "target", shape)
@@ -187,6 +190,13 @@ def prepare(options: argparse.Namespace, arm: Arm) -> tuple[str, str | None, dic
     return str(target), str(head), further | {"draft_load_config": {"load_format": "safetensors"}}
 
 
+def block_method(head: str) -> str | None:
+    """vLLM's name for a block drafter that speculators wrote; None for a P-EAGLE or an EAGLE-3 head."""
+    config = Path(head) / "config.json"
+    found = json.loads(config.read_text()).get("speculators_model_type") if config.exists() else None
+    return found if found in ("dflash", "dspark") else None
+
+
 def speculative_config(arm: Arm, head: str | None) -> dict[str, Any]:
     """vLLM's setting of a stock arm; empty without speculation."""
     if arm.kind == "none":
@@ -194,6 +204,8 @@ def speculative_config(arm: Arm, head: str | None) -> dict[str, Any]:
     found: dict[str, Any] = {"num_speculative_tokens": arm.k}
     if arm.kind == "ngram":
         return found | {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": NGRAM_TOKENS}
+    if method := block_method(head or ""):
+        return found | {"method": method, "model": head}
     return found | {"method": "eagle3", "model": head, "parallel_drafting": arm.kind == "stock"}
 
 
@@ -220,7 +232,7 @@ def command(options: argparse.Namespace, arm: Arm, port: int) -> list[str]:
     bundle = {"GPU": 1} if options.gpus else {"CPU": 1}
     args["target"] = {"num_replicas": arm.num_targets, "num_cpus": 0.1, "bundle": bundle, "front_ends": arm.front_ends}
     if head is not None:
-        args["drafter"] = {"head": head, "max_draft_tokens": arm.k}
+        args["drafter"] = {"head": head, "max_draft_tokens": arm.k, "method": block_method(head) or "eagle3"}
         if arm.kind == "remote":
             size = {"num_gpus": 1, "cache_gib": 8} if options.gpus else {"cache_gib": 0.25}
             replicas = {"num_replicas": 1, "num_cpus": 0.1, "host": "127.0.0.1", **size}
