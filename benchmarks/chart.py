@@ -49,8 +49,8 @@ CHARTS = {
         "Output tokens per second against concurrent requests", "tokens/s", "output_throughput", max, (
             Panel(
                 CODER, "HumanEval, greedy; one H200; vLLM 0.32, the others 0.33",
-                "2026-11-29-headline-coder-h200.json", "humaneval", {
-                    "this service": ["ours-7"],
+                "2026-11-29-headline-coder-seven-arms-h200x2.json", "humaneval", {
+                    "this service": ["ours-7x4"],
                     "EAGLE-3, best of K = 3, 5, 7": ["eagle3-3x4", "eagle3-5x4", "eagle3-7x4"],
                     "none": ["none"],
                 },

@@ -1,21 +1,12 @@
-"""What several benchmarks need: applications of Ray Serve that end with the benchmark, and tables."""
+"""What several benchmarks need: a free port, whether a server is ready, and tables."""
 
-import os
 import random
 import socket
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import httpx
-import ray
-from ray import serve
-from ray.serve import Application
-
-from deployments.up import ray_environment
-
-READY_TIMEOUT_S = 400.0
 
 
 def free_port() -> int:
@@ -26,40 +17,6 @@ def free_port() -> int:
             free.bind(("127.0.0.1", port))
             return port
     raise OSError("no free port among 50 between 20000 and 30000")
-
-
-@contextmanager
-def running_applications(make: Callable[[], Mapping[str, Application]], ready: str) -> Iterator[str]:
-    """Yields the URL of the proxy once `ready` ("/health" of ours, with its prefix) answers 200.
-
-    make: applications by name; each is found below `/name`, a single one at the root. Called once Ray runs: making one
-    of `ray.serve.llm` asks Ray for its runtime environment, which would start another Ray.
-
-    Raises:
-        RuntimeError: not ready after `READY_TIMEOUT_S`, with Serve's own words.
-    """
-    url = f"http://127.0.0.1:{(port := free_port())}"
-    before = dict(os.environ)
-    os.environ.update({**ray_environment(), **before})  # Ray's processes take it from this one
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
-    try:
-        prefix = "/{}" if len(applications := make()) > 1 else "/"
-        targets = [
-            serve.RunTarget(app, name=name, route_prefix=prefix.format(name)) for name, app in applications.items()
-        ]
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        end_s = time.monotonic() + READY_TIMEOUT_S
-        serve.run_many(targets, wait_for_applications_running=len(targets) > 1)
-        while httpx.get(f"{url}{ready}", timeout=120).status_code != 200:
-            if time.monotonic() > end_s:
-                raise RuntimeError(f"the service is not ready after {READY_TIMEOUT_S:.0f} s: {serve.status()}")
-            time.sleep(1)
-        yield url
-    finally:
-        serve.shutdown()  # type: ignore[no-untyped-call]
-        ray.shutdown()
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def is_ready(url: str) -> bool:

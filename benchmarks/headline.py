@@ -15,7 +15,6 @@ Arms, all but `ours-` and `remote-` ones plain `vllm serve`; K is K_max:
     remote-K    the same, the drafter a replica of its own: on the next one of `--gpus`, where there are some
     ours-KkF    the server of ours-K, asked for F drafts a step by each request; likewise remote-KkF
     ours-Kfp8   the drafter's weights and activations in FP8; likewise eagle3-Kfp8, stock-Kfp8, ours-KkFfp8
-    ours-Kg     without full graphs for steps with prompts; ours-Kc without those of verification
     ours-Ks     HAProxy keeps a conversation at one target (`deployments.haproxy.BALANCE`)
     eagle3-Kv   vLLM's adaptive verification (`enable_adaptive_verification`) chooses its drafts
     ours-KhN    with the N-th of `--peagle-head`, where there are several; likewise stock-KhN. DFlash and DSpark heads
@@ -42,8 +41,9 @@ near 1, and it is a Python program, it is what limits the cell, and no GPU.
 
 With `--shape` (a name of `benchmarks.models`) weights are random, and drafts are accepted with a probability of their
 position, P-EAGLE's as much lower as with real heads (`SURVIVAL` and `PARALLEL_RATIO` of `benchmarks.engines`): that
-measures speed, not heads. Heads that are given take the place of those written here. With `--stock-site` stock arms
-are of the vLLM in that folder; they keep its caches in `--folder`, because two versions overwrite each other's.
+measures speed, not heads. On a GPU drafts of stock arms are random tokens (`benchmarks.random_drafts`). Heads that are
+given take the place of those written here. With `--stock-site` stock arms are of the vLLM in that folder; they keep its
+caches in `--folder`, because two versions overwrite each other's.
 """
 
 import argparse
@@ -81,7 +81,6 @@ from deployments.up import HAPROXY_PORTS
 from peagle.heads import prepare_head
 from peagle.provenance import conditions
 from peagle.train.recipe import target_checkpoint
-from peagle.vllm.compat import PROMPT_GRAPHS_KEY, VERIFICATION_GRAPHS_KEY
 from peagle.vllm.engine_settings import openmp_preload
 
 NAME, RANDOM, PREFIX = "model", "random", "prefix"
@@ -89,8 +88,7 @@ FIRST_PORT, STOP_TIMEOUT_S = 8000, 90
 HEADS = {"eagle3": "eagle3_head", "stock": "peagle_head", "ours": "peagle_head", "remote": "peagle_head"}
 OTHERS, OURS = ("none", "ngram"), ("ours", "remote")
 FP8 = ("eagle3", "stock", "ours")
-RULES = {"g": ("ours",), "c": ("ours",), "s": ("ours",), "v": ("eagle3",)}
-REFUSED = {"g": PROMPT_GRAPHS_KEY, "c": VERIFICATION_GRAPHS_KEY}
+RULES = {"s": ("ours",), "v": ("eagle3",)}
 NGRAM_TOKENS = 4
 """Longest run of tokens that ngram looks up; from 2 on."""
 PERCENTILES = (50, 90, 99)
@@ -138,7 +136,7 @@ class Cell:
 
 def parse_arm(text: str, options: argparse.Namespace) -> Arm:
     """Raises ValueError for an arm that is not known, lacks its K or an option, or cannot run here."""
-    found = re.fullmatch(r"([a-z]+3?)(?:-(\d+)(?:k(\d+))?(fp8)?([gcsv])?(?:h([1-9]))?)?(?:x(\d+))?(?:r(\d+))?", text)
+    found = re.fullmatch(r"([a-z]+3?)(?:-(\d+)(?:k(\d+))?(fp8)?([sv])?(?:h([1-9]))?)?(?:x(\d+))?(?:r(\d+))?", text)
     kind, k, fixed, fp8, rule, head, *counts = found.groups() if found else ("", *[None] * 7)
     is_for = ((fixed, OURS), (fp8, FP8), (head, HEADS), (rule, RULES.get(rule, ())))
     if any(part and kind not in kinds for part, kinds in is_for):
@@ -215,6 +213,8 @@ def command(options: argparse.Namespace, arm: Arm, port: int) -> list[str]:
     engine = json.loads(options.engine) | ({"load_format": "dummy"} if options.shape else {})
     file = options.folder / f"{arm}.yaml"
     if arm.kind not in OURS:
+        if options.shape and options.gpus and arm.kind in HEADS:
+            engine["worker_cls"] = "benchmarks.random_drafts.RandomDrafts"
         file.write_text(yaml.safe_dump({key.replace("_", "-"): value for key, value in engine.items()}))
         found = [sys.executable, "-m"]
         if arm.front_ends > 1 or arm.num_targets > 1:
@@ -226,8 +226,6 @@ def command(options: argparse.Namespace, arm: Arm, port: int) -> list[str]:
         speculative = speculative_config(arm, head) | further
         return found + (["--speculative-config", json.dumps(speculative)] if speculative else [])
     engine.pop("distributed_executor_backend", None)  # a service of ours decides for itself
-    if arm.rule in REFUSED:
-        engine["additional_config"] = engine.get("additional_config", {}) | {REFUSED[arm.rule]: False}
     args: dict[str, Any] = {"model": {"id": NAME, "source": target}, "engine": engine}
     bundle = {"GPU": 1} if options.gpus else {"CPU": 1}
     args["target"] = {"num_replicas": arm.num_targets, "num_cpus": 0.1, "bundle": bundle, "front_ends": arm.front_ends}

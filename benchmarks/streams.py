@@ -31,6 +31,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import psutil
+import ray
 import zmq
 import zmq.asyncio
 from ray import serve
@@ -38,7 +39,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from benchmarks.common import READY_TIMEOUT_S, free_port, is_ready, markdown, running_applications
+from benchmarks.common import free_port, is_ready, markdown
 from cluster.settings import load_settings
 from deployments import TARGET_NAME, front_end_processes
 from deployments.app import bind_target, catalog
@@ -57,7 +58,7 @@ KINDS = {
     "--serve-vllm": "server",
     "--front-end ": "front ends",
 }
-MAX_NUM_SEQS = 1024
+MAX_NUM_SEQS, READY_TIMEOUT_S = 1024, 400.0
 PACE = "PEAGLE_STREAMS_PACE"
 """For the processes of the server, as JSON: `step_ms`, `tokens` of a request in a step, `arm`, and the `folder` of
 files with the tokens that each has got from its engine (8 bytes)."""
@@ -210,24 +211,31 @@ def application(options: argparse.Namespace) -> serve.Application:
 @contextmanager
 def server(arm: str, options: argparse.Namespace) -> Iterator[str]:
     """URL of an arm that is ready."""
-    if arm != "vllm":
-        os.environ.update(ray_environment())
-        with running_applications(lambda: {"streams": application(options)}, "/health") as url:
-            yield url
-        return
-    url = f"http://127.0.0.1:{(port := free_port())}"
-    command = [sys.executable, "-m", "benchmarks.streams", "--serve-vllm", str(port), "--model", options.model]
-    process = subprocess.Popen(command)
+    url, before, process = f"http://127.0.0.1:{(port := free_port())}", dict(os.environ), None
     try:
+        if arm == "vllm":
+            command = [sys.executable, "-m", "benchmarks.streams", "--serve-vllm", str(port), "--model", options.model]
+            process = subprocess.Popen(command)
+        else:
+            os.environ.update({**ray_environment(), **before})  # Ray's processes take it from this one
+            ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
+            serve.start(http_options={"host": "127.0.0.1", "port": port})
+            serve.run(application(options), name="streams")
         end_s = time.monotonic() + READY_TIMEOUT_S
         while not is_ready(url):
-            if process.poll() is not None or time.monotonic() > end_s:
-                raise SystemExit("error: vLLM's server does not start")
+            if (process is not None and process.poll() is not None) or time.monotonic() > end_s:
+                raise SystemExit(f"error: {arm} does not start")
             time.sleep(0.5)
         yield url
     finally:
-        process.terminate()
-        process.wait(30)
+        if process is not None:
+            process.terminate()
+            process.wait(30)
+        else:
+            serve.shutdown()  # type: ignore[no-untyped-call]
+            ray.shutdown()
+            os.environ.clear()
+            os.environ.update(before)
 
 
 def cpu_seconds() -> dict[str, float]:

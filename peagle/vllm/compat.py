@@ -28,7 +28,6 @@ _V2_METHOD = "_get_v2_model_runner_unsupported_features"
 _V2_REFUSAL = "parallel drafting for EAGLE speculative decoding"
 
 PROMPT_GRAPHS_KEY = "peagle_prompt_graphs"
-VERIFICATION_GRAPHS_KEY = "peagle_verification_graphs"
 """Keys of vLLM's `additional_config`: bool, run steps with prompts (`replays_prompts`) and verification
 (`captures_verification`) as one full CUDA graph where possible. Absent: true."""
 
@@ -368,15 +367,6 @@ def chat_part_kinds() -> frozenset[str]:
     return frozenset(MM_PARSER_MAP)
 
 
-def _is_wanted(config: VllmConfig, key: str) -> bool:
-    """A bool of `additional_config`, true if absent. Raises ValueError for a value that is no bool."""
-    extra = config.additional_config
-    wanted = extra.get(key, True) if isinstance(extra, Mapping) else True
-    if not isinstance(wanted, bool):
-        raise ValueError(f"additional_config[{key!r}] must be true or false, not {wanted!r}")
-    return wanted
-
-
 def replays_prompts(config: VllmConfig) -> bool:
     """Whether steps with prompts may run as one full CUDA graph.
 
@@ -384,9 +374,12 @@ def replays_prompts(config: VllmConfig) -> bool:
     attention by the prompts of a step: KV transfer, image features, MLA, ranks that share sequences or agree on graphs.
     Raises ValueError if the key is no bool.
     """
-    parallel, model = config.parallel_config, config.model_config
+    parallel, model, extra = config.parallel_config, config.model_config, config.additional_config
+    wanted = extra.get(PROMPT_GRAPHS_KEY, True) if isinstance(extra, Mapping) else True
+    if not isinstance(wanted, bool):
+        raise ValueError(f"additional_config[{PROMPT_GRAPHS_KEY!r}] must be true or false, not {wanted!r}")
     return (
-        _is_wanted(config, PROMPT_GRAPHS_KEY)
+        wanted
         and config.kv_transfer_config is None
         and parallel.data_parallel_size == 1
         and parallel.decode_context_parallel_size == 1
@@ -401,14 +394,12 @@ def replays_prompts(config: VllmConfig) -> bool:
 def captures_verification(config: VllmConfig) -> bool:
     """Whether verification may run as one full CUDA graph (`peagle.vllm.verification`).
 
-    Not if `additional_config` refuses it (`VERIFICATION_GRAPHS_KEY`), nor on several GPUs, which gather logits or
-    exchange sampled tokens. Not with LoRA, whose adapters vLLM assigns to
+    Not on several GPUs, which gather logits or exchange sampled tokens. Not with LoRA, whose adapters vLLM assigns to
     rows of logits on the host.
     """
     parallel = config.parallel_config
     return (
-        _is_wanted(config, VERIFICATION_GRAPHS_KEY)
-        and is_tested()
+        is_tested()
         and parallel.tensor_parallel_size == 1
         and parallel.pipeline_parallel_size == 1
         and config.lora_config is None
