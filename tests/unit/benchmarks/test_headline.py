@@ -45,7 +45,7 @@ def test_every_arm_becomes_one_of_vllms_settings_or_a_service(tmp_path: Path, ta
     assert line[line.index("--api-server-count") + 1] == "4"
     line = command(given, parse_arm("eagle3-3r4", given), 8000)
     assert line[line.index("--data-parallel-size") + 1] == "4"
-    for text in ("ours-7", "ours-0", "remote-7r3", "ours-7gx4"):
+    for text in ("ours-7", "ours-0", "remote-7r3", "ours-7sx4"):
         arm = parse_arm(text, given)
         assert str(arm) == text
         _, checked = read_config(Path(command(given, arm, 8000)[-1]))
@@ -55,6 +55,15 @@ def test_every_arm_becomes_one_of_vllms_settings_or_a_service(tmp_path: Path, ta
         assert checked.target.num_replicas == (3 if text == "remote-7r3" else 1)
     given.peagle_head.append(given.eagle3_head[0])
     assert prepare(given, parse_arm("ours-7h2", given))[1] == prepare(given, parse_arm("eagle3-7", given))[1]
+    block = tmp_path / "block"
+    block.mkdir()
+    (block / "config.json").write_text('{"speculators_model_type": "dflash"}')
+    given.peagle_head[1] = str(block)
+    line = command(given, parse_arm("stock-7h2", given), 8000)
+    expected = {"num_speculative_tokens": 7, "method": "dflash", "model": str(block)}
+    assert json.loads(line[line.index("--speculative-config") + 1]) == expected
+    _, checked = read_config(Path(command(given, parse_arm("ours-7h2", given), 8000)[-1]))
+    assert checked.drafter is not None and checked.drafter.method == "dflash"
     with pytest.raises(ValueError, match="ours-7h3 needs --peagle-head, 3 of them"):
         parse_arm("ours-7h3", given)
     with pytest.raises(ValueError, match="ngram-5h2"):
