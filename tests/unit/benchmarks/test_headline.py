@@ -63,7 +63,8 @@ def test_every_arm_becomes_one_of_vllms_settings_or_a_service(tmp_path: Path, ta
     expected = {"num_speculative_tokens": 7, "method": "dflash", "model": str(block)}
     assert json.loads(line[line.index("--speculative-config") + 1]) == expected
     _, checked = read_config(Path(command(given, parse_arm("ours-7h2", given), 8000)[-1]))
-    assert checked.drafter is not None and checked.drafter.method == "dflash"
+    assert checked.drafter is not None
+    assert checked.drafter.method == "dflash"
     with pytest.raises(ValueError, match="ours-7h3 needs --peagle-head, 3 of them"):
         parse_arm("ours-7h3", given)
     with pytest.raises(ValueError, match="ngram-5h2"):
