@@ -38,13 +38,14 @@ import torch
 from torch import Tensor
 
 from peagle.checkpoint import load_head
-from peagle.config import DrafterConfig, read_json
+from peagle.config import DrafterConfig, read_json, read_target_config
 from peagle.model import Drafter
 from peagle.provenance import conditions
 from peagle.schema import type_problems
 from peagle.train.cod import next_tokens, row_inputs
 from peagle.train.data import Batch, Conversations, PackedBatches, distinct_share, pack
 from peagle.train.passes import ChainAttention
+from peagle.train.plan import spread, target_bytes
 from peagle.train.target import Target
 
 PACK_TOKENS = 2048
@@ -53,6 +54,8 @@ LOGIT_ROWS = 4096
 LOOPING = "looping"
 RATIO_DEPTHS = (3, 5, 7)
 NUM_RESAMPLES = 500
+OTHER_BYTES = 8 << 30
+"""What evaluation takes of a GPU beside the target, roughly."""
 PERCENTILES = (2.5, 97.5)
 
 
@@ -357,7 +360,9 @@ def evaluate_heads(
     paths = [head, *([against] if against else [])]
     # What is small is read first: a wrong folder is known before the target is loaded.
     sets, found = [(folder, load_answers(folder)) for folder in answers], [load_head(path) for path in paths]
-    target = Target(target_dir, device="cuda" if on_gpu else "cpu", dtype=dtype)
+    size = target_bytes(Path(target_dir), read_target_config(target_dir), dtype.itemsize)
+    gpu_bytes = spread(size, OTHER_BYTES) if on_gpu else None
+    target = Target(target_dir, device="cuda" if on_gpu else "cpu", dtype=dtype, gpu_bytes=gpu_bytes)
     drafters = [target.build_drafter(*each, dtype) for each in found]
     num_depths = num_draft_tokens or common_depths([drafter.config for drafter in drafters])
     heads = [

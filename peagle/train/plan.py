@@ -16,11 +16,13 @@ from peagle.train.recipe import Recipe
 
 @dataclasses.dataclass(frozen=True)
 class TrainingPlan:
-    """num_trainable: parameters of the drafter; gib: of each part, `rows` (activations) roughly; available: GiB."""
+    """num_trainable: parameters of the drafter; gib: of each part, `rows` (activations) roughly; available: GiB;
+    gpu_bytes: `spread` of the target."""
 
     num_trainable: int
     gib: dict[str, float]
     available: float
+    gpu_bytes: dict[int, int] | None = None
 
     @classmethod
     def make(
@@ -39,20 +41,23 @@ class TrainingPlan:
         width, num_tokens = 2 if on_gpu else 4, batch.num_sequences * batch.max_tokens
         ratio = 1.0 if recipe.drafter.method == "eagle3" else recipe.cod.ratio
         num_rows = num_tokens * sum(ratio**offset for offset in range(config.num_depths))
-        stored = float(sum(path.stat().st_size for path in target_dir.glob("*.safetensors")))
-        if "quantization_config" not in target:  # else it stays as it is stored
-            stored *= width / (4 if "float32" in (target.get("dtype"), target.get("torch_dtype")) else 2)
         num_logits = min(recipe.loss.chunk, num_rows) * (target["vocab_size"] + 2 * config.draft_vocab_size)
         kept = config.num_hidden_layers * (8 * config.hidden_size + 3 * config.intermediate_size)
         num_bytes = {
-            "target": stored,
+            "target": target_bytes(target_dir, target, width),
             "drafter, gradients, optimizer, average": num_owned * 4 * 5,
             "hidden states": num_tokens * target["hidden_size"] * (target["num_hidden_layers"] + 5) * width,
             "logits": num_logits * width,
             "rows": num_rows * kept * width / batch.num_segments,
         }
-        available = torch.cuda.mem_get_info(device)[0] if on_gpu else host_memory() / num_workers
-        return cls(num_owned, {name: size / 2**30 for name, size in num_bytes.items()}, available / 2**30)
+        others = sum(num_bytes.values()) - num_bytes["target"]
+        gpu_bytes = spread(num_bytes["target"], others) if on_gpu and num_workers == 1 else None
+        if gpu_bytes is not None:
+            available = others + sum(gpu_bytes.values())
+        else:
+            available = torch.cuda.mem_get_info(device)[0] if on_gpu else host_memory() / num_workers
+        gib = {name: size / 2**30 for name, size in num_bytes.items()}
+        return cls(num_owned, gib, available / 2**30, gpu_bytes)
 
     def check(self) -> None:
         """Raises ValueError where the parts that are known exceed the device's memory; `rows` is left out."""
@@ -76,11 +81,32 @@ class TrainingPlan:
             f"drafter   {self.num_trainable / 1e6:.1f} M trainable parameters",
             f"schedule  {schedule.max_steps:,} steps{limit}, {step:,} tokens a step, at most {passes:,.1f} passes over "
             "the data",
-            f"memory    about {sum(self.gib.values()):.1f} of {self.available:.1f} GiB ({self._parts()})",
+            f"memory    about {sum(self.gib.values()):.1f} of {self.available:.1f} GiB ({self._parts()})"
+            + ("" if self.gpu_bytes is None else f"; the target's layers go over {len(self.gpu_bytes)} GPUs"),
         ]
 
     def _parts(self) -> str:
         return "; ".join(f"{name} {size:.1f}" for name, size in self.gib.items())
+
+
+def target_bytes(target_dir: Path, target: dict[str, Any], width: int) -> float:
+    """Of its weights with `width` bytes a parameter. target: its `config.json`."""
+    stored = float(sum(path.stat().st_size for path in target_dir.glob("*.safetensors")))
+    if "quantization_config" in target:  # it stays as it is stored
+        return stored
+    return stored * width / (4 if "float32" in (target.get("dtype"), target.get("torch_dtype")) else 2)
+
+
+def spread(target: float, others: float) -> dict[int, int] | None:
+    """Bytes that a target's layers may take of each GPU of this process, a tenth being left free.
+
+    target: bytes of its weights; others: of what runs beside them on the first GPU. None where the target fits there as
+    well, or where it cannot help: one GPU, or no room for the others.
+    """
+    free = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
+    if len(free) < 2 or target + others <= free[0] or others > free[0]:
+        return None
+    return {0: int(free[0] - others), **{index: int(0.9 * free[index]) for index in range(1, len(free))}}
 
 
 def host_memory() -> int:

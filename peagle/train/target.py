@@ -34,34 +34,37 @@ class Target:
     """
 
     def __init__(
-        self, target_dir: str | Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32, compiled: bool = False
+        self,
+        target_dir: str | Path,
+        *,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        compiled: bool = False,
+        gpu_bytes: dict[int, int] | None = None,
     ) -> None:
+        """compiled: its passes, where it is on one device. gpu_bytes: its layers go over these GPUs, each of which has
+        so many bytes for them (`peagle.train.plan.spread`); results come to `device`."""
         self.config: dict[str, Any] = read_target_config(target_dir)
         read = {".json", ".safetensors", ".bin"}
         files = [path for path in sorted(Path(target_dir).iterdir()) if path.suffix in read]
         #: Changes with its weights or its configuration.
         self.fingerprint = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
         try:
-            model: Any = _load(target_dir, dtype)
+            spread = {} if gpu_bytes is None else {"device_map": "auto", "max_memory": gpu_bytes}
+            model: Any = _load(target_dir, dtype=dtype, **spread)
         except Exception as error:  # transformers and safetensors raise what they like
             raise ValueError(f"the target in {target_dir} cannot be loaded: {error}") from error
-        self.model = model.to(device).eval().requires_grad_(False)
+        self.model = (model if gpu_bytes else model.to(device)).eval().requires_grad_(False)
         self.device = torch.device(device)
+        #: As stored: a scale that the target puts on its embeddings is not in it, nor in a drafter's (vLLM's way).
+        self.embed_VS: Tensor = model.get_input_embeddings().weight.to(device)
+        self.lm_head_VS: Tensor = model.get_output_embeddings().weight.to(device)
         self._eager_body = model.get_decoder()
         self._text_config: Any = model.config.get_text_config()
         #: Kinds of layers where the model takes one mask a kind; none where it takes one mask.
         self._layer_types = sorted(set(getattr(self._text_config, "layer_types", None) or []))
-        self._body = torch.compile(self._eager_body) if compiled else self._eager_body
+        self._body = torch.compile(self._eager_body) if compiled and not gpu_bytes else self._eager_body
         self._check(str(target_dir))
-
-    @property
-    def embed_VS(self) -> Tensor:
-        """As stored: a scale that the target puts on its embeddings is not in it, nor in a drafter's (vLLM's way)."""
-        return self.model.get_input_embeddings().weight
-
-    @property
-    def lm_head_VS(self) -> Tensor:
-        return self.model.get_output_embeddings().weight
 
     def build_drafter(self, config: DrafterConfig, tensors: dict[str, Tensor], dtype: torch.dtype) -> Drafter:
         """The drafter of a head, frozen, on this device; with the target's tables where the head has none."""
@@ -93,7 +96,8 @@ class Target:
             output_hidden_states=True,
             use_cache=False,
         )
-        return torch.cat([out.hidden_states[layer] for layer in aux_layer_ids], dim=-1), out.last_hidden_state
+        aux = [out.hidden_states[layer].to(self.device) for layer in aux_layer_ids]
+        return torch.cat(aux, dim=-1), out.last_hidden_state.to(self.device)
 
     def _masks(self, position_BN: Tensor) -> Any:
         """The mask that the model takes, or one for each kind of its layers."""
@@ -195,11 +199,11 @@ class KeptStates:
         self._known_N[places_M] = True
 
 
-def _load(target_dir: str | Path, dtype: torch.dtype) -> Any:
+def _load(target_dir: str | Path, **settings: Any) -> Any:
     """With SDPA, or, for architectures that have none, with eager attention."""
     try:
-        return AutoModelForCausalLM.from_pretrained(target_dir, dtype=dtype, attn_implementation="sdpa")
+        return AutoModelForCausalLM.from_pretrained(target_dir, attn_implementation="sdpa", **settings)
     except ValueError as error:
         if "scaled_dot_product_attention" not in str(error):
             raise
-        return AutoModelForCausalLM.from_pretrained(target_dir, dtype=dtype, attn_implementation="eager")
+        return AutoModelForCausalLM.from_pretrained(target_dir, attn_implementation="eager", **settings)

@@ -252,7 +252,13 @@ class Trainer(HeadTraining):
                 check_data_fits(self.answers, target_dir)
             for line in plan.lines(recipe, self.batches.counts, num_held_out, self.workers.size):
                 logger.info(line)
-        self.target = Target(target_dir, device=str(self.device), dtype=dtype, compiled=recipe.compile and on_gpu)
+        self.target = Target(
+            target_dir,
+            device=str(self.device),
+            dtype=dtype,
+            compiled=recipe.compile and on_gpu,
+            gpu_bytes=plan.gpu_bytes,
+        )
         random = torch.Generator(self.device).manual_seed(recipe.seed)
         drafter = new_drafter(recipe, self.target, self.batches, random)
         self.workers.share(drafter.trainable().values())
