@@ -64,9 +64,9 @@ class TrainingPlan:
         known = sum(self.gib.values()) - self.gib["rows"]
         if known > self.available:
             raise ValueError(
-                f"this run cannot fit: it needs more than {known:.1f} GiB ({self._parts()}), and the device has "
-                f"{self.available:.1f} GiB. Lower batch.num_sequences, batch.max_tokens, loss.chunk or "
-                "drafter.num_layers, or take a smaller target"
+                f"this run cannot fit: it needs more than {known:.1f} GiB ({self._parts()}), and "
+                f"{self.available:.1f} GiB are free. Lower batch.num_sequences, batch.max_tokens, loss.chunk or "
+                "drafter.num_layers, or take a smaller target or more GPUs"
             )
 
     def lines(self, recipe: Recipe, counts: dict[str, int], num_held_out: int, num_workers: int) -> list[str]:
