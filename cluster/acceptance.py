@@ -20,12 +20,10 @@ from itertools import pairwise
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from cluster.counts import CounterDeltas, Counts
 from cluster.request import TRIAL_SUFFIX
-
-Array = NDArray[np.float64]
+from cluster.step_latency import Array
 
 PUBLISHED_RATES = (0.80, 0.64, 0.50, 0.39, 0.30, 0.22, 0.17)
 """S_1, S_2, ... in the range published for P-EAGLE heads; beyond, the last conditional rate goes on."""

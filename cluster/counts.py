@@ -226,24 +226,23 @@ class DeltaTracker:
         deltas, votes = CounterDeltas(), Counter[str]()
         reports = list(reports)
         for report in reports:
-            last = self._last.get(report.replica)
-            if last is not None:
-                # Single counters may begin anew, when a replica has forgotten a workload and hears of it again.
-                shared = report.workloads.keys() & last.workloads.keys()
-                last = None if _activity(report, shared) < _activity(last, shared) else last
-            before = {} if last is None else last.workloads
-            seconds = report.uptime_s - (0.0 if last is None else last.uptime_s)
+            at_start = TargetReport(report.replica, report.head, report.trial_head)
+            last = self._last.get(report.replica, at_start)
+            # Single counters may begin anew, when a replica has forgotten a workload and hears of it again.
+            shared = report.workloads.keys() & last.workloads.keys()
+            if _activity(report, shared) < _activity(last, shared):
+                last = at_start
+            seconds = report.uptime_s - last.uptime_s
             is_recent = seconds <= MAX_GAP_S
             if is_recent:
-                num_before = 0 if last is None else last.num_output_tokens
-                deltas.tokens[report.replica] = max(0, report.num_output_tokens - num_before)
+                deltas.tokens[report.replica] = max(0, report.num_output_tokens - last.num_output_tokens)
                 deltas.seconds[report.replica] = seconds
             for name, total in report.workloads.items():
-                counts = counts_since(total, before.get(name))
+                counts = counts_since(total, last.workloads.get(name))
                 if is_recent:
                     deltas.workloads[name] = deltas.workloads.get(name, WorkloadCounts()) + counts
                 head = report.head_of(name)
-                if head and counts.counts.num_steps and (last is None or last.head_of(name) == head):
+                if head and counts.counts.num_steps and last.head_of(name) == head:
                     of_head = deltas.by_head.setdefault(head, {})
                     of_head[name] = of_head.get(name, Counts()) + counts.counts
             if report.head:

@@ -333,8 +333,6 @@ def save_drafter(
         return value.detach().to(dtype or torch.bfloat16)
 
     config = drafter.config
-    assert drafter.embed_tokens is not None
-    assert drafter.lm_head is not None
     owned: dict[str, Tensor] = dict(drafter.trainable()) if values is None else values
     tensors = {name: stored(value) for name, value in owned.items()}
     if config.draft_vocab_size < config.vocab_size:
@@ -366,20 +364,18 @@ def build_drafter(
 
     dtype = dtype or torch.float32
     own_lm_head = "lm_head.weight" in tensors
-    embed_VH = tensors.get("embed_tokens.weight", embed_VH)
-    lm_head_VH = tensors.get("lm_head.weight", lm_head_VH)
     num_rows = config.draft_vocab_size if own_lm_head else config.vocab_size
-    wanted = {
-        "embed_VH": (embed_VH, "embed_tokens.weight", (config.vocab_size, config.hidden_size)),
-        "lm_head_VH": (lm_head_VH, "lm_head.weight", (num_rows, config.hidden_size)),
-    }
-    for argument, (table, name, shape) in wanted.items():
-        if table is None:
+
+    def table(name: str, argument: str, given: Tensor | None, num_rows: int) -> Tensor:
+        found, shape = tensors.get(name, given), (num_rows, config.hidden_size)
+        if found is None:
             raise HeadError(f"the head has no {name}: pass the target's as {argument} {list(shape)}")
-        if tuple(table.shape) != shape:
-            raise HeadError(f"{argument} has shape {list(table.shape)}, the head needs {list(shape)}")
-    assert embed_VH is not None
-    assert lm_head_VH is not None
+        if found.shape != shape:
+            raise HeadError(f"{argument} has shape {list(found.shape)}, the head needs {list(shape)}")
+        return found
+
+    embed_VH = table("embed_tokens.weight", "embed_VH", embed_VH, config.vocab_size)
+    lm_head_VH = table("lm_head.weight", "lm_head_VH", lm_head_VH, num_rows)
     drafter = Drafter(config)
     own = {name: tensor for name, tensor in tensors.items() if name in drafter.trainable()}
     if config.ptd_token_id is not None and "mask_embedding" not in own:

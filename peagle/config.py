@@ -146,8 +146,7 @@ def read_rope(raw: dict[str, Any]) -> tuple[float, Rope | None]:
     new, old = raw.get("rope_parameters"), raw.get("rope_scaling")
     if new and old and new != old:
         raise ValueError(f"rope_parameters = {new} and rope_scaling = {old} contradict each other: keep one of them")
-    given = {key: value for key, value in (new or old or {}).items() if value is not None}
-    given = {key: value for key, value in given.items() if _YARN_NEUTRAL.get(key) != value}
+    given = {key: value for key, value in (new or old or {}).items() if value not in (None, _YARN_NEUTRAL.get(key))}
     if "attention_factor" in given:  # an older name beside it, which vLLM 0.32 does not read
         given.pop("attn_factor", None)
     theta = given.get("rope_theta", raw.get("rope_theta"))

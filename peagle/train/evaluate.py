@@ -196,12 +196,10 @@ def sequences(data: Conversations, indices: list[int]) -> Iterator[tuple[list[in
 
 def answer_anchors(data: Conversations, indices: list[int]) -> dict[int, slice]:
     """Anchors whose first draft is a token of the answer, by conversation of a packed sequence."""
-    ends = data.lengths[indices].cumsum().tolist()
-    starts = [
-        end - int(data.lengths[index]) + int(data.prompt_lengths[index])
-        for index, end in zip(indices, ends, strict=True)
-    ]
-    return {index: slice(start - 1, end - 2) for index, start, end in zip(indices, starts, ends, strict=True)}
+    ends = data.lengths[indices].cumsum()
+    starts = ends - data.lengths[indices] + data.prompt_lengths[indices]
+    spans = zip(indices, starts.tolist(), ends.tolist(), strict=True)
+    return {index: slice(start - 1, end - 2) for index, start, end in spans}
 
 
 def _accepted(drafter: Drafter, target: Target, batch: Batch, num_depths: int) -> Tensor:
