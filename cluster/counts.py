@@ -10,8 +10,8 @@ lost or read twice then loses or adds nothing.
 
 import operator
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -118,22 +118,20 @@ class WorkloadCounts:
     def copy(self) -> "WorkloadCounts":
         return replace(self, counts=self.counts.copy())
 
+    @property
+    def values(self) -> list[Any]:
+        """Of all fields, `counts` last."""
+        return [getattr(self, one.name) for one in fields(self)]
+
     def __add__(self, other: "WorkloadCounts") -> "WorkloadCounts":
-        return self._combine(other, operator.add)
+        return WorkloadCounts(*map(operator.add, self.values, other.values))
 
     def __sub__(self, earlier: "WorkloadCounts") -> "WorkloadCounts":
         """What came on top of `earlier`; ValueError where it is no previous reading of the same counts."""
-        found = self._combine(earlier, operator.sub)
-        if any(getattr(found, name) < 0 for name in NUMBERS):
+        found = WorkloadCounts(*map(operator.sub, self.values, earlier.values))
+        if min(found.values[:-1]) < 0:
             raise ValueError(f"{earlier} is no earlier reading of {self}")
         return found
-
-    def _combine(self, other: "WorkloadCounts", operation: Callable[[Any, Any], Any]) -> "WorkloadCounts":
-        values = {name: operation(getattr(self, name), getattr(other, name)) for name in (*NUMBERS, "counts")}
-        return WorkloadCounts(**values)
-
-
-NUMBERS = ("num_started", "num_finished", "num_aborted", "num_output_tokens", "num_prompt_tokens")
 
 
 @dataclass(frozen=True)

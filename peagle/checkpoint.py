@@ -198,17 +198,12 @@ def check_tensors(config: DrafterConfig, specs: dict[str, TensorSpec], source: s
     """
     expected = expected_tensors(config)
     specs = {name: spec for name, spec in specs.items() if name not in TARGET_TENSORS}
-    problems = [
-        f"missing {name}: expected {want}" for name, want in expected.items() if want.required and name not in specs
-    ]
-    problems += [
-        f"wrong {name}: found {spec}, expected {expected[name]}"
-        for name, spec in specs.items()
-        if name in expected and not expected[name].fits(spec)
-    ]
-    problems += [
-        f"spare {name}: found {spec}, not part of this head" for name, spec in specs.items() if name not in expected
-    ]
+    missing = [name for name, want in expected.items() if want.required and name not in specs]
+    problems = [f"missing {name}: expected {expected[name]}" for name in missing]
+    wrong = [name for name in specs if name in expected and not expected[name].fits(specs[name])]
+    problems += [f"wrong {name}: found {specs[name]}, expected {expected[name]}" for name in wrong]
+    spare = [name for name in specs if name not in expected]
+    problems += [f"spare {name}: found {specs[name]}, not part of this head" for name in spare]
     if "mask_hidden" in specs and "mask_hidden" not in expected:
         problems.append(f"config.json names no mask token ({', '.join(MASK_TOKEN_KEYS)})")
     if problems:
