@@ -217,11 +217,8 @@ def _accepted(drafter: Drafter, target: Target, batch: Batch, num_depths: int) -
     accepted_N = torch.zeros_like(anchor_R)
     attend = ChainAttention(document_BN)
     with torch.autocast(target.device.type, torch.bfloat16, enabled=target.device.type == "cuda"):
-        if not config.is_parallel:
-            embeds_BRH, hidden_BRH = drafter.embed(next_tokens(batch.tokens_BN)), drafter.project_inputs(aux_BNX)
-        else:
-            embeds_BMH, hidden_BMH = row_inputs(drafter, next_tokens(batch.tokens_BN), aux_BNX, 1)
-            embeds_BRH, hidden_BRH = embeds_BMH[:, :-1], hidden_BMH[:, :-1]
+        embeds_BMH, hidden_BMH = row_inputs(drafter, next_tokens(batch.tokens_BN), aux_BNX, 1)
+        embeds_BRH, hidden_BRH = embeds_BMH[:, : last + 1], hidden_BMH[:, : last + 1]
         for depth in range(num_depths):
             position_BR = batch.position_BN[:, anchor_R] + depth
             normed_BRH, stream_BRH = drafter(embeds_BRH, hidden_BRH, position_BR, attend)
