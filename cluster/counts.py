@@ -188,8 +188,8 @@ class CounterDeltas:
     Attributes:
         workloads: by workload, whatever head drafted, what came in at most `MAX_GAP_S`: when older counts came is not
             known.
-        by_head: steps by head and workload. Steps between two reports of which only the second names the head are
-            left out, because whose they were is not known.
+        by_head: steps by head and workload, at least one each. Steps between two reports of which only the second names
+            the head are left out, because whose they were is not known.
         tokens, seconds: by replica, new output tokens and the time they took, where it is at most `MAX_GAP_S`.
         head, trial_head: digests of the heads that most of the replicas drafted with; "" where none named one.
     """

@@ -315,7 +315,6 @@ class DrafterConfig:
             raise HeadError(f"{source}: {'; '.join(problem_lines(error, HeadFile))}") from error
         except ValueError as error:
             raise HeadError(f"{source}: {error}") from error
-        fields = {field.name for field in dataclasses.fields(cls)}
         eagle = raw.get("eagle_config") or {}
         layer_ids = raw.get(_LAYER_IDS) or eagle.get(_LAYER_IDS)
         defaults = {
@@ -334,7 +333,7 @@ class DrafterConfig:
         }
         if "norm_before_fc" in eagle:
             decided["norm_before_fc"] = bool(eagle["norm_before_fc"])
-        shared = fields & HeadFile.model_fields.keys()
+        shared = {field.name for field in dataclasses.fields(cls)} & HeadFile.model_fields.keys()
         return cls(**(defaults | file.model_dump(include=shared, exclude_none=True) | decided))
 
     def to_dict(self) -> dict[str, Any]:

@@ -191,7 +191,7 @@ def sequences(data: Conversations, indices: list[int]) -> Iterator[tuple[list[in
     groups = [[int(index)] for index in order[is_long]]
     for group in [*groups, *pack(data.lengths, PACK_TOKENS, order[~is_long])]:
         whole, num_tokens = packer.assemble([group]), int(data.lengths[group].sum())
-        yield group, Batch(*(getattr(whole, field.name)[:, :num_tokens] for field in dataclasses.fields(Batch)))
+        yield group, Batch(**{name: value[:, :num_tokens] for name, value in vars(whole).items()})
 
 
 def answer_anchors(data: Conversations, indices: list[int]) -> dict[int, slice]:
