@@ -14,18 +14,16 @@ mean of the head's other workloads together, whose own prior is a published curv
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from cluster.counts import CounterDeltas, Counts
 from cluster.request import TRIAL_SUFFIX
-
-Array = NDArray[np.float64]
+from cluster.step_latency import Array
 
 PUBLISHED_RATES = (0.80, 0.64, 0.50, 0.39, 0.30, 0.22, 0.17)
 """S_1, S_2, ... in the range published for P-EAGLE heads; beyond, the last conditional rate goes on."""
@@ -96,11 +94,17 @@ class AcceptancePosteriors:
         self._rates: dict[tuple[str, str], AcceptanceRates] = {}  # until there is further evidence
 
     def update(self, deltas: CounterDeltas) -> None:
-        """Take in a whole round of reports, so that no replica's steps count as later than another's."""
+        """Take in a whole round of reports, so that no replica's steps count as later than another's. Where more
+        workloads are active at a time than are kept, the busiest stay."""
         if deltas.head:
             self.head, self.trial_head = deltas.head, deltas.trial_head
         for head, counts_by_workload in deltas.by_head.items():
-            self._add(head, counts_by_workload)
+            evidence = self._evidence[head] = self._evidence.pop(head, {})
+            for name, counts in sorted(counts_by_workload.items(), key=lambda item: item[1].num_steps):
+                evidence[name] = _age_and_add(evidence.pop(name, self._none_2K), counts, self._half_life_steps)
+            for latest_last, most in ((evidence, MAX_WORKLOADS), (self._evidence, MAX_HEADS)):
+                while len(latest_last) > most:
+                    del latest_last[next(iter(latest_last))]
         self._rates.clear()
 
     def head_of(self, workload: str) -> str:
@@ -154,18 +158,6 @@ class AcceptancePosteriors:
             for head, by_name in snapshot.evidence.items()
         }
         self._rates.clear()
-
-    def _add(self, head: str, counts_by_workload: Mapping[str, Counts]) -> None:
-        """Add steps. Where more workloads are active at a time than are kept, the busiest stay."""
-        active = [(name, counts) for name, counts in counts_by_workload.items() if counts.num_steps]
-        if not active:
-            return
-        evidence = self._evidence[head] = self._evidence.pop(head) if head in self._evidence else {}
-        for name, counts in sorted(active, key=lambda item: item[1].num_steps):
-            evidence[name] = _age_and_add(evidence.pop(name, self._none_2K), counts, self._half_life_steps)
-        for latest_last, most in ((evidence, MAX_WORKLOADS), (self._evidence, MAX_HEADS)):
-            while len(latest_last) > most:
-                del latest_last[next(iter(latest_last))]
 
 
 def _age_and_add(earlier_2K: Array, later: Counts, half_life: float) -> Array:

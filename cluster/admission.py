@@ -41,10 +41,10 @@ class Allowance:
     filled_s: float
     level: float = 1.0
 
-    def wait_s(self, needed: float, now_s: float) -> float:
-        """Seconds until `needed` is there; 0.0 when it is."""
+    def wait_s(self, now_s: float) -> float:
+        """Seconds until 1 is there, or a minute's worth where that is less; 0.0 when it is."""
         self._fill(now_s)
-        return max(0.0, (min(needed / self.per_minute, 1.0) - self.level) * 60)
+        return max(0.0, (min(1.0 / self.per_minute, 1.0) - self.level) * 60)
 
     def spend(self, amount: float, now_s: float) -> None:
         self._fill(now_s)
@@ -168,7 +168,7 @@ class Admission:
         self._drop_idle(line)  # one without rates
         now_s = self._clock()
         for name, rate in line.rates.items():
-            if wait_s := rate.wait_s(1.0, now_s):
+            if wait_s := rate.wait_s(now_s):
                 most = _rates_of(caller)[name]
                 raise busy(f"the caller {caller.name} has used up its {most:g} {name} a minute", wait_s)
         if "requests" in line.rates:

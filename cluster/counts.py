@@ -10,8 +10,8 @@ lost or read twice then loses or adds nothing.
 
 import operator
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -118,22 +118,20 @@ class WorkloadCounts:
     def copy(self) -> "WorkloadCounts":
         return replace(self, counts=self.counts.copy())
 
+    @property
+    def values(self) -> list[Any]:
+        """Of all fields, `counts` last."""
+        return [getattr(self, one.name) for one in fields(self)]
+
     def __add__(self, other: "WorkloadCounts") -> "WorkloadCounts":
-        return self._combine(other, operator.add)
+        return WorkloadCounts(*map(operator.add, self.values, other.values))
 
     def __sub__(self, earlier: "WorkloadCounts") -> "WorkloadCounts":
         """What came on top of `earlier`; ValueError where it is no previous reading of the same counts."""
-        found = self._combine(earlier, operator.sub)
-        if any(getattr(found, name) < 0 for name in NUMBERS):
+        found = WorkloadCounts(*map(operator.sub, self.values, earlier.values))
+        if min(found.values[:-1]) < 0:
             raise ValueError(f"{earlier} is no earlier reading of {self}")
         return found
-
-    def _combine(self, other: "WorkloadCounts", operation: Callable[[Any, Any], Any]) -> "WorkloadCounts":
-        values = {name: operation(getattr(self, name), getattr(other, name)) for name in (*NUMBERS, "counts")}
-        return WorkloadCounts(**values)
-
-
-NUMBERS = ("num_started", "num_finished", "num_aborted", "num_output_tokens", "num_prompt_tokens")
 
 
 @dataclass(frozen=True)
@@ -190,8 +188,8 @@ class CounterDeltas:
     Attributes:
         workloads: by workload, whatever head drafted, what came in at most `MAX_GAP_S`: when older counts came is not
             known.
-        by_head: steps by head and workload. Steps between two reports of which only the second names the head are
-            left out, because whose they were is not known.
+        by_head: steps by head and workload, at least one each. Steps between two reports of which only the second names
+            the head are left out, because whose they were is not known.
         tokens, seconds: by replica, new output tokens and the time they took, where it is at most `MAX_GAP_S`.
         head, trial_head: digests of the heads that most of the replicas drafted with; "" where none named one.
     """
@@ -226,24 +224,23 @@ class DeltaTracker:
         deltas, votes = CounterDeltas(), Counter[str]()
         reports = list(reports)
         for report in reports:
-            last = self._last.get(report.replica)
-            if last is not None:
-                # Single counters may begin anew, when a replica has forgotten a workload and hears of it again.
-                shared = report.workloads.keys() & last.workloads.keys()
-                last = None if _activity(report, shared) < _activity(last, shared) else last
-            before = {} if last is None else last.workloads
-            seconds = report.uptime_s - (0.0 if last is None else last.uptime_s)
+            at_start = TargetReport(report.replica, report.head, report.trial_head)
+            last = self._last.get(report.replica, at_start)
+            # Single counters may begin anew, when a replica has forgotten a workload and hears of it again.
+            shared = report.workloads.keys() & last.workloads.keys()
+            if _activity(report, shared) < _activity(last, shared):
+                last = at_start
+            seconds = report.uptime_s - last.uptime_s
             is_recent = seconds <= MAX_GAP_S
             if is_recent:
-                num_before = 0 if last is None else last.num_output_tokens
-                deltas.tokens[report.replica] = max(0, report.num_output_tokens - num_before)
+                deltas.tokens[report.replica] = max(0, report.num_output_tokens - last.num_output_tokens)
                 deltas.seconds[report.replica] = seconds
             for name, total in report.workloads.items():
-                counts = counts_since(total, before.get(name))
+                counts = counts_since(total, last.workloads.get(name))
                 if is_recent:
                     deltas.workloads[name] = deltas.workloads.get(name, WorkloadCounts()) + counts
                 head = report.head_of(name)
-                if head and counts.counts.num_steps and (last is None or last.head_of(name) == head):
+                if head and counts.counts.num_steps and last.head_of(name) == head:
                     of_head = deltas.by_head.setdefault(head, {})
                     of_head[name] = of_head.get(name, Counts()) + counts.counts
             if report.head:

@@ -303,11 +303,9 @@ class HeadManager:
 
     @property
     def routing(self) -> HeadRouting:
-        candidate, trial = self.state.candidate, self._trial()
-        digest = "" if candidate is None else candidate.digest
-        if trial is None or trial.state == "loading":
-            return HeadRouting(digest)
-        return HeadRouting(digest, self._trial_share)
+        candidate = self.state.candidate
+        is_running = any(change.state == "running" for change in self.state.changes)
+        return HeadRouting("" if candidate is None else candidate.digest, self._trial_share if is_running else 0.0)
 
     @property
     def live_head(self) -> HeadRef:

@@ -17,10 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from cluster.acceptance import Array
 from cluster.counts import CounterDeltas, Counts, TargetReport
 from cluster.heads import DrafterReport
-from cluster.step_latency import StepLatency
+from cluster.step_latency import Array, StepLatency
 
 POINT_S, MAX_POINTS, RECENT_POINTS = 15.0, 240, 20
 """Seconds of a point. Points that are kept, an hour. Points that the headline is about, five minutes."""
@@ -113,8 +112,8 @@ class ServiceHistory:
                 row = {"replica": report.replica, "deployment": deployment, "tokens_per_s": 0.0, "kv_cache": None}
                 self._replicas[report.replica] = row
                 self.add_event("replica", f"{deployment} {report.replica} runs ({num_ready} running)")
-            self._replicas[report.replica] |= {name: getattr(report, name, None) for name in SHOWN}
-            self._replicas[report.replica]["heard_s"] = now_s
+            shown = {name: getattr(report, name, None) for name in SHOWN}
+            self._replicas[report.replica] |= {**shown, "heard_s": now_s}
         names = [name for name, row in self._replicas.items() if row["deployment"] == deployment]
         for name in sorted(names, key=lambda name: self._replicas[name]["heard_s"])[: max(0, len(names) - num_ready)]:
             if now_s - self._replicas[name]["heard_s"] >= GONE_S:

@@ -113,7 +113,7 @@ def best_ks(demands: Sequence[Demand], latency: StepLatency) -> Plan:
     drafts = [(rate, index) for index, each in enumerate(demands) for rate in each.rates[each.min_k : each.max_k]]
     curve = latency.curve(num_requests, math.ceil(sum(loads_C * [each.max_k for each in demands])), is_drafted=True)
     undrafted_s = float(latency.curve(num_requests, 0)[0])
-    best: tuple[tuple[float, float, float], Plan] | None = None
+    plans: list[tuple[tuple[float, float, float], Plan]] = []
     for limited_first in {False, bool(np.isfinite(limits_C).any())}:
         # Stable: a workload's own drafts keep their order at equal rates.
         ranking = sorted(drafts, key=lambda draft: (limited_first and math.isinf(limits_C[draft[1]]), -draft[0]))
@@ -132,12 +132,10 @@ def best_ks(demands: Sequence[Demand], latency: StepLatency) -> Plan:
         gain_P = np.round(lengths_PC @ loads_C / seconds_P * undrafted_s / num_requests, 9)
         at = int(np.lexsort((num_drafts_P, -gain_P, excess_P))[0])
         rank = (float(excess_P[at]), -float(gain_P[at]), float(num_drafts_P[at]))
-        if best is None or rank < best[0]:
-            ks = {each.workload: each.min_k + owners[:at].count(index) for index, each in enumerate(demands)}
-            tpot_s = {each.workload: float(tpot_s_PC[at, index]) for index, each in enumerate(demands)}
-            best = rank, Plan(ks, float(lengths_PC[at] @ loads_C / seconds_P[at]), tpot_s, rank[0])
-    assert best is not None
-    plan = best[1]
+        ks = {each.workload: each.min_k + owners[:at].count(index) for index, each in enumerate(demands)}
+        tpot_s = {each.workload: float(tpot_s_PC[at, index]) for index, each in enumerate(demands)}
+        plans.append((rank, Plan(ks, float(lengths_PC[at] @ loads_C / seconds_P[at]), tpot_s, rank[0])))
+    _, plan = min(plans, key=lambda found: found[0])
     reason = f"{plan.tokens_per_s:.0f} tokens/s expected at {num_requests:.3g} request{'s' * (num_requests != 1)}, "
     reason += f"{num_requests / undrafted_s:.0f} without drafts" if any(plan.ks.values()) else "no draft pays"
     if plan.excess > 1.0:

@@ -16,8 +16,7 @@ from typing import Any, Literal
 
 from cluster.errors import ApiError
 
-# ====================================================================================================
-# Callers. Only SHA-256 digests of their keys are kept, so the keys are in no settings object, no log and no error.
+# ---- callers; only SHA-256 digests of their keys are kept, so the keys are in no settings object, log or error
 
 TagRight = Literal["allow", "refuse", "ignore"]
 
@@ -92,8 +91,7 @@ def hash_key(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-# ====================================================================================================
-# K and workload of a request.
+# ---- K and workload of a request
 #
 # `k` is the number of drafts to verify in a step of the request, `max_k` the most that the scheduler may verify. The
 # head proposes K_max in one pass whatever k is, so 0 <= k <= max_k <= K_max. Only this module checks it: a k outside
@@ -240,9 +238,8 @@ def _agreed(values: Mapping[str, Any], is_valid: Callable[[Any], bool], rule: st
     return next(iter(given.values()), None)
 
 
-# ====================================================================================================
-# The workload of a request: its tag, else the workload of the model alias that it names, else the fingerprint of its
-# system prompt, else `default`.
+# ---- the workload of a request: its tag, else the workload of the model alias that it names, else the fingerprint of
+# its system prompt, else `default`
 #
 # Acceptance is learned per workload, so their number is bounded: the rarest workload is replaced, but only by a name
 # with more requests. Counts are halved every so many requests, so no clock is needed.

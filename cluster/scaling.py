@@ -160,7 +160,7 @@ class ScalingPolicy:
         if settings.target.min == 0 and not self._is_busy and idle_s >= settings.idle_s and not num_silent:
             return Decision(0, self._num_drafters(0), "idle", f"no request for {idle_s:.0f} s: scaled to zero")
         traffic = self._traffic.by_workload()
-        missing = self._find_missing(traffic, target.num_running, num_silent, k_policy, now_s)
+        missing = self._find_missing(traffic, num_silent, k_policy, now_s)
         if missing or settings.policy == "queue_length":
             num_drafters = self._num_drafters(target.num_wanted)
             if missing and drafter is not None and num_drafters is not None:
@@ -182,17 +182,12 @@ class ScalingPolicy:
         return self._decide_by_acceptance(traffic, k_policy, target, num_silent, kept)
 
     def _find_missing(
-        self,
-        traffic: Mapping[str, WorkloadTraffic],
-        num_running: int,
-        num_silent: int,
-        k_policy: KPolicy,
-        now_s: float,
+        self, traffic: Mapping[str, WorkloadTraffic], num_silent: int, k_policy: KPolicy, now_s: float
     ) -> str:
         """Why acceptance cannot decide; "" where it can."""
-        num_reporting, history_s = num_running - num_silent, self._traffic.history_s(now_s)
-        if num_reporting < max(1, SILENT_SHARE * num_running):
-            return f"only {num_reporting} of {num_running} replicas report"
+        num_reporting, history_s = self._num_running - num_silent, self._traffic.history_s(now_s)
+        if num_reporting < max(1, SILENT_SHARE * self._num_running):
+            return f"only {num_reporting} of {self._num_running} replicas report"
         if history_s < MIN_HISTORY_S:
             return f"arrivals have been counted for {history_s:.0f} s only"
         if not traffic:

@@ -112,8 +112,7 @@ KEY_SETTINGS = ("key_sha256", "key_env", "key_file")
 _KEY = re.compile(r"[!-~]+")  # what a header carries unchanged
 
 
-# ====================================================================================================
-# What exists on this machine.
+# ---- what exists on this machine
 
 
 Head = Any
@@ -164,8 +163,7 @@ class Catalog:
             raise ValueError(f": {error}") from error
 
 
-# ====================================================================================================
-# The sections.
+# ---- the sections
 
 
 class ModelSettings(Section):
@@ -735,8 +733,7 @@ class KubernetesSettings(Section):
         return volumes
 
 
-# ====================================================================================================
-# The whole.
+# ---- the whole
 
 
 class ClusterSettings(Section):
@@ -1082,8 +1079,7 @@ def _with_drafter(raw: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, A
     return sections
 
 
-# ====================================================================================================
-# Settings that change while requests run.
+# ---- settings that change while requests run
 
 
 def live_config(settings: ClusterSettings) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cluster.acceptance import Array
 from cluster.counts import MAX_GAP_S, WorkloadCounts
+from cluster.step_latency import Array
 
 RATE_TIME_S = 60.0
 """Time constant of the mean arrivals. A Poisson rate is known as well as by counting for twice as long."""

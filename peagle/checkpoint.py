@@ -198,17 +198,12 @@ def check_tensors(config: DrafterConfig, specs: dict[str, TensorSpec], source: s
     """
     expected = expected_tensors(config)
     specs = {name: spec for name, spec in specs.items() if name not in TARGET_TENSORS}
-    problems = [
-        f"missing {name}: expected {want}" for name, want in expected.items() if want.required and name not in specs
-    ]
-    problems += [
-        f"wrong {name}: found {spec}, expected {expected[name]}"
-        for name, spec in specs.items()
-        if name in expected and not expected[name].fits(spec)
-    ]
-    problems += [
-        f"spare {name}: found {spec}, not part of this head" for name, spec in specs.items() if name not in expected
-    ]
+    missing = [name for name, want in expected.items() if want.required and name not in specs]
+    problems = [f"missing {name}: expected {expected[name]}" for name in missing]
+    wrong = [name for name in specs if name in expected and not expected[name].fits(specs[name])]
+    problems += [f"wrong {name}: found {specs[name]}, expected {expected[name]}" for name in wrong]
+    spare = [name for name in specs if name not in expected]
+    problems += [f"spare {name}: found {specs[name]}, not part of this head" for name in spare]
     if "mask_hidden" in specs and "mask_hidden" not in expected:
         problems.append(f"config.json names no mask token ({', '.join(MASK_TOKEN_KEYS)})")
     if problems:
@@ -333,8 +328,6 @@ def save_drafter(
         return value.detach().to(dtype or torch.bfloat16)
 
     config = drafter.config
-    assert drafter.embed_tokens is not None
-    assert drafter.lm_head is not None
     owned: dict[str, Tensor] = dict(drafter.trainable()) if values is None else values
     tensors = {name: stored(value) for name, value in owned.items()}
     if config.draft_vocab_size < config.vocab_size:
@@ -366,20 +359,18 @@ def build_drafter(
 
     dtype = dtype or torch.float32
     own_lm_head = "lm_head.weight" in tensors
-    embed_VH = tensors.get("embed_tokens.weight", embed_VH)
-    lm_head_VH = tensors.get("lm_head.weight", lm_head_VH)
     num_rows = config.draft_vocab_size if own_lm_head else config.vocab_size
-    wanted = {
-        "embed_VH": (embed_VH, "embed_tokens.weight", (config.vocab_size, config.hidden_size)),
-        "lm_head_VH": (lm_head_VH, "lm_head.weight", (num_rows, config.hidden_size)),
-    }
-    for argument, (table, name, shape) in wanted.items():
-        if table is None:
+
+    def table(name: str, argument: str, given: Tensor | None, num_rows: int) -> Tensor:
+        found, shape = tensors.get(name, given), (num_rows, config.hidden_size)
+        if found is None:
             raise HeadError(f"the head has no {name}: pass the target's as {argument} {list(shape)}")
-        if tuple(table.shape) != shape:
-            raise HeadError(f"{argument} has shape {list(table.shape)}, the head needs {list(shape)}")
-    assert embed_VH is not None
-    assert lm_head_VH is not None
+        if found.shape != shape:
+            raise HeadError(f"{argument} has shape {list(found.shape)}, the head needs {list(shape)}")
+        return found
+
+    embed_VH = table("embed_tokens.weight", "embed_VH", embed_VH, config.vocab_size)
+    lm_head_VH = table("lm_head.weight", "lm_head_VH", lm_head_VH, num_rows)
     drafter = Drafter(config)
     own = {name: tensor for name, tensor in tensors.items() if name in drafter.trainable()}
     if config.ptd_token_id is not None and "mask_embedding" not in own:

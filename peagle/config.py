@@ -146,8 +146,7 @@ def read_rope(raw: dict[str, Any]) -> tuple[float, Rope | None]:
     new, old = raw.get("rope_parameters"), raw.get("rope_scaling")
     if new and old and new != old:
         raise ValueError(f"rope_parameters = {new} and rope_scaling = {old} contradict each other: keep one of them")
-    given = {key: value for key, value in (new or old or {}).items() if value is not None}
-    given = {key: value for key, value in given.items() if _YARN_NEUTRAL.get(key) != value}
+    given = {key: value for key, value in (new or old or {}).items() if value not in (None, _YARN_NEUTRAL.get(key))}
     if "attention_factor" in given:  # an older name beside it, which vLLM 0.32 does not read
         given.pop("attn_factor", None)
     theta = given.get("rope_theta", raw.get("rope_theta"))
@@ -316,7 +315,6 @@ class DrafterConfig:
             raise HeadError(f"{source}: {'; '.join(problem_lines(error, HeadFile))}") from error
         except ValueError as error:
             raise HeadError(f"{source}: {error}") from error
-        fields = {field.name for field in dataclasses.fields(cls)}
         eagle = raw.get("eagle_config") or {}
         layer_ids = raw.get(_LAYER_IDS) or eagle.get(_LAYER_IDS)
         defaults = {
@@ -335,7 +333,7 @@ class DrafterConfig:
         }
         if "norm_before_fc" in eagle:
             decided["norm_before_fc"] = bool(eagle["norm_before_fc"])
-        shared = fields & HeadFile.model_fields.keys()
+        shared = {field.name for field in dataclasses.fields(cls)} & HeadFile.model_fields.keys()
         return cls(**(defaults | file.model_dump(include=shared, exclude_none=True) | decided))
 
     def to_dict(self) -> dict[str, Any]:

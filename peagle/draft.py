@@ -125,7 +125,5 @@ class DraftSession:
         """Attention of a pass's rows over the cache and over each other, by position."""
         k_BGUD, v_BGUD = self.cache.append(layer_index, k_BGTD, v_BGTD)
         num_new, num_all = q_BATD.shape[2], k_BGUD.shape[2]
-        query_positions = torch.arange(num_all - num_new, num_all, device=q_BATD.device)
-        key_positions = torch.arange(num_all, device=q_BATD.device)
-        visible_TU = key_positions <= query_positions[:, None]
+        visible_TU = torch.ones(num_new, num_all, dtype=torch.bool, device=q_BATD.device).tril(num_all - num_new)
         return F.scaled_dot_product_attention(q_BATD, k_BGUD, v_BGUD, attn_mask=visible_TU, enable_gqa=True)

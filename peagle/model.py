@@ -138,7 +138,7 @@ class Layer(nn.Module):
 class Drafter(nn.Module):
     """P-EAGLE drafter (paper section 2); with `ptd_token_id = None` an EAGLE-3 drafter.
 
-    `embed_tokens` [V, H] and `lm_head` [V_draft, H] are set by `share_target`; they carry no gradient. `target_ids`
+    `embed_tokens` [V, H] and `lm_head` [V_draft, H] exist from `share_target` on; they carry no gradient. `target_ids`
     [V_draft] maps draft vocabulary to target vocabulary (identity when not reduced).
     """
 
@@ -157,8 +157,8 @@ class Drafter(nn.Module):
         if config.is_parallel:
             self.mask_embedding = nn.Parameter(torch.zeros(config.hidden_size))
             self.mask_hidden = nn.Parameter(torch.zeros(1, 1, config.fc_input_size))
-        self.embed_tokens: nn.Embedding | None = None
-        self.lm_head: nn.Linear | None = None
+        self.embed_tokens: nn.Embedding
+        self.lm_head: nn.Linear
         self.target_ids: Tensor
         self.register_buffer("target_ids", torch.arange(config.draft_vocab_size), persistent=False)
 
@@ -182,7 +182,6 @@ class Drafter(nn.Module):
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids [...] -> [..., H]; the mask token gets the learned embedding."""
-        assert self.embed_tokens is not None, "share_target or load_head first"
         embeds = self.embed_tokens(token_ids)
         if self.config.ptd_token_id is None:
             return embeds
@@ -215,7 +214,6 @@ class Drafter(nn.Module):
 
     def logits(self, normed: Tensor) -> Tensor:
         """[..., H] -> [..., V_draft]; `target_ids` turns an index into a token id of the target."""
-        assert self.lm_head is not None, "share_target or load_head first"
         return self.lm_head(normed)
 
 
@@ -230,6 +228,5 @@ def initialize(drafter: Drafter, aux_RX: Tensor, generator: torch.Generator | No
         if parameter.ndim == 2:
             nn.init.normal_(parameter, std=0.02, generator=generator)
     if drafter.config.is_parallel:
-        assert drafter.embed_tokens is not None
         drafter.mask_embedding.copy_(drafter.embed_tokens.weight.float().mean(0))
         drafter.mask_hidden.copy_(aux_RX.float().mean(0).view(1, 1, -1))

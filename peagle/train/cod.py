@@ -125,11 +125,14 @@ def next_tokens(tokens_BN: Tensor) -> Tensor:
 
 def row_inputs(drafter: Drafter, next_BN: Tensor, aux_BNX: Tensor, num_masks: int) -> tuple[Tensor, Tensor]:
     """Embeddings and hidden states, [B, N + num_masks, H] each, of N rows of offset 0 and of mask tokens after them.
+    EAGLE-3 has no mask tokens: [B, N, H].
 
     next_BN: `next_tokens` of the rows. aux_BNX: the target's auxiliary hidden states there [B, N, C * S].
     """
     batch = next_BN.shape[0]
     embeds_BNH, hidden_BNH = drafter.embed(next_BN), drafter.project_inputs(aux_BNX)
+    if not drafter.config.is_parallel:
+        return embeds_BNH, hidden_BNH
     mask_embed = drafter.mask_embedding.to(embeds_BNH.dtype)
     mask_hidden = drafter.project_inputs(drafter.mask_hidden.to(aux_BNX.dtype)).to(hidden_BNH.dtype)
     return (

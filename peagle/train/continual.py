@@ -62,8 +62,6 @@ class HeadInTraining(HeadTraining):
         recipe, self.target, self.num_rounds = continual_recipe(settings, self.config.ptd_token_id), target, 0
         self.current = target.build_drafter(self.config, self._tensors, target.model.dtype)
         drafter = target.build_drafter(self.config, self._tensors, torch.float32)
-        assert self.current.embed_tokens is not None
-        assert self.current.lm_head is not None
         drafter.share_target(self.current.embed_tokens.weight, self.current.lm_head.weight)
         super().__init__(recipe, drafter, torch.Generator(target.device).manual_seed(0), Workers())
 

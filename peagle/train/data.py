@@ -122,8 +122,7 @@ class Batch:
     index_BN: Tensor
 
     def to(self, device: torch.device | str) -> Self:
-        moved = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return type(self)(**{name: value.to(device, non_blocking=True) for name, value in moved.items()})
+        return type(self)(**{name: value.to(device, non_blocking=True) for name, value in vars(self).items()})
 
     def joined(self) -> tuple[Self, Tensor]:
         """All sequences as one document [1, B * N], padding last, and the place in B * N that each token comes from.
@@ -131,7 +130,7 @@ class Batch:
         No chain runs on into the next conversation where that begins with a prompt of two tokens or more, as chats do.
         """
         order_N = (self.document_BN.flatten() < 0).to(torch.int8).argsort(stable=True)
-        moved = {field.name: getattr(self, field.name).flatten()[order_N][None] for field in dataclasses.fields(self)}
+        moved = {name: value.flatten()[order_N][None] for name, value in vars(self).items()}
         moved["document_BN"] = moved["document_BN"].clamp_max(0)
         moved["position_BN"] = torch.arange(len(order_N), device=order_N.device)[None]
         return type(self)(**moved), order_N

@@ -194,17 +194,15 @@ def sequences(data: Conversations, indices: list[int]) -> Iterator[tuple[list[in
     groups = [[int(index)] for index in order[is_long]]
     for group in [*groups, *pack(data.lengths, PACK_TOKENS, order[~is_long])]:
         whole, num_tokens = packer.assemble([group]), int(data.lengths[group].sum())
-        yield group, Batch(*(getattr(whole, field.name)[:, :num_tokens] for field in dataclasses.fields(Batch)))
+        yield group, Batch(**{name: value[:, :num_tokens] for name, value in vars(whole).items()})
 
 
 def answer_anchors(data: Conversations, indices: list[int]) -> dict[int, slice]:
     """Anchors whose first draft is a token of the answer, by conversation of a packed sequence."""
-    ends = data.lengths[indices].cumsum().tolist()
-    starts = [
-        end - int(data.lengths[index]) + int(data.prompt_lengths[index])
-        for index, end in zip(indices, ends, strict=True)
-    ]
-    return {index: slice(start - 1, end - 2) for index, start, end in zip(indices, starts, ends, strict=True)}
+    ends = data.lengths[indices].cumsum()
+    starts = ends - data.lengths[indices] + data.prompt_lengths[indices]
+    spans = zip(indices, starts.tolist(), ends.tolist(), strict=True)
+    return {index: slice(start - 1, end - 2) for index, start, end in spans}
 
 
 def _accepted(drafter: Drafter, target: Target, batch: Batch, num_depths: int) -> Tensor:
@@ -222,11 +220,8 @@ def _accepted(drafter: Drafter, target: Target, batch: Batch, num_depths: int) -
     accepted_N = torch.zeros_like(anchor_R)
     attend = ChainAttention(document_BN)
     with torch.autocast(target.device.type, torch.bfloat16, enabled=target.device.type == "cuda"):
-        if not config.is_parallel:
-            embeds_BRH, hidden_BRH = drafter.embed(next_tokens(batch.tokens_BN)), drafter.project_inputs(aux_BNX)
-        else:
-            embeds_BMH, hidden_BMH = row_inputs(drafter, next_tokens(batch.tokens_BN), aux_BNX, 1)
-            embeds_BRH, hidden_BRH = embeds_BMH[:, :-1], hidden_BMH[:, :-1]
+        embeds_BMH, hidden_BMH = row_inputs(drafter, next_tokens(batch.tokens_BN), aux_BNX, 1)
+        embeds_BRH, hidden_BRH = embeds_BMH[:, : last + 1], hidden_BMH[:, : last + 1]
         for depth in range(num_depths):
             position_BR = batch.position_BN[:, anchor_R] + depth
             normed_BRH, stream_BRH = drafter(embeds_BRH, hidden_BRH, position_BR, attend)

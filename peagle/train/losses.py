@@ -134,20 +134,16 @@ class ChainWeights:
         #: drafts found wrong so far, by chain (its anchor, flattened as labels are) and offset
         self._wrong_NK = torch.zeros(len(token_N), num_depths, dtype=torch.int32, device=offset_R.device)
 
-    def weigh(self, label_R: Tensor, offset_R: Tensor) -> Weigh:
-        """draft_R -> weight_R (float32) of some of the rows, for one call of `ChunkedLoss`.
+    def weigh(self, label_R: Tensor, offset_R: Tensor, draft_R: Tensor) -> Tensor:
+        """weight_R (float32) of some of the rows.
 
-        label_R: 0..N - 1 and offset_R as `peagle.train.cod.label_rows` gives them. Earlier offsets of a row's chain
-        must be among these rows, or among those of a call before.
+        label_R: 0..N - 1 and offset_R as `peagle.train.cod.label_rows` gives them. draft_R: as `Weigh` has it. Earlier
+        offsets of a row's chain must be among these rows, or among those of a call before.
         """
-
-        def weights(draft_R: Tensor) -> Tensor:
-            chain_R = label_R - offset_R - 1
-            self._wrong_NK[chain_R, offset_R] = (draft_R != self._token_N[label_R]).int()
-            before_R = (self._wrong_NK.cumsum(1) - self._wrong_NK)[chain_R, offset_R]
-            return self.offset_decay ** offset_R.float() * torch.where(before_R > 0, self.reach, 1.0) / self._total
-
-        return weights
+        chain_R = label_R - offset_R - 1
+        self._wrong_NK[chain_R, offset_R] = (draft_R != self._token_N[label_R]).int()
+        before_R = (self._wrong_NK.cumsum(1) - self._wrong_NK)[chain_R, offset_R]
+        return self.offset_decay ** offset_R.float() * torch.where(before_R > 0, self.reach, 1.0) / self._total
 
 
 def cross_entropy(logits_PV: Tensor, target_UV: Tensor, logsumexp_U: Tensor, index_P: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from peagle.train.cod import CodRows
 
@@ -73,10 +73,8 @@ class AttentionMask:
 
     def dense(self) -> Tensor:
         """Boolean mask [B, T, U], True where the query of dimension 1 sees the key of dimension 2."""
-        (batch, num_queries), num_keys, device = self.first_BT.shape, self.anchor_BU.shape[1], self.first_BT.device
-        b = torch.arange(batch, device=device)[:, None, None]
-        query, key = torch.arange(num_queries, device=device), torch.arange(num_keys, device=device)
-        return self.mask_mod()(b, torch.zeros_like(b), query[None, :, None], key[None, None, :])
+        sizes = self.first_BT.shape[0], 1, self.first_BT.shape[1], self.anchor_BU.shape[1]
+        return create_mask(self.mask_mod(), *sizes, device=self.first_BT.device).squeeze(1)
 
     def block(self, tile: int = 128) -> BlockMask:
         """FlexAttention's form of `dense`: the rule, and what is known of the tiles of tile x tile rows beforehand.

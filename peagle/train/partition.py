@@ -54,9 +54,9 @@ class Segment:
     def num_rows(self) -> int:
         return self.stop - self.start + self.chain_stop - self.chain_start
 
-    def index(self, device: torch.device, start: int | None = None) -> Tensor:
-        """Numbers of the own rows; start: with those of offset 0 from here on."""
-        plain = torch.arange(self.start if start is None else start, self.stop, device=device)
+    def index(self, device: torch.device) -> Tensor:
+        """Numbers of its rows, [R]."""
+        plain = torch.arange(self.start, self.stop, device=device)
         return torch.cat([plain, torch.arange(self.chain_start, self.chain_stop, device=device)])
 
 
@@ -80,25 +80,23 @@ def segment_rows(
     hidden_1TH: Tensor,
     position_1T: Tensor,
     mask: Tensor | BlockMask,
-    earlier: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Normed rows [1, T, H] and, given `earlier`, their own keys and values [layers, 2, 1, G, T, D].
+    earlier: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Normed rows [1, T, H], and their own keys and values [layers, 2, 1, G, T, D].
 
     earlier: keys (rotated) and values of N rows of offset 0 that come before these as keys.
     """
     own = []
 
     def attend(layer_index: int, q_BATD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> Tensor:
-        if earlier is not None:
-            own.append(torch.stack([k_BGTD, v_BGTD]))
-            k_BGND, v_BGND = pairs[layer_index]
-            k_BGTD, v_BGTD = torch.cat([k_BGND, k_BGTD], dim=2), torch.cat([v_BGND, v_BGTD], dim=2)
-        return attend_masked(layer_index, q_BATD, k_BGTD, v_BGTD)
+        own.append(torch.stack([k_BGTD, v_BGTD]))
+        k_BGND, v_BGND = pairs[layer_index]
+        return attend_masked(layer_index, q_BATD, torch.cat([k_BGND, k_BGTD], 2), torch.cat([v_BGND, v_BGTD], 2))
 
     attend_masked = attend_under(mask)
-    pairs = [] if earlier is None else [layer.unbind() for layer in earlier.unbind()]
+    pairs = [layer.unbind() for layer in earlier.unbind()]
     normed_1TH, _ = drafter(embeds_1TH, hidden_1TH, position_1T, attend)
-    return normed_1TH, torch.stack(own) if own else None
+    return normed_1TH, torch.stack(own)
 
 
 class Partition:
@@ -127,16 +125,12 @@ class Partition:
         gradient = torch.zeros_like(kept, dtype=torch.promote_types(kept.dtype, torch.float32))
         for segment in reversed(segments):
             earlier = kept.detach().requires_grad_()
-            normed_RH, own = run(segment, segment.start, run.max_rows, earlier)
-            assert own is not None
+            normed_RH, own = run(segment, earlier)
             loss = loss_of(normed_RH, segment.index(run.device))
             own = own[..., : segment.stop - segment.start, :]
-            roots, gradients = [own], [gradient[..., segment.start : segment.stop, :].to(own.dtype)]
-            del normed_RH, own
-            if loss.requires_grad:
-                roots, gradients = [loss, *roots], [torch.ones_like(loss), *gradients]
-            torch.autograd.backward(roots, gradients)
-            del roots, gradients, loss
+            del normed_RH
+            torch.autograd.backward([loss, own], [None, gradient[..., segment.start : segment.stop, :].to(own.dtype)])
+            del loss, own
             if segment.start:
                 assert earlier.grad is not None
                 gradient[..., : segment.start, :] += earlier.grad[..., : segment.start, :]
@@ -155,32 +149,27 @@ class SequencePass:
         most, tile = -(-num_rows // partition.num_segments) + drafter.config.num_depths, partition.tile
         self.max_rows = -(-most // tile) * tile
 
-    def __call__(
-        self, segment: Segment, start: int, num_queries: int, earlier: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Normed rows [R, H] of a segment and of all rows of offset 0 from `start` on; own keys and values.
+    def __call__(self, segment: Segment, earlier: Tensor) -> tuple[Tensor, Tensor]:
+        """Normed rows [R, H] of a segment; keys and values [layers, 2, 1, G, T, D] of these and of the blank rows
+        behind them.
 
-        num_queries: rows to compute, the last of them blank. earlier: keys and values of the N rows of offset 0, of
-        which those before `start` are seen.
+        earlier: keys and values of the N rows of offset 0, of which those before the segment are seen.
         """
-        sequence, num_plain = self.sequence, segment.stop - start
-        index = segment.index(self.device, start)
-        num_rows = index.shape[0]
-        query_T = torch.nn.functional.pad(index, (0, num_queries - num_rows), value=-1)
-        key_U = query_T
-        if earlier is not None:
-            before = torch.arange(earlier.shape[-2], device=self.device)
-            key_U = torch.cat([before.where(before < start, -1), query_T])
+        sequence, num_queries = self.sequence, self.max_rows
+        index_T = torch.nn.functional.pad(segment.index(self.device), (0, num_queries - segment.num_rows), value=-1)
+        before_N = torch.arange(earlier.shape[-2], device=self.device)
+        key_U = torch.cat([before_N.where(before_N < segment.start, -1), index_T])
         attention_mask = self.attention_mask.select(key_U, num_queries)
         with self._autocast():
             mask = attention_mask.block(self.partition.tile) if self.partition.compiled else attention_mask.dense()
-            rows = slice(start, segment.stop)
+            rows = slice(segment.start, segment.stop)
+            next_1N, aux_1NX = self.next_1N[:, rows], sequence.aux_1NX[:, rows]
             embeds_1TH, hidden_1TH = self.partition.inputs(
-                self.drafter, self.next_1N[:, rows], sequence.aux_1NX[:, rows], num_queries - num_plain
+                self.drafter, next_1N, aux_1NX, num_queries - next_1N.shape[1]
             )
-            position_1T = sequence.position_1T[:, query_T.clamp_min(0)]
+            position_1T = sequence.position_1T[:, index_T.clamp_min(0)]
             normed_1TH, own = self.partition.rows(self.drafter, embeds_1TH, hidden_1TH, position_1T, mask, earlier)
-        return normed_1TH[0, :num_rows], own
+        return normed_1TH[0, : segment.num_rows], own
 
     @torch.no_grad()
     def sweep(self, stop: int) -> Tensor:
@@ -193,8 +182,7 @@ class SequencePass:
         kept = torch.zeros(*shape, config.head_dim, dtype=dtype, device=self.device)
         for start in range(0, stop, self.max_rows):
             end = min(start + self.max_rows, stop)
-            _, own = self(Segment(start, end, 0, 0), start, self.max_rows, kept)
-            assert own is not None
+            _, own = self(Segment(start, end, 0, 0), kept)
             kept[..., start:end, :] = own[..., : end - start, :]
         return kept
 

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from peagle.checkpoint import check_head, load_head
+from peagle.checkpoint import check_head, load_head, without_tables
 from peagle.config import UNNAMED_LAYERS, DrafterConfig, HeadError
 from peagle.model import Drafter, initialize
 from peagle.train.cod import CodRows, attend_under, chain_lengths, draft_rows, label_rows, next_tokens, sample_rows
@@ -95,7 +95,6 @@ class PassLosses:
         tokens_BN: Tensor,
         states: States,
     ) -> None:
-        assert drafter.lm_head is not None, "share_target or load_head first"
         self._score, self._lm_head_VH = score, drafter.lm_head.weight
         self._useful_T, self._label_T, self._offset_T = label_rows(rows, chain_BN)
         self._labels = score.labels(states.last_BNS.flatten(0, 1), states.lm_head_VS, drafter.target_ids)
@@ -116,7 +115,7 @@ class PassLosses:
             useful_R, label_R, offset_R = useful_R[at_R], label_R[at_R], offset_R[at_R]
         chosen = useful_R.nonzero().squeeze(1)
         label_R, offset_R = label_R[chosen], offset_R[chosen]
-        weigh = self._weights.weigh(label_R, offset_R)
+        weigh = functools.partial(self._weights.weigh, label_R, offset_R)
         total, correct_R = self._score(normed_RH[chosen], self._lm_head_VH, self._labels, label_R, weigh)
         self._seen.append((total.detach(), correct_R, offset_R))
         return total
@@ -331,8 +330,7 @@ def start_from(drafter: Drafter, head_dir: str | Path) -> list[str]:
     the head cannot be read or nothing fits.
     """
     config, tensors = load_head(head_dir)
-    if config.ptd_token_id is not None and "embed_tokens.weight" in tensors:
-        tensors["mask_embedding"] = tensors["embed_tokens.weight"][config.ptd_token_id]
+    tensors = without_tables(config, tensors)
     own = drafter.trainable()
     taken = [name for name, value in own.items() if name in tensors and tensors[name].shape == value.shape]
     if not taken:

@@ -346,12 +346,14 @@ class ChatTemplate:
         reasoning of earlier turns and ids of calls, which templates may leave out.
         """
         named = {f"messages.{index}": message for index, message in enumerate(prompt.messages)}
-        may_be_idle = {"role", "content", "tool_call_id", "reasoning_content"}
-        must_change = [(name, key) for name, message in named.items() for key in sorted(message.keys() - may_be_idle)]
-        if prompt.answer:
-            named["answer"] = prompt.answer
-            must_change += [("answer", key) for key in sorted(prompt.answer.keys() - {"role", "content"})]
-        if not must_change and not prompt.tools:
+        named |= {"answer": prompt.answer} if prompt.answer else {}
+        without = {"tools": (dataclasses.replace(prompt, tools=()), named)} if prompt.tools else {}
+        for name, message in named.items():
+            may_be_idle = {"role", "content"} | (set() if name == "answer" else {"tool_call_id", "reasoning_content"})
+            for key in sorted(message.keys() - may_be_idle):
+                others = {other: value for other, value in message.items() if other != key}
+                without[f"{name}.{key}"] = prompt, {**named, name: others}
+        if not without:
             return
         whole = self._text(prompt, named.values())
 
@@ -361,10 +363,7 @@ class ChatTemplate:
             except ValueError:  # the template needs it
                 return False
 
-        lost = ["tools"] if prompt.tools and is_idle(dataclasses.replace(prompt, tools=()), named) else []
-        for name, key in must_change:
-            without = {other: value for other, value in named[name].items() if other != key}
-            lost += [f"{name}.{key}"] if is_idle(prompt, {**named, name: without}) else []
+        lost = [name for name, changed in without.items() if is_idle(*changed)]
         if lost:
             raise ValueError(
                 f"{prompt.where}: the target's chat template writes nothing of {', '.join(lost)}: leave out the line, "
@@ -441,7 +440,6 @@ def tokenize_prompts(
     chat template refuses the messages of many rows, or writes nothing of some of their keys.
     """
     template = ChatTemplate(load_tokenizer(target_dir))
-
     good = keep_good(given, lambda prompt: (prompt, template.render(prompt)), source)
     kept, rendered = zip(*good, strict=True)
     made = Conversations.from_lists([one.prompt for one in rendered], [one.answer for one in rendered])

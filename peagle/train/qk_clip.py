@@ -29,7 +29,7 @@ def attention_scores(drafter: Drafter, batch: Batch, aux_BNX: Tensor, max_tokens
     num_tokens = min(max_tokens, batch.tokens_BN.shape[1])
     tokens_BN, document_N = batch.tokens_BN[:1, :num_tokens], batch.document_BN[0, :num_tokens]
     aux_BNX, position_N = aux_BNX[:1, :num_tokens], batch.position_BN[0, :num_tokens]
-    device, num_masks = tokens_BN.device, 0
+    device, num_masks = tokens_BN.device, drafter.config.num_depths - 1 if drafter.config.is_parallel else 0
     found: list[Tensor] = []
 
     def attend(_layer: int, q_BATD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> Tensor:
@@ -39,11 +39,7 @@ def attention_scores(drafter: Drafter, batch: Batch, aux_BNX: Tensor, max_tokens
         return F.scaled_dot_product_attention(q_BATD, k_BGTD, v_BGTD, attn_mask=seen_TT, enable_gqa=True)
 
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-        if not drafter.config.is_parallel:
-            embeds_BTH, hidden_BTH = drafter.embed(next_tokens(tokens_BN)), drafter.project_inputs(aux_BNX)
-        else:
-            num_masks = drafter.config.num_depths - 1
-            embeds_BTH, hidden_BTH = row_inputs(drafter, next_tokens(tokens_BN), aux_BNX, num_masks)
+        embeds_BTH, hidden_BTH = row_inputs(drafter, next_tokens(tokens_BN), aux_BNX, num_masks)
         ahead = torch.arange(1, num_masks + 1, device=device)
         position_T = torch.cat([position_N, position_N[-1] + ahead])
         document_T = torch.cat([document_N, document_N[-1:].expand(num_masks)])

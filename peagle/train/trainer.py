@@ -115,13 +115,10 @@ class Optimizer:
     def __init__(self, parameters: dict[str, nn.Parameter], recipe: OptimizerRecipe, *, fused: bool) -> None:
         self.recipe = recipe
         self.parameters = list(parameters.values())
-        by_muon = {
-            name
-            for name, p in parameters.items()
-            if recipe.name == "muon" and p.ndim == 2 and name.startswith("layers.")
-        }
-        matrices = [p for name, p in parameters.items() if name in by_muon]
-        others = [p for name, p in parameters.items() if name not in by_muon]
+        matrices, others = list[nn.Parameter](), list[nn.Parameter]()
+        for name, p in parameters.items():
+            is_matrix = p.ndim == 2 and name.startswith("layers.")
+            (matrices if recipe.name == "muon" and is_matrix else others).append(p)
         adamw = torch.optim.AdamW(
             others, lr=recipe.lr, betas=ADAMW_BETAS, weight_decay=recipe.weight_decay, fused=fused
         )
@@ -201,11 +198,10 @@ class HeadTraining:
         on_gpu, owned = random.device.type == "cuda", drafter.trainable()
         self.optimizer = Optimizer(owned, recipe.optimizer, fused=on_gpu)
         self.average = MovingAverage(owned, recipe.optimizer.ema_decay)
-        self._pass: PEaglePass | Eagle3Pass
-        if not drafter.config.is_parallel:
-            self._pass = Eagle3Pass(recipe, compiled=recipe.compile and on_gpu)
-        else:
-            self._pass = PEaglePass(recipe, random, compiled=recipe.compile and on_gpu)
+        compiled, is_parallel = recipe.compile and on_gpu, drafter.config.is_parallel
+        self._pass = (
+            PEaglePass(recipe, random, compiled=compiled) if is_parallel else Eagle3Pass(recipe, compiled=compiled)
+        )
 
     def add_gradients(self, batch: Batch, states: States) -> PassReport:
         """Runs a batch of the drafter's device through a pass; where attention scores are clipped, they are before."""

@@ -114,15 +114,16 @@ def test_chain_weights_equal_a_slow_loop() -> None:
     assert 10 < sum(reached) < len(keys) - 10
 
     settings = {"num_depths": 4, "offset_decay": 0.9, "reach": 0.3}
-    weigh = ChainWeights(offset_R, token_N, **settings).weigh(label_R, offset_R)
-    torch.testing.assert_close(weigh(draft_R), expected_R)
-    known = ChainWeights(offset_R, token_N.clamp_min(0), **settings).weigh(label_R, offset_R)
-    torch.testing.assert_close(known(token_N[label_R].clamp_min(0)).sum(), torch.tensor(1.0))
+    weights = ChainWeights(offset_R, token_N, **settings)
+    torch.testing.assert_close(weights.weigh(label_R, offset_R, draft_R), expected_R)
+    known_N = token_N.clamp_min(0)
+    weight_R = ChainWeights(offset_R, known_N, **settings).weigh(label_R, offset_R, known_N[label_R])
+    torch.testing.assert_close(weight_R.sum(), torch.tensor(1.0))
     # In two parts, as a partitioned pass may have them: offset 0 of a chain before its other rows.
     weights, weight_R = ChainWeights(offset_R, token_N, **settings), torch.zeros_like(expected_R)
     first_R = (anchor_R % 2 == 0) | (offset_R == 0)
     for part_R in (first_R, ~first_R):
-        weight_R[part_R] = weights.weigh(label_R[part_R], offset_R[part_R])(draft_R[part_R])
+        weight_R[part_R] = weights.weigh(label_R[part_R], offset_R[part_R], draft_R[part_R])
     torch.testing.assert_close(weight_R, expected_R)
 
 
