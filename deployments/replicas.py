@@ -55,6 +55,22 @@ class PacedCall(Generic[ReportT]):
             return await self._work()
 
 
+async def repeat(work: Callable[[], Awaitable[Any]], interval_s: float, problem: str, *, at_once: bool = False) -> None:
+    """Run `work` for ever, `interval_s` after it has ended; the first time after `interval_s` too, or `at_once`. An
+    error is logged as `problem`, once until another one or none comes."""
+    known = ""
+    await asyncio.sleep(0.0 if at_once else interval_s)
+    while True:
+        try:
+            await work()
+            known = ""
+        except Exception as error:
+            if repr(error) != known:
+                known = repr(error)
+                logger.exception(problem)
+        await asyncio.sleep(interval_s)
+
+
 class EngineLost(RuntimeError):
     """A target's engine has died; its replica goes too."""
 
@@ -172,7 +188,6 @@ class DrafterLinks:
         self._drafter, self._rpc, self._is_busy = drafter, rpc, is_busy
         self._known: dict[str, tuple[DrafterReport, int]] = {}  # by address, with the polls that missed it in a row
         self._handed_on: list[dict[str, Any]] | None = None
-        self._problem = ""
         self._num_polls, self._awake_until = 0, 0
         self._task: asyncio.Task[None] | None = None
         self.heads: tuple[str, ...] = ()
@@ -181,19 +196,13 @@ class DrafterLinks:
 
     def start(self, on_poll: Callable[[tuple[str, ...]], None]) -> None:
         """Begin on the running event loop. `on_poll` gets `heads`, each time that drafters have answered."""
-        self._task = asyncio.get_running_loop().create_task(self._poll_forever(on_poll))
 
-    async def _poll_forever(self, on_poll: Callable[[tuple[str, ...]], None]) -> None:
-        while True:
-            try:
-                await self.poll()
-                on_poll(self.heads)
-                self._problem = ""
-            except Exception as error:  # without drafters the engine serves on, and this goes on trying
-                if repr(error) != self._problem:
-                    self._problem = repr(error)
-                    logger.exception("the drafters cannot be handed to the engine; it serves without them meanwhile")
-            await asyncio.sleep(POLL_INTERVAL_S)
+        async def work() -> None:
+            await self.poll()
+            on_poll(self.heads)
+
+        problem = "the drafters cannot be handed to the engine; it serves without them meanwhile"
+        self._task = asyncio.create_task(repeat(work, POLL_INTERVAL_S, problem, at_once=True))
 
     async def poll(self) -> None:
         """Ask the drafters who they are, tell the engine what changed, and ask it for its links."""
