@@ -15,7 +15,7 @@ from ray import serve
 import peagle.heads
 from cluster.settings import OBJECT_STORES, Catalog, ClusterSettings, live_config, load_settings
 from deployments import DRAFTER_NAME, LEARNER_NAME, ROUTER_NAME, TARGET_NAME, compat
-from deployments.autoscaling import drafter_autoscaling, target_autoscaling
+from deployments.autoscaling import autoscaling_config
 from deployments.replicas import MAX_DRAIN_S
 from peagle.checkpoint import check_head, read_head_config
 from peagle.config import read_json
@@ -81,7 +81,7 @@ def bind_target(
 
 def target_options(settings: ClusterSettings) -> dict[str, Any]:
     """Serve's options of the targets, with resources as `ray.serve.llm` gives them."""
-    target, scaling = settings.target, target_autoscaling(settings)
+    target, scaling = settings.target, autoscaling_config(settings, TARGET_NAME)
     # One worker runs in the replica's own process tree, which sees the GPU of its bundle as soon as it asks for any of
     # it. Several are actors of their own, and take their bundles whole.
     sees_gpu = {"num_gpus": LEAST_GPU} if target.has_gpu and settings.num_workers == 1 else {}
@@ -136,7 +136,7 @@ def bind_drafter(settings: ClusterSettings) -> serve.Application | None:
     """The deployment of remote drafters; None where drafters run in the targets' engines."""
     if settings.drafter is None or (replicas := settings.drafter.replicas) is None:
         return None
-    scaling = drafter_autoscaling(settings)
+    scaling = autoscaling_config(settings, DRAFTER_NAME)
     number = {"num_replicas": replicas.num_replicas} if scaling is None else {"autoscaling_config": scaling}
     actor = {"num_cpus": replicas.num_cpus, "num_gpus": replicas.num_gpus}
     return bind(
