@@ -149,13 +149,10 @@ def engine_class(on_cpu: bool, launch_front_ends: Callable[[Any, Namespace], tup
                 given = vars(FrontendArgs(**front.frontend_kwargs)) | vars(arguments)
                 stack.enter_context(clients.started_for(*launch_front_ends(config, Namespace(**given))))
                 if on_cpu and config.parallel_config.world_size == 1:
-                    stack.enter_context(cpu_environment(config))
+                    from vllm.utils.ompmultiprocessing import OMPProcessManager
+
+                    stack.enter_context(OMPProcessManager(config).configure_omp_envs(rank=0, local_rank=0))
                 return super()._start_async_llm_engine(arguments, config, placement_group)
-
-    def cpu_environment(config: Any) -> Any:
-        from vllm.utils.ompmultiprocessing import OMPProcessManager
-
-        return OMPProcessManager(config).configure_omp_envs(rank=0, local_rank=0)
 
     return LocalEngine
 

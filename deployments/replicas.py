@@ -108,16 +108,15 @@ class ReplicaMonitor(Generic[ReportT]):
         self._handle, self._on_reports = handle, on_reports
         self._num_asked, self._newest = 0, 0
         self._problems: set[str] = set()
-        self._task: asyncio.Task[None] | None = None
         self.num_ready: int | None = None
         """None until the replicas were asked for the first time."""
         self.reports: Sequence[ReportT] = ()
         """What the replicas said last."""
 
     def start(self) -> None:
-        """Begin to poll on the running event loop, once."""
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._poll_forever())
+        """Begin to poll on the running event loop."""
+        problem = f"{self._handle.deployment_name}: its reports cannot be read"
+        self._task = asyncio.create_task(repeat(self.refresh, POLL_INTERVAL_S, problem, at_once=True))
 
     async def refresh(self) -> Sequence[ReportT]:
         """The replicas' reports, asked for now. If two calls overlap and the later one has its answers first, the
@@ -157,11 +156,6 @@ class ReplicaMonitor(Generic[ReportT]):
             self._problems.add(repr(error))
             logger.error("%s: %s", self._handle.deployment_name, what, exc_info=error)
 
-    async def _poll_forever(self) -> None:
-        while True:
-            await self.refresh()
-            await asyncio.sleep(POLL_INTERVAL_S)
-
 
 # ---- drafters, as targets see them
 
@@ -189,7 +183,6 @@ class DrafterLinks:
         self._known: dict[str, tuple[DrafterReport, int]] = {}  # by address, with the polls that missed it in a row
         self._handed_on: list[dict[str, Any]] | None = None
         self._num_polls, self._awake_until = 0, 0
-        self._task: asyncio.Task[None] | None = None
         self.heads: tuple[str, ...] = ()
         """Digests by index of the heads that draft, () before any drafter answers."""
         self.links: tuple[dict[str, Any], ...] = ()
