@@ -173,8 +173,7 @@ class KVChannel:
     def get(self, name: str) -> dict[str, Any] | None:
         """None where there is none. Raises what Ray raises when the store does not answer."""
         value = internal_kv._internal_kv_get(self._prefix + name, namespace=KV_NAMESPACE)
-        document: dict[str, Any] | None = None if value is None else json.loads(value)
-        return document
+        return None if value is None else dict(json.loads(value))
 
     def put(self, name: str, document: Mapping[str, Any]) -> None:
         value = json.dumps(document, allow_nan=False)

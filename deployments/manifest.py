@@ -76,7 +76,6 @@ class Manifest:
         self.image = settings.kubernetes.image or self._defaults["image"]
 
     def render(self) -> str:
-        """The objects, as the template has them."""
         templates = jinja2.Environment(
             loader=jinja2.FileSystemLoader(Path(__file__).parent),
             undefined=jinja2.StrictUndefined,

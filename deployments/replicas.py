@@ -170,7 +170,8 @@ class DrafterLinks:
     """Keeps one engine connected to the drafters that are there, or were a moment ago: Serve leaves a replica out while
     it hands it a `user_config`, and a target that dropped it then would leave its new requests without drafts.
 
-    rpc: vLLM's `collective_rpc`, a method of every worker by name. is_busy: whether the engine has requests.
+    rpc: vLLM's `collective_rpc`, a method of every worker by name. is_busy: whether the engine has requests. on_heads:
+    gets the digests by index of the heads that draft, each time that drafters agree on them.
     """
 
     def __init__(
@@ -178,24 +179,18 @@ class DrafterLinks:
         drafter: DeploymentHandle[Any],
         rpc: Callable[..., Awaitable[list[Any]]],
         is_busy: Callable[[], bool],
+        on_heads: Callable[[tuple[str, ...]], None],
     ) -> None:
-        self._drafter, self._rpc, self._is_busy = drafter, rpc, is_busy
+        self._drafter, self._rpc, self._is_busy, self._on_heads = drafter, rpc, is_busy, on_heads
         self._known: dict[str, tuple[DrafterReport, int]] = {}  # by address, with the polls that missed it in a row
         self._handed_on: list[dict[str, Any]] | None = None
         self._num_polls, self._awake_until = 0, 0
-        self.heads: tuple[str, ...] = ()
-        """Digests by index of the heads that draft, () before any drafter answers."""
         self.links: tuple[dict[str, Any], ...] = ()
 
-    def start(self, on_poll: Callable[[tuple[str, ...]], None]) -> None:
-        """Begin on the running event loop. `on_poll` gets `heads`, each time that drafters have answered."""
-
-        async def work() -> None:
-            await self.poll()
-            on_poll(self.heads)
-
+    def start(self) -> None:
+        """Begin to poll on the running event loop."""
         problem = "the drafters cannot be handed to the engine; it serves without them meanwhile"
-        self._task = asyncio.create_task(repeat(work, POLL_INTERVAL_S, problem, at_once=True))
+        self._task = asyncio.create_task(repeat(self.poll, POLL_INTERVAL_S, problem, at_once=True))
 
     async def poll(self) -> None:
         """Ask the drafters who they are, tell the engine what changed, and ask it for its links."""
@@ -209,7 +204,8 @@ class DrafterLinks:
             await self._rpc("set_drafters", args=(drafters,))
             self._handed_on, self._awake_until = drafters, self._num_polls + IDLE_POLLS
             logger.info("drafters: %s", ", ".join(drafter["address"] for drafter in drafters) or "none")
-        self.heads = agreed_heads(reports) or self.heads
+        if heads := agreed_heads(reports):
+            self._on_heads(heads)
         if self._is_busy():
             self._awake_until = max(self._awake_until, self._num_polls + 2)  # the last counts of a burst
         if self._num_polls < self._awake_until or self._num_polls % IDLE_POLLS == 0:

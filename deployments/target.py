@@ -104,12 +104,11 @@ class TargetServer(LLMServer):
         if Path(target_dir).is_dir():
             compat.download_nothing(config)
         self._settings = settings
-        self._answers, self._weights = None, settings.model.source
+        self._answers, self._weights = AnswerQueue(MAX_QUEUED_ANSWER_BYTES), settings.model.source
+        keep = None
         if settings.learning is not None:
-            self._answers = AnswerQueue(MAX_QUEUED_ANSWER_BYTES)
-            self._weights = await asyncio.to_thread(target_digest, target_dir)
+            self._weights, keep = await asyncio.to_thread(target_digest, target_dir), self._keep
         max_workloads = MAX_NUM_WORKLOADS + len(settings.named_workloads())
-        keep = None if self._answers is None else self._keep
         self._recorder = DraftingRecorder(max_workloads=max_workloads, on_answer=keep)
         self._replica = serve.get_replica_context().replica_id.unique_id
         max_running = QUEUED_PER_RUNNING * settings.max_num_seqs
@@ -157,9 +156,13 @@ class TargetServer(LLMServer):
         self._following = [asyncio.create_task(loop) for loop in loops]
         self._links: DrafterLinks | None = None
         if drafter is not None:
-            admission = self.front_end.admission
-            self._links = DrafterLinks(drafter, self._client.collective_rpc, lambda: admission.num_running > 0)
-            self._links.start(functools.partial(setattr, self.front_end, "heads"))
+            self._links = DrafterLinks(
+                drafter,
+                client.collective_rpc,
+                is_busy=lambda: self.front_end.admission.num_running > 0,
+                on_heads=functools.partial(setattr, self.front_end, "heads"),
+            )
+            self._links.start()
         freeze_gc_heap()  # as vLLM's own server: a full collection of all that is loaded would hold up every stream
 
     async def __del__(self) -> None:
@@ -225,13 +228,12 @@ class TargetServer(LLMServer):
         )
 
     def _keep(self, workload: str, caller: str, prompt: list[int], answer: list[int]) -> None:
-        assert self._answers is not None
         tokens = np.array(prompt, np.int32), np.array(answer, np.int32)
         self._answers.put(KeptAnswer(base_workload(workload), caller, *tokens, self._weights))
 
     async def fetch_answers(self) -> list[KeptAnswer]:
         """What the learner has not fetched yet of answers that may be learned from."""
-        return [] if self._answers is None else self._answers.drain()
+        return self._answers.drain()
 
     async def front_end_metrics(self) -> tuple[str, list[Any]]:
         """This replica, and what its clients saw, as `FrontEnd.families`, with vLLM's families of its engine."""
