@@ -24,10 +24,6 @@ from peagle.schema import SettingsError
 from peagle.vllm.engine_settings import openmp_preload
 from peagle.vllm.setting_types import SettingTypes
 
-HTTP_TARGET = "deployments.target.HttpTarget"
-ROUTER = "deployments.router.Router"
-DRAFTER, LEARNER = "deployments.drafter.DrafterReplica", "deployments.learner.Learner"
-
 HEALTH_CHECK_PERIOD_S = 2.0
 """A drafter or a router that died is noticed and replaced soon: until then targets decode without drafts, or choose K
 by the last policy update. So is a target whose engine died (Serve's own period is 10 s, and it asks three times)."""
@@ -60,7 +56,8 @@ def build(args: dict[str, Any]) -> serve.Application:
     settings = load_settings(args, catalog(), os.environ)
     check_files(settings)
     drafter = bind_drafter(settings)
-    return bind_target(settings, HTTP_TARGET, drafter, bind_router(settings, drafter, bind_learner(settings)))
+    router = bind_router(settings, drafter, bind_learner(settings))
+    return bind_target(settings, "deployments.target.HttpTarget", drafter, router)
 
 
 def bind(replica: str | type, *args: Any, **options: Any) -> serve.Application:
@@ -121,7 +118,7 @@ def replica_env(settings: ClusterSettings) -> dict[str, str]:
 def bind_router(settings: ClusterSettings, *handles: serve.Application | None) -> serve.Application:
     """The deployment of the router; `handles`: of drafter and learner."""
     return bind(
-        ROUTER,
+        "deployments.router.Router",
         settings,
         *handles,
         name=ROUTER_NAME,
@@ -140,7 +137,7 @@ def bind_drafter(settings: ClusterSettings) -> serve.Application | None:
     number = {"num_replicas": replicas.num_replicas} if scaling is None else {"autoscaling_config": scaling}
     actor = {"num_cpus": replicas.num_cpus, "num_gpus": replicas.num_gpus}
     return bind(
-        DRAFTER,
+        "deployments.drafter.DrafterReplica",
         settings,
         name=DRAFTER_NAME,
         **number,
@@ -154,7 +151,7 @@ def bind_learner(settings: ClusterSettings) -> serve.Application | None:
     if (learning := settings.learning) is None:
         return None
     return bind(
-        LEARNER,
+        "deployments.learner.Learner",
         settings,
         name=LEARNER_NAME,
         num_replicas=1,
