@@ -16,7 +16,6 @@ from starlette.requests import Request
 from vllm.entrypoints.anthropic.serving import wrap_data_with_event
 from vllm.exceptions import GenerationError
 
-from cluster.counts import Counts
 from cluster.errors import ApiError
 from cluster.request import Drafting
 from deployments.body import Call, from_engine, from_validation, grammars, num_prompts
@@ -152,9 +151,10 @@ class EngineAnswers:
             return str(result.model_dump_json(by_alias=True))
         return text_with(result.model_dump(), drafting)
 
-    def _pop(self, admitted: Admitted) -> RequestDrafting | None:
-        """What was recorded of a request that has ended."""
-        return self._recorder.pop(ENGINE_IDS[admitted.call].format(admitted.request_id))
+    def _pop(self, admitted: Admitted) -> RequestDrafting:
+        """What was recorded of a request that has ended, an empty record where nothing was."""
+        name = ENGINE_IDS[admitted.call].format(admitted.request_id)
+        return self._recorder.pop(name) or RequestDrafting(name, admitted.drafting.workload)
 
     async def _abort(self, ids: Sequence[str], admitted: Admitted) -> None:
         """End what is left of a request, and charge its caller for what there was. vLLM aborts what is cancelled, but
@@ -198,7 +198,7 @@ class EngineAnswers:
         record = self._pop(admitted)
         last = max(index for index, event in enumerate(tail) if event_document(event))
         tail[last] = event_with(tail[last], self._drafting_field(admitted, record))
-        yield Usage() if record is None else usage_of(record)  # before the tail, which the client may not read
+        yield usage_of(record)  # before the tail, which the client may not read
         for event in tail:
             yield event
 
@@ -214,16 +214,16 @@ class EngineAnswers:
                 if event.type == "response.completed":
                     record = self._pop(admitted)
                     event.response.drafting = self._drafting_field(admitted, record)
-                    yield Usage() if record is None else usage_of(record)
+                    yield usage_of(record)
                 for one in held:
                     yield wrap_data_with_event(one.model_dump_json(by_alias=True), one.type)
                 held.clear()
 
-    def _drafting_field(self, admitted: Admitted, record: Any) -> dict[str, Any]:
+    def _drafting_field(self, admitted: Admitted, record: RequestDrafting) -> dict[str, Any]:
         drafting = admitted.drafting
-        if record is not None and record.undraftable:
+        if record.undraftable:
             drafting = Drafting(drafting.workload, 0, "request", f"{record.undraftable} goes without drafts")
-        return drafting_field(drafting, admitted.head, Counts() if record is None else record.counts)
+        return drafting_field(drafting, admitted.head, record.counts)
 
     def _failure(self, admitted: Admitted, failure: ApiError) -> ApiError:
         """`failure` of a request of which nothing has been answered, with its cause where it can be told."""

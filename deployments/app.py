@@ -15,7 +15,7 @@ from ray import serve
 import peagle.heads
 from cluster.settings import OBJECT_STORES, Catalog, ClusterSettings, live_config, load_settings
 from deployments import DRAFTER_NAME, LEARNER_NAME, ROUTER_NAME, TARGET_NAME, compat
-from deployments.autoscaling import drafter_autoscaling, target_autoscaling
+from deployments.autoscaling import autoscaling_config
 from deployments.replicas import MAX_DRAIN_S
 from peagle.checkpoint import check_head, read_head_config
 from peagle.config import read_json
@@ -23,10 +23,6 @@ from peagle.embedded import EMBEDDED_TARGETS
 from peagle.schema import SettingsError
 from peagle.vllm.engine_settings import openmp_preload
 from peagle.vllm.setting_types import SettingTypes
-
-HTTP_TARGET = "deployments.target.HttpTarget"
-ROUTER = "deployments.router.Router"
-DRAFTER, LEARNER = "deployments.drafter.DrafterReplica", "deployments.learner.Learner"
 
 HEALTH_CHECK_PERIOD_S = 2.0
 """A drafter or a router that died is noticed and replaced soon: until then targets decode without drafts, or choose K
@@ -60,7 +56,8 @@ def build(args: dict[str, Any]) -> serve.Application:
     settings = load_settings(args, catalog(), os.environ)
     check_files(settings)
     drafter = bind_drafter(settings)
-    return bind_target(settings, HTTP_TARGET, drafter, bind_router(settings, drafter, bind_learner(settings)))
+    router = bind_router(settings, drafter, bind_learner(settings))
+    return bind_target(settings, "deployments.target.HttpTarget", drafter, router)
 
 
 def bind(replica: str | type, *args: Any, **options: Any) -> serve.Application:
@@ -81,7 +78,7 @@ def bind_target(
 
 def target_options(settings: ClusterSettings) -> dict[str, Any]:
     """Serve's options of the targets, with resources as `ray.serve.llm` gives them."""
-    target, scaling = settings.target, target_autoscaling(settings)
+    target, scaling = settings.target, autoscaling_config(settings, TARGET_NAME)
     # One worker runs in the replica's own process tree, which sees the GPU of its bundle as soon as it asks for any of
     # it. Several are actors of their own, and take their bundles whole.
     sees_gpu = {"num_gpus": LEAST_GPU} if target.has_gpu and settings.num_workers == 1 else {}
@@ -121,7 +118,7 @@ def replica_env(settings: ClusterSettings) -> dict[str, str]:
 def bind_router(settings: ClusterSettings, *handles: serve.Application | None) -> serve.Application:
     """The deployment of the router; `handles`: of drafter and learner."""
     return bind(
-        ROUTER,
+        "deployments.router.Router",
         settings,
         *handles,
         name=ROUTER_NAME,
@@ -136,11 +133,11 @@ def bind_drafter(settings: ClusterSettings) -> serve.Application | None:
     """The deployment of remote drafters; None where drafters run in the targets' engines."""
     if settings.drafter is None or (replicas := settings.drafter.replicas) is None:
         return None
-    scaling = drafter_autoscaling(settings)
+    scaling = autoscaling_config(settings, DRAFTER_NAME)
     number = {"num_replicas": replicas.num_replicas} if scaling is None else {"autoscaling_config": scaling}
     actor = {"num_cpus": replicas.num_cpus, "num_gpus": replicas.num_gpus}
     return bind(
-        DRAFTER,
+        "deployments.drafter.DrafterReplica",
         settings,
         name=DRAFTER_NAME,
         **number,
@@ -154,7 +151,7 @@ def bind_learner(settings: ClusterSettings) -> serve.Application | None:
     if (learning := settings.learning) is None:
         return None
     return bind(
-        LEARNER,
+        "deployments.learner.Learner",
         settings,
         name=LEARNER_NAME,
         num_replicas=1,

@@ -22,7 +22,7 @@ from ray.serve.config import AutoscalingContext
 from cluster.counts import CounterDeltas, TargetReport
 from cluster.k_policy import KPolicy
 from cluster.scaling import Pool, ScalingPolicy
-from cluster.settings import STALE_AFTER_S, AutoscalingSettings, ClusterSettings, ReplicaRange
+from cluster.settings import STALE_AFTER_S, ClusterSettings, ReplicaRange
 from deployments import DRAFTER_NAME, TARGET_NAME
 from deployments.compat import KVChannel
 
@@ -38,29 +38,21 @@ RECORD = "replicas"
 of replicas, null where the queue length decides."""
 
 
-def target_autoscaling(settings: ClusterSettings) -> dict[str, Any] | None:
-    """Serve's `autoscaling_config` of the target; None where its number of replicas is fixed."""
+def autoscaling_config(settings: ClusterSettings, deployment: str) -> dict[str, Any] | None:
+    """Serve's `autoscaling_config` of targets or remote drafters; None where their number is fixed. Drafters get their
+    work past Serve, so queue length would never ask for a second one."""
     scaling = settings.autoscaling
-    if scaling is None:
+    bounds = None if scaling is None else {TARGET_NAME: scaling.target, DRAFTER_NAME: scaling.drafter}[deployment]
+    if scaling is None or bounds is None:
         return None
-    by_queue = {"target_ongoing_requests": scaling.target_ongoing_requests, "shrinks": scaling.policy == "queue_length"}
-    return _config(scaling, scaling.target, {"deployment": TARGET_NAME, **by_queue})
-
-
-def drafter_autoscaling(settings: ClusterSettings) -> dict[str, Any] | None:
-    """Serve's `autoscaling_config` of remote drafters; None where their number is fixed. They get their work past
-    Serve, so queue length would never ask for a second one."""
-    scaling = settings.autoscaling
-    if scaling is None or scaling.drafter is None:
-        return None
-    return _config(scaling, scaling.drafter, {"deployment": DRAFTER_NAME})
-
-
-def _config(scaling: AutoscalingSettings, bounds: ReplicaRange, kwargs: dict[str, Any]) -> dict[str, Any]:
+    ongoing = scaling.target_ongoing_requests
+    kwargs: dict[str, Any] = {"deployment": deployment}
+    if deployment == TARGET_NAME:
+        kwargs |= {"target_ongoing_requests": ongoing, "shrinks": scaling.policy == "queue_length"}
     return {
         "min_replicas": bounds.min,
         "max_replicas": bounds.max,
-        "target_ongoing_requests": scaling.target_ongoing_requests,
+        "target_ongoing_requests": ongoing,
         "upscale_delay_s": scaling.upscale_delay_s,
         "downscale_delay_s": scaling.downscale_delay_s,
         "downscale_to_zero_delay_s": 0.0,  # the router has waited for `idle_s`

@@ -1,13 +1,12 @@
 """A request's body, from its bytes to vLLM's record, with the limits of one request; and vLLM's refusals in OpenAI's
 form. Nothing here knows Ray, or which replica asks."""
 
-import contextlib
 import functools
 import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -195,23 +194,16 @@ def parse_record(record: type[BaseModel], fields: dict[str, Any]) -> Any:
             raise ApiError(400, f"unknown field {name:.80}{hint}", param=f"{name:.80}", code="unknown_field")
     if record in (ChatCompletionRequest, TokenizeChatRequest):
         _check_messages(fields.get("messages"))
-    with _refused(lambda error: _to_blame(record, fields, error)):
-        return _validator(record).validate_python({**fields})  # vLLM's validators change what they get
-
-
-@contextlib.contextmanager
-def _refused(blame: Callable[[Exception], str | None]) -> Iterator[None]:
-    """Raises ApiError (400) for what vLLM's records raise meanwhile. `blame`: the field, where the error names none."""
     try:
-        yield
+        return _validator(record).validate_python({**fields})  # vLLM's validators change what they get
     except ValidationError as error:
         raise from_validation(error) from error
     except VLLMClientError as error:
-        param = getattr(error, "parameter", None) or blame(error)
+        param = getattr(error, "parameter", None) or _to_blame(record, fields, error)
         raise ApiError(400, f"{error.args[0]!s:.500}", param=param) from error
     except (TypeError, AttributeError, KeyError, ValueError) as error:
         # vLLM's own validators run before the types are checked, and trip over values of a type they do not expect.
-        blamed = blame(error)
+        blamed = _to_blame(record, fields, error)
         raise ApiError(
             400, f"{blamed or 'a field'} has a value of the wrong type ({error!s:.200})", param=blamed
         ) from error

@@ -1,22 +1,18 @@
 """A conversation with a running service in the terminal (`peagle chat`), or by lines through a pipe."""
 
-from __future__ import annotations
-
 import codecs
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import openai
 import typer
+from openai.types.chat import ChatCompletionChunk
 from prompt_toolkit import PromptSession
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 
 from peagle.store import cache_root
-
-if TYPE_CHECKING:
-    from openai.types.chat import ChatCompletionChunk
 
 HELP = """\
 /k N, /k auto   draft tokens verified per step; auto: the service decides

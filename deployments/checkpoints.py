@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from huggingface_hub import snapshot_download
+
 from cluster.settings import OBJECT_STORES
 from peagle.embedded import EMBEDDED_TARGETS, prepare_target
 from peagle.heads import prepare_head
@@ -46,8 +48,6 @@ def target_directory(target: str) -> Path:
 def download(source: str, *, only: list[str] | None = None, but: list[str] | None = None) -> Path:
     """The local directory of a Hugging Face repository, or of a folder in an object store, with files by patterns."""
     if not source.startswith(OBJECT_STORES):
-        from huggingface_hub import snapshot_download
-
         return Path(snapshot_download(source, allow_patterns=only, ignore_patterns=but))
     from vllm.transformers_utils.runai_utils import ObjectStorageModel
 

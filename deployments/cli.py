@@ -32,6 +32,8 @@ app = typer.Typer(
 )
 
 Config = Annotated[Path, typer.Argument(help="Ray Serve config file of the service")]
+ServiceUrl = Annotated[str, typer.Argument(help="of the service")]
+ApiKey = Annotated[str | None, typer.Option(envvar="PEAGLE_API_KEY", help="of a caller of the service")]
 RecipeFile = Annotated[
     Path, typer.Argument(metavar="RECIPE", help="YAML file, such as configs/train/smollm2-135m.yaml")
 ]
@@ -112,12 +114,12 @@ def manifest(
 
 @app.command()
 def view(
-    url: Annotated[str, typer.Argument(help="of the service")] = "http://127.0.0.1:8000",
+    url: ServiceUrl = "http://127.0.0.1:8000",
     watch: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="between two drawings; default: 1 on a terminal")
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="print it and end, as without a terminal")] = False,
-    api_key: Annotated[str | None, typer.Option(envvar="PEAGLE_API_KEY", help="of a caller of the service")] = None,
+    api_key: ApiKey = None,
 ) -> None:
     """Show workloads, their acceptance, the chosen K, drafters and autoscaling of a running service."""
     from deployments.view import show
@@ -127,11 +129,11 @@ def view(
 
 @app.command()
 def heads(
-    url: Annotated[str, typer.Argument(help="of the service")] = "http://127.0.0.1:8000",
+    url: ServiceUrl = "http://127.0.0.1:8000",
     propose: Annotated[Path | None, typer.Option(help="directory of a head to try")] = None,
     application: Annotated[str, typer.Option("--app", help="Serve's name of the service, for changes")] = APP_NAME,
     back: Annotated[bool, typer.Option("--back", help="end the trial, else roll back the last change")] = False,
-    api_key: Annotated[str | None, typer.Option(envvar="PEAGLE_API_KEY", help="of a caller of the service")] = None,
+    api_key: ApiKey = None,
 ) -> None:
     """List trials and changes of heads of a running service, newest first.
 
@@ -156,7 +158,7 @@ def chat(
     max_tokens: Annotated[int, typer.Option(help="of an answer")] = 512,
     temperature: Annotated[float, typer.Option(help="0: the likeliest token")] = 0.0,
     k: Annotated[int | None, typer.Option("-k", help="drafts verified per step; default: the service decides")] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="PEAGLE_API_KEY", help="of a caller of the service")] = None,
+    api_key: ApiKey = None,
 ) -> None:
     """Talk to a running service; accepted draft tokens are shown in green. `/help` lists what can be typed."""
     from deployments.chat import Conversation, converse
@@ -179,7 +181,7 @@ def batch(
     ] = None,
     url: Annotated[str, typer.Option(help="of any service with OpenAI's API")] = "http://127.0.0.1:8000",
     max_running: Annotated[int, typer.Option(min=1, help="requests at a time")] = 32,
-    api_key: Annotated[str | None, typer.Option(envvar="PEAGLE_API_KEY", help="of a caller of the service")] = None,
+    api_key: ApiKey = None,
 ) -> None:
     """Answer a file of requests by a running service. The same command goes on where an earlier run stopped."""
     from deployments.batch import answer_file

@@ -19,6 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import ray
+from ray._private.authentication import authentication_token_setup
+from ray._private.services import canonicalize_bootstrap_address
+from ray.experimental import internal_kv
+from starlette.middleware import Middleware
 from starlette.responses import Response
 
 from cluster.errors import ApiError
@@ -112,7 +117,6 @@ def engine_class(on_cpu: bool, launch_front_ends: Callable[[Any, Namespace], tup
     `launch_front_ends`: is given vLLM's configuration and its server's arguments; returns what
     `peagle.vllm.clients.started_for` takes.
     """
-    import ray
     from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine, _get_vllm_engine_config
     from vllm.entrypoints.launchers.cli_args import FrontendArgs
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -145,13 +149,10 @@ def engine_class(on_cpu: bool, launch_front_ends: Callable[[Any, Namespace], tup
                 given = vars(FrontendArgs(**front.frontend_kwargs)) | vars(arguments)
                 stack.enter_context(clients.started_for(*launch_front_ends(config, Namespace(**given))))
                 if on_cpu and config.parallel_config.world_size == 1:
-                    stack.enter_context(cpu_environment(config))
+                    from vllm.utils.ompmultiprocessing import OMPProcessManager
+
+                    stack.enter_context(OMPProcessManager(config).configure_omp_envs(rank=0, local_rank=0))
                 return super()._start_async_llm_engine(arguments, config, placement_group)
-
-    def cpu_environment(config: Any) -> Any:
-        from vllm.utils.ompmultiprocessing import OMPProcessManager
-
-        return OMPProcessManager(config).configure_omp_envs(rank=0, local_rank=0)
 
     return LocalEngine
 
@@ -171,15 +172,10 @@ class KVChannel:
 
     def get(self, name: str) -> dict[str, Any] | None:
         """None where there is none. Raises what Ray raises when the store does not answer."""
-        from ray.experimental import internal_kv
-
         value = internal_kv._internal_kv_get(self._prefix + name, namespace=KV_NAMESPACE)
-        document: dict[str, Any] | None = None if value is None else json.loads(value)
-        return document
+        return None if value is None else dict(json.loads(value))
 
     def put(self, name: str, document: Mapping[str, Any]) -> None:
-        from ray.experimental import internal_kv
-
         value = json.dumps(document, allow_nan=False)
         internal_kv._internal_kv_put(self._prefix + name, value, namespace=KV_NAMESPACE)
 
@@ -213,8 +209,6 @@ GATEWAY_HEADER = "x-peagle-gateway"
 
 def gateway_token() -> str:
     """A secret that all replicas of this Ray cluster share; the first one that asks makes it."""
-    from ray.experimental import internal_kv
-
     internal_kv._internal_kv_put("gateway-token", secrets.token_hex(16), overwrite=False, namespace=KV_NAMESPACE)
     return bytes(internal_kv._internal_kv_get("gateway-token", namespace=KV_NAMESPACE)).decode()
 
@@ -268,8 +262,6 @@ def prepare_replica() -> None:
 def local_cluster() -> str | None:
     """Address of the Ray cluster that runs on this machine, None where none answers. Ray's note of the last one stays
     when that cluster is killed, and `ray.init` would wait for it for a long time."""
-    from ray._private.services import canonicalize_bootstrap_address
-
     try:
         address = str(canonicalize_bootstrap_address("auto"))
         host, _, port = address.rpartition(":")
@@ -282,10 +274,8 @@ def local_cluster() -> str | None:
 def use_token() -> None:
     """Let this process send the token that the Ray cluster it is going to join was started with. Ray turns that on by
     itself only in the process that starts a cluster, and warns of it."""
-    from ray._private.authentication import authentication_token_setup as setup
-
-    setup.logger.setLevel(logging.ERROR)
-    setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    authentication_token_setup.logger.setLevel(logging.ERROR)
+    authentication_token_setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
 def serve_client(dashboard: str) -> Any:
@@ -315,8 +305,6 @@ def warn_of_environment() -> None:
 def proxy_middlewares() -> list[Any]:
     """For RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH: what Serve's proxy answers itself comes in OpenAI's form, and what
     no replica is there for does not wait."""
-    from starlette.middleware import Middleware
-
     return [Middleware(PlainErrors), Middleware(NoReplica)]
 
 

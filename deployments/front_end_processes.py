@@ -328,7 +328,6 @@ class FrontEndProcesses:
             await asyncio.wait(reports, timeout=REPORT_TIMEOUT_S)
 
     def families(self, replica: str) -> list[Metric]:
-        """Metrics of the processes."""
         found = Families()
         for place, number in enumerate(self.num_requests):
             found.add("front_end_requests", number, replica, str(place))
@@ -450,8 +449,6 @@ class RemoteGrammarChecker(GrammarChecker):
 
 
 class Worker:
-    """Answers jobs."""
-
     def __init__(
         self, wire: Wire, answers: EngineAnswers, recorder: DraftingRecorder, checker: RemoteGrammarChecker
     ) -> None:

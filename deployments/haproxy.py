@@ -94,7 +94,6 @@ def own_config(text: str, not_ready_page: Path, address_header: str = "") -> str
 
 
 def error_page(error: ApiError) -> bytes:
-    """The HTTP response of an error."""
     response = json_response(error)
     head = b"".join(b"%s: %s\r\n" % header for header in response.raw_headers)
     return b"HTTP/1.1 503 Service Unavailable\r\n%s\r\n%s" % (head, response.body)

@@ -18,21 +18,23 @@ import shutil
 import time
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from ray import serve
 
 from cluster.heads import HeadChange, HeadProposal, HeadRef
 from cluster.learning import BETTER, KeptAnswer, LearnerReport, TrafficBuffer, judge_gain
 from cluster.settings import ClusterSettings
 from deployments import ROUTER_NAME, TARGET_NAME
+from deployments.checkpoints import local_directory, target_source
 from deployments.compat import ask_each, prepare_replica
 from deployments.replicas import POLL_TIMEOUT_S, REPLICA_LOST
 from peagle.heads import candidate_directory, candidate_files, shipped_heads, target_digest
 from peagle.store import cache_root
-
-if TYPE_CHECKING:
-    from peagle.train.continual import HeadInTraining
+from peagle.train.continual import HeadInTraining, continual_recipe
+from peagle.train.data import Conversations
+from peagle.train.target import Target
 
 logger = logging.getLogger(__name__)
 
@@ -156,8 +158,6 @@ class HeadTrainer:
     round."""
 
     def __init__(self, settings: ClusterSettings) -> None:
-        from peagle.train.continual import continual_recipe
-
         assert settings.learning is not None
         self._settings, self._learning = settings, settings.learning
         recipe = continual_recipe(self._learning.recipe)
@@ -218,11 +218,6 @@ class HeadTrainer:
 
     def _load_target(self, weights: str) -> None:
         """Has the target of this digest loaded; a head in training ends with another."""
-        import torch
-
-        from deployments.checkpoints import target_source
-        from peagle.train.target import Target
-
         if self._weights == weights:
             return
         self._head = None
@@ -238,10 +233,7 @@ class HeadTrainer:
             raise ValueError(f"{source} has the weights {found} on this node, and the targets answer with {weights}")
         self._weights = weights
 
-    def _load(self, head: HeadRef) -> "HeadInTraining":
-        from deployments.checkpoints import local_directory
-        from peagle.train.continual import HeadInTraining
-
+    def _load(self, head: HeadRef) -> HeadInTraining:
         known = self._folders.get(head.digest) or shipped_heads().get(head.name) or candidate_directory(head.name)
         if (folder := known or local_directory(head.name)) is None:
             raise ValueError(f"the head {head.name}, which drafts, is not on this node")
@@ -253,8 +245,6 @@ class HeadTrainer:
 
 def load_answers(folder: str | None) -> list[KeptAnswer]:
     """Stored conversations (`peagle generate`); [] without a folder."""
-    from peagle.train.data import Conversations
-
     documents = Conversations.load(folder).documents() if folder else ()
     return [
         KeptAnswer("replay", "", tokens[:prompt], tokens[prompt:])
@@ -263,10 +253,8 @@ def load_answers(folder: str | None) -> list[KeptAnswer]:
     ]
 
 
-def conversations(answers: list[KeptAnswer]) -> Any:
-    """As the trainer takes them (`peagle.train.data.Conversations`)."""
-    from peagle.train.data import Conversations
-
+def conversations(answers: list[KeptAnswer]) -> Conversations:
+    """As the trainer takes them."""
     return Conversations.from_lists(
         [answer.prompt.tolist() for answer in answers], [answer.answer.tolist() for answer in answers]
     )

@@ -27,34 +27,11 @@ CPUS_PER_GPU = 8
 MAX_GPUS_PER_POD = 8
 """GPUs of a usual node. Drafters that do not fit beside their target get pods of their own."""
 
-MAX_IDLE_S = 300
-"""Time that a pod without a replica stays: a new one would load its checkpoint again."""
-
-AGENT_PORT = 52365
-"""Port of Ray's agent on every node, which says without a token whether the node is healthy."""
-
 KEYS_SECRET = "peagle-keys"
 """Holds callers' API keys, each under the name of its environment variable."""
 
 CACHE = "/home/ray/.cache"
 """Where a pod keeps the checkpoints that it downloads. With GPUs it is a volume, if `kubernetes.volumes` has none."""
-
-DRAIN = (
-    'timeout 30 ray drain-node --address "$RAY_ADDRESS" --reason DRAIN_NODE_REASON_PREEMPTION'
-    f" --reason-message 'the pod is deleted' --deadline-remaining-seconds {MAX_STREAM_S:.0f}"
-    " && while grep -Eqs 'Serve[R]eplica|HAProxy[M]anager' /proc/[0-9]*/cmdline; do sleep 1; done"
-)
-"""Before a worker pod ends: Serve starts its replicas elsewhere, where there is room, and ends those here when they
-have finished what they had. The brackets keep grep from finding itself."""
-
-SECURITY = {
-    "runAsNonRoot": True,
-    "allowPrivilegeEscalation": False,
-    "capabilities": {"drop": ["ALL"]},
-    "seccompProfile": {"type": "RuntimeDefault"},
-}
-"""Security context of every container, as Kubernetes' pod security standard `restricted` asks."""
-
 
 # One replica on CPUs was seen to need about 6.5 GB with the embedded target (engine 4.1 GB; replica, router and proxy
 # 0.7 GB to 0.9 GB each; the object store apart), and a drafter beside it 1.1 GB. The limit leaves room for longer
@@ -99,7 +76,6 @@ class Manifest:
         self.image = settings.kubernetes.image or self._defaults["image"]
 
     def render(self) -> str:
-        """The objects, as the template has them."""
         templates = jinja2.Environment(
             loader=jinja2.FileSystemLoader(Path(__file__).parent),
             undefined=jinja2.StrictUndefined,
@@ -122,11 +98,7 @@ class Manifest:
             environment={"RAY_USAGE_STATS_ENABLED": "0", **RAY_ENVIRONMENT},
             key_variables=self.key_variables,
             keys_secret=KEYS_SECRET,
-            security=SECURITY,
-            drain=DRAIN,
-            agent_port=AGENT_PORT,
             max_stream_s=int(MAX_STREAM_S),
-            max_idle_s=MAX_IDLE_S,
             head=self._pod(resources, head),
             groups=groups,
             budgets={"headgroup": 1} | {group["name"]: max(1, group["fewest"] - 1) for group in groups},
@@ -158,7 +130,8 @@ class Manifest:
         bundles = settings.target_bundles()
         cpus = sum(bundle.get("CPU", 0.0) for bundle in bundles) + settings.ingress.num_cpus
         gpus = sum(bundle.get("GPU", 0.0) for bundle in bundles)
-        fewest, most = settings.target.num_replicas, settings.max_num_targets
+        fewest = settings.target.num_replicas if scaling is None else scaling.target.min
+        most = settings.max_num_targets
         groups = []
         if settings.drafter is not None and (drafters := settings.drafter.replicas) is not None:
             num_beside, drafter_gpus = math.ceil(settings.max_num_drafters / most), drafters.num_gpus or 0.0
@@ -170,8 +143,6 @@ class Manifest:
                 groups.append(self._workers("drafter", *numbers, drafters.num_cpus, drafter_gpus))
         if (learning := settings.learning) is not None:
             groups.append(self._workers("learner", 1, 1, learning.num_cpus, learning.num_gpus or 0.0))
-        if scaling is not None:
-            fewest = scaling.target.min
         return [self._workers("target", fewest, most, cpus, gpus), *groups]
 
     def _workers(self, group: str, fewest: int, most: int, cpus: float, gpus: float) -> Json:

@@ -30,7 +30,6 @@ class MessageForm:
         return await self._chats.create_messages(message, request)
 
     def write(self, answer: ChatCompletionResponse, drafting: dict[str, Any]) -> str:
-        """The JSON text of a message."""
         (choice,) = answer.choices
         if choice.finish_reason == "length":  # the last call may be cut
             choice.message.tool_calls = [

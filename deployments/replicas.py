@@ -55,6 +55,22 @@ class PacedCall(Generic[ReportT]):
             return await self._work()
 
 
+async def repeat(work: Callable[[], Awaitable[Any]], interval_s: float, problem: str, *, at_once: bool = False) -> None:
+    """Run `work` for ever, `interval_s` after it has ended; the first time after `interval_s` too, or `at_once`. An
+    error is logged as `problem`, once until another one or none comes."""
+    known = ""
+    await asyncio.sleep(0.0 if at_once else interval_s)
+    while True:
+        try:
+            await work()
+            known = ""
+        except Exception as error:
+            if repr(error) != known:
+                known = repr(error)
+                logger.exception(problem)
+        await asyncio.sleep(interval_s)
+
+
 class EngineLost(RuntimeError):
     """A target's engine has died; its replica goes too."""
 
@@ -92,16 +108,15 @@ class ReplicaMonitor(Generic[ReportT]):
         self._handle, self._on_reports = handle, on_reports
         self._num_asked, self._newest = 0, 0
         self._problems: set[str] = set()
-        self._task: asyncio.Task[None] | None = None
         self.num_ready: int | None = None
         """None until the replicas were asked for the first time."""
         self.reports: Sequence[ReportT] = ()
         """What the replicas said last."""
 
     def start(self) -> None:
-        """Begin to poll on the running event loop, once."""
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._poll_forever())
+        """Begin to poll on the running event loop."""
+        problem = f"{self._handle.deployment_name}: its reports cannot be read"
+        self._task = asyncio.create_task(repeat(self.refresh, POLL_INTERVAL_S, problem, at_once=True))
 
     async def refresh(self) -> Sequence[ReportT]:
         """The replicas' reports, asked for now. If two calls overlap and the later one has its answers first, the
@@ -141,11 +156,6 @@ class ReplicaMonitor(Generic[ReportT]):
             self._problems.add(repr(error))
             logger.error("%s: %s", self._handle.deployment_name, what, exc_info=error)
 
-    async def _poll_forever(self) -> None:
-        while True:
-            await self.refresh()
-            await asyncio.sleep(POLL_INTERVAL_S)
-
 
 # ---- drafters, as targets see them
 
@@ -160,7 +170,8 @@ class DrafterLinks:
     """Keeps one engine connected to the drafters that are there, or were a moment ago: Serve leaves a replica out while
     it hands it a `user_config`, and a target that dropped it then would leave its new requests without drafts.
 
-    rpc: vLLM's `collective_rpc`, a method of every worker by name. is_busy: whether the engine has requests.
+    rpc: vLLM's `collective_rpc`, a method of every worker by name. is_busy: whether the engine has requests. on_heads:
+    gets the digests by index of the heads that draft, each time that drafters agree on them.
     """
 
     def __init__(
@@ -168,32 +179,18 @@ class DrafterLinks:
         drafter: DeploymentHandle[Any],
         rpc: Callable[..., Awaitable[list[Any]]],
         is_busy: Callable[[], bool],
+        on_heads: Callable[[tuple[str, ...]], None],
     ) -> None:
-        self._drafter, self._rpc, self._is_busy = drafter, rpc, is_busy
+        self._drafter, self._rpc, self._is_busy, self._on_heads = drafter, rpc, is_busy, on_heads
         self._known: dict[str, tuple[DrafterReport, int]] = {}  # by address, with the polls that missed it in a row
         self._handed_on: list[dict[str, Any]] | None = None
-        self._problem = ""
         self._num_polls, self._awake_until = 0, 0
-        self._task: asyncio.Task[None] | None = None
-        self.heads: tuple[str, ...] = ()
-        """Digests by index of the heads that draft, () before any drafter answers."""
         self.links: tuple[dict[str, Any], ...] = ()
 
-    def start(self, on_poll: Callable[[tuple[str, ...]], None]) -> None:
-        """Begin on the running event loop. `on_poll` gets `heads`, each time that drafters have answered."""
-        self._task = asyncio.get_running_loop().create_task(self._poll_forever(on_poll))
-
-    async def _poll_forever(self, on_poll: Callable[[tuple[str, ...]], None]) -> None:
-        while True:
-            try:
-                await self.poll()
-                on_poll(self.heads)
-                self._problem = ""
-            except Exception as error:  # without drafters the engine serves on, and this goes on trying
-                if repr(error) != self._problem:
-                    self._problem = repr(error)
-                    logger.exception("the drafters cannot be handed to the engine; it serves without them meanwhile")
-            await asyncio.sleep(POLL_INTERVAL_S)
+    def start(self) -> None:
+        """Begin to poll on the running event loop."""
+        problem = "the drafters cannot be handed to the engine; it serves without them meanwhile"
+        self._task = asyncio.create_task(repeat(self.poll, POLL_INTERVAL_S, problem, at_once=True))
 
     async def poll(self) -> None:
         """Ask the drafters who they are, tell the engine what changed, and ask it for its links."""
@@ -207,7 +204,8 @@ class DrafterLinks:
             await self._rpc("set_drafters", args=(drafters,))
             self._handed_on, self._awake_until = drafters, self._num_polls + IDLE_POLLS
             logger.info("drafters: %s", ", ".join(drafter["address"] for drafter in drafters) or "none")
-        self.heads = agreed_heads(reports) or self.heads
+        if heads := agreed_heads(reports):
+            self._on_heads(heads)
         if self._is_busy():
             self._awake_until = max(self._awake_until, self._num_polls + 2)  # the last counts of a burst
         if self._num_polls < self._awake_until or self._num_polls % IDLE_POLLS == 0:

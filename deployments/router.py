@@ -45,6 +45,7 @@ from deployments.replicas import (
     REPLICA_LOST,
     PacedCall,
     ReplicaMonitor,
+    repeat,
     settings_with,
 )
 from deployments.state import StateStore
@@ -124,7 +125,8 @@ class Router:
             if monitor is not None:
                 monitor.start()
         self._metrics = PacedCall(self._collect_metrics, METRICS_INTERVAL_S)
-        self._recording = asyncio.get_running_loop().create_task(self._record_forever())
+        recording = repeat(self._add_point, POINT_S, "the page lacks a point of its history")
+        self._recording = asyncio.create_task(recording)
 
     async def reconfigure(self, user_config: Mapping[str, Any] | None) -> None:
         """Take other limits, callers, K and aliases while requests run (`cluster.settings.live_config`)."""
@@ -262,16 +264,11 @@ class Router:
                     families += labelled(found, replica=replica)
         return families
 
-    async def _record_forever(self) -> None:
-        while True:
-            await asyncio.sleep(POINT_S)
-            try:
-                families = await self._replica_families()
-                samples = [(one.name, one.labels, one.value) for family in families for one in family.samples]
-                ks = {row["workload"]: row["k"] for row in self._document()["workloads"]}
-                self._history.add_point(samples, ks, time.monotonic())
-            except Exception:
-                logger.exception("the page lacks a point of its history")
+    async def _add_point(self) -> None:
+        families = await self._replica_families()
+        samples = [(one.name, one.labels, one.value) for family in families for one in family.samples]
+        ks = {row["workload"]: row["k"] for row in self._document()["workloads"]}
+        self._history.add_point(samples, ks, time.monotonic())
 
     async def drafting(self) -> dict[str, Any]:
         """What is known of each workload's acceptance, and the K it gets (`peagle view` shows it); the heads that

@@ -55,6 +55,7 @@ from deployments.replicas import (
     REPLICA_LOST,
     DrafterLinks,
     EngineLost,
+    repeat,
     settings_with,
 )
 from deployments.routes import Entrance, make_app
@@ -103,12 +104,11 @@ class TargetServer(LLMServer):
         if Path(target_dir).is_dir():
             compat.download_nothing(config)
         self._settings = settings
-        self._answers, self._weights = None, settings.model.source
+        self._answers, self._weights = AnswerQueue(MAX_QUEUED_ANSWER_BYTES), settings.model.source
+        keep = None
         if settings.learning is not None:
-            self._answers = AnswerQueue(MAX_QUEUED_ANSWER_BYTES)
-            self._weights = await asyncio.to_thread(target_digest, target_dir)
+            self._weights, keep = await asyncio.to_thread(target_digest, target_dir), self._keep
         max_workloads = MAX_NUM_WORKLOADS + len(settings.named_workloads())
-        keep = None if self._answers is None else self._keep
         self._recorder = DraftingRecorder(max_workloads=max_workloads, on_answer=keep)
         self._replica = serve.get_replica_context().replica_id.unique_id
         max_running = QUEUED_PER_RUNNING * settings.max_num_seqs
@@ -149,12 +149,20 @@ class TargetServer(LLMServer):
         # Once: an engine takes its memory at its start, and each question holds up a step.
         self._devices = tuple(await self._client.collective_rpc("describe_device"))
         self._router, self._num_targets = router, 1
-        self._following = asyncio.get_running_loop().create_task(self._follow_forever())
+        loops = [repeat(self._refresh_keys, POLL_INTERVAL_S, "callers' keys stay as they were")]
+        if router is not None:  # requests are served on, by the last update
+            update = functools.partial(self._apply_update, router)
+            loops.append(repeat(update, POLL_INTERVAL_S, "the router gives no policy update"))
+        self._following = [asyncio.create_task(loop) for loop in loops]
         self._links: DrafterLinks | None = None
         if drafter is not None:
-            admission = self.front_end.admission
-            self._links = DrafterLinks(drafter, self._client.collective_rpc, lambda: admission.num_running > 0)
-            self._links.start(functools.partial(setattr, self.front_end, "heads"))
+            self._links = DrafterLinks(
+                drafter,
+                client.collective_rpc,
+                is_busy=lambda: self.front_end.admission.num_running > 0,
+                on_heads=functools.partial(setattr, self.front_end, "heads"),
+            )
+            self._links.start()
         freeze_gc_heap()  # as vLLM's own server: a full collection of all that is loaded would hold up every stream
 
     async def __del__(self) -> None:
@@ -180,11 +188,11 @@ class TargetServer(LLMServer):
             self.front_end.apply_settings(self._settings)
             self._grammars.limits = grammar_limits(self._settings.limits)
         try:
-            self.front_end.set_keys(await asyncio.to_thread(self._settings.read_key_files))
+            await self._refresh_keys()
             self._is_new = False
         except SettingsError:
             if self._is_new:
-                raise  # else the keys before stay, as `_refresh_keys` logs
+                raise  # else the keys before stay, as is logged a second later
 
     async def check_health(self) -> None:
         """Raises EngineLost when the engine has died. vLLM's own exception would make whoever gets it, Serve's
@@ -220,13 +228,12 @@ class TargetServer(LLMServer):
         )
 
     def _keep(self, workload: str, caller: str, prompt: list[int], answer: list[int]) -> None:
-        assert self._answers is not None
         tokens = np.array(prompt, np.int32), np.array(answer, np.int32)
         self._answers.put(KeptAnswer(base_workload(workload), caller, *tokens, self._weights))
 
     async def fetch_answers(self) -> list[KeptAnswer]:
         """What the learner has not fetched yet of answers that may be learned from."""
-        return [] if self._answers is None else self._answers.drain()
+        return self._answers.drain()
 
     async def front_end_metrics(self) -> tuple[str, list[Any]]:
         """This replica, and what its clients saw, as `FrontEnd.families`, with vLLM's families of its engine."""
@@ -237,34 +244,12 @@ class TargetServer(LLMServer):
             *([] if others is None else others.families(self._replica)),
         ]
 
-    async def _follow_forever(self) -> None:
-        """Once a second apply the router's policy update, and read callers' keys again."""
-        problem, key_problem = "", ""
-        while True:
-            await asyncio.sleep(POLL_INTERVAL_S)
-            key_problem = await self._refresh_keys(key_problem)
-            try:
-                if self._router is not None:
-                    await self._apply_update(self._router)
-                problem = ""
-            except Exception as error:  # requests are served on, by the last update
-                if repr(error) != problem:
-                    problem = repr(error)
-                    logger.warning("the router gives no policy update", exc_info=error)
-
-    async def _refresh_keys(self, known_problem: str) -> str:
-        """Take other keys of callers' files. With files that cannot be used, the keys before stay, and the problem is
-        returned; it is logged if it is not known."""
-        try:
-            keys = await asyncio.to_thread(self._settings.read_key_files)
-        except SettingsError as error:
-            if str(error) != known_problem:
-                logger.error("callers' keys stay as they were. %s", error)
-            return str(error)
+    async def _refresh_keys(self) -> None:
+        """Take the keys in callers' files. Raises SettingsError for files that cannot be used: the keys before stay."""
+        keys = await asyncio.to_thread(self._settings.read_key_files)
         if keys != self.front_end.keys:
             logger.info("callers' keys have changed")
             self.front_end.set_keys(keys)
-        return ""
 
     async def _apply_update(self, router: DeploymentHandle[Any]) -> None:
         async with asyncio.timeout(POLL_TIMEOUT_S):

@@ -26,6 +26,7 @@ from typing import Any
 import httpx
 import ray
 import ray.serve
+from huggingface_hub import constants as hub
 from pydantic import ValidationError
 from ray.serve.schema import ServeDeploySchema
 
@@ -561,12 +562,10 @@ def deploy(serve: Any, config: Mapping[str, Any]) -> None:
 
 def _downloaded_mb(services: Sequence[ClusterSettings]) -> float:
     """Size of what this machine has of the services' checkpoints from the Hugging Face hub."""
-    from huggingface_hub import constants
-
     size = 0
     heads = {one.drafter.head for one in services if one.drafter is not None and one.drafter.head is not None}
     for name in {one.model.source for one in services} | heads:
-        for file in Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "blobs").glob("*"):
+        for file in Path(hub.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "blobs").glob("*"):
             with contextlib.suppress(OSError):  # a part that is complete gets another name
                 size += file.stat().st_size
     return size / 1e6

@@ -14,7 +14,7 @@ from ray import serve
 from cluster.counts import TargetReport
 from cluster.k_policy import KPolicy
 from cluster.settings import ClusterSettings
-from deployments.autoscaling import Autoscaler, drafter_autoscaling, read_pools, target_autoscaling
+from deployments.autoscaling import Autoscaler, autoscaling_config, read_pools
 from deployments.compat import KVChannel
 from deployments.replicas import ReplicaMonitor
 from tests.support.autoscaling_harness import scaled_settings
@@ -72,8 +72,8 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         bounds = {"min": 1, "max": 3}
         delays = {"upscale_delay_s": 1.0, "downscale_delay_s": 600.0}
         settings = scaled_settings(target=bounds, drafter=bounds, utilisation=0.8, **delays)
-        target = scaled(Counting, "target", target_autoscaling(settings)).bind(str(tmp_path / FLAG))
-        drafter = scaled(Idle, "drafter", drafter_autoscaling(settings)).bind()
+        target = scaled(Counting, "target", autoscaling_config(settings, "target")).bind(str(tmp_path / FLAG))
+        drafter = scaled(Idle, "drafter", autoscaling_config(settings, "drafter")).bind()
         front = serve.deployment(Front, ray_actor_options={"num_cpus": 0.1}).bind(settings, target, drafter)
         serve.run(front, name=APP, route_prefix=None)
         yield tmp_path

@@ -14,7 +14,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext
 from cluster.k_policy import KPolicy
 from cluster.scaling import Pool
 from cluster.settings import ClusterSettings
-from deployments.autoscaling import Autoscaler, ReplicaPolicy, target_autoscaling
+from deployments.autoscaling import Autoscaler, ReplicaPolicy, autoscaling_config
 from deployments.compat import KVChannel
 from tests.support.scaling_cases import FakeReplica
 
@@ -80,7 +80,7 @@ class Controller:
         self.wanted, self.replicas = 1, [FakeReplica("a", started_s=1000.0)]
         self.k_policy = KPolicy(settings.k_rules(), max_num_seqs=settings.max_num_seqs)
         self.router = Autoscaler(settings, self.channel, self.pools)
-        config = target_autoscaling(settings)
+        config = autoscaling_config(settings, "target")
         assert config is not None
         self.policy = self.make(config)
 

@@ -12,7 +12,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 from cluster.settings import STALE_AFTER_S, Catalog, load_settings
 from deployments import view
 from deployments.app import target_options
-from deployments.autoscaling import drafter_autoscaling
+from deployments.autoscaling import autoscaling_config
 from deployments.drafter import HeadLoader
 from deployments.metrics import Families
 from deployments.telemetry import add_scaling_metrics
@@ -44,7 +44,7 @@ def test_a_drafter_has_a_policy_and_room_for_the_requests_of_all_targets_that_ma
     monkeypatch.setattr("deployments.drafter.target_source", lambda source: "nowhere")
     scaling = {**QUEUE, "drafter": {"min": 1, "max": 2}}
     settings = load_settings(remote(autoscaling=scaling, target__num_replicas=..., engine__max_num_seqs=8), catalog)
-    config = AutoscalingConfig(**(drafter_autoscaling(settings) or {}))
+    config = AutoscalingConfig(**(autoscaling_config(settings, "drafter") or {}))
     assert (config.min_replicas, config.max_replicas) == (1, 2)
     assert config.policy.policy_kwargs == {"deployment": "drafter"}
     assert HeadLoader(settings).max_num_requests == 3 * 8
@@ -155,7 +155,7 @@ def test_a_store_that_does_not_answer_is_read_again(controller: Controller, capl
 def test_drafters_follow_the_decision_while_there_is_one() -> None:
     settings = scaled_settings(drafter={"min": 1, "max": 10})
     controller = Controller(settings)
-    policy = controller.make(drafter_autoscaling(settings) or {})
+    policy = controller.make(autoscaling_config(settings, "drafter") or {})
 
     def wanted(at: int) -> int:
         return ask(policy, context(DRAFTER, [ReplicaID("d", DRAFTER)], at))

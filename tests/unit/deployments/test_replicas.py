@@ -119,7 +119,7 @@ def drafter_report(replica: str, *digests: str, address: str = "h:1") -> Drafter
 
 
 def links_of(answers: Callable[[], list[Any]], rpc: Any) -> Any:
-    return DrafterLinks(Handle(answers), rpc, lambda: True)
+    return DrafterLinks(Handle(answers), rpc, lambda: True, lambda heads: None)
 
 
 def test_a_drafter_is_dropped_when_it_is_missed_for_some_time() -> None:
