@@ -101,10 +101,8 @@ class LinkPool:
 
     def report(self) -> dict[str, Any]:
         """Plain values: the links and how many requests each has."""
-        numbers, counts = np.unique(self._link_of, return_counts=True)
-        num_requests = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
         links = [
-            {**link.report(), "draining": number in self._draining, "num_requests": num_requests.get(number, 0)}
+            {**link.report(), "draining": number in self._draining, "num_requests": self._num_requests(number)}
             for number, link in self.links.items()
         ]
         return {"num_up": self.num_up, "links": links}
@@ -114,12 +112,15 @@ class LinkPool:
             link.close(_CLOSE_S)
         self.links.clear()
 
+    def _num_requests(self, number: int) -> int:
+        return int(np.count_nonzero(self._link_of == number))
+
     def _choose_link(self, head: int, usable: Mapping[int, Link]) -> int:
         """Number of the link with the fewest requests, of those that serve the head and stay; -1 without one."""
         serving = [n for n, link in usable.items() if n not in self._draining and head in link.projections]
-        return min(serving, key=lambda n: (np.count_nonzero(self._link_of == n), random.random()), default=-1)
+        return min(serving, key=lambda n: (self._num_requests(n), random.random()), default=-1)
 
     def _close_drained(self) -> None:
-        for number in [number for number in self._draining if not np.any(self._link_of == number)]:
+        for number in [number for number in self._draining if not self._num_requests(number)]:
             self._draining.discard(number)
             self.links.pop(number).close()
