@@ -197,7 +197,7 @@ class Ring:
     def is_ready(self, number: int) -> bool:
         return int(self.slot(number).ready[0]) == number
 
-    def read_step(self, number: int, session: int = 0) -> Step:
+    def read_step(self, number: int) -> Step:
         """A step that is ready. `hidden_RH` is a view, the rest copies. Raises ValueError or WireError for what does
         not fit."""
         slot = self.slot(number)
@@ -209,7 +209,7 @@ class Ring:
         start_B, num_valid_B, next_tokens_R = np.split(
             slot.integers[: 2 * num_requests + num_rows].copy(), [num_requests, 2 * num_requests]
         )
-        step = Step(descriptor, start_B, num_valid_B, next_tokens_R, slot.payload_RH[:num_rows], session)
+        step = Step(descriptor, start_B, num_valid_B, next_tokens_R, slot.payload_RH[:num_rows])
         check_step(step, self.shape)
         return step
 
