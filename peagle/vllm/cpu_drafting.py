@@ -63,8 +63,6 @@ class PassSkipper(Runner):
         """vLLM's pass, or zeros that no request will verify."""
         if not self._skips(scheduler_output):
             return super().propose_draft_token_ids(scheduler_output, sampled_token_ids, *args, **kwargs)
-        self._draft_probs = None
-        self._draft_prob_req_ids = None
         prepare_next_tokens(self, sampled_token_ids)
         zero = torch.zeros(1, device=self.device, dtype=torch.int32)
         return zero.expand(self.input_batch.num_reqs, self.num_spec_tokens)
@@ -83,12 +81,14 @@ class PassSkipper(Runner):
 
 
 def prepare_next_tokens(runner: Any, sampled_token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What vLLM's own step does with sampled tokens before it drafts; the next step reads it in asynchronous mode.
+    """What vLLM's own step does before it drafts: it drops the last drafts' probabilities, and keeps sampled tokens,
+    which the next step reads in asynchronous mode.
 
     Returns:
         The token after each request's last valid row, and how many tokens each request sampled: 0 after an unfinished
         prompt chunk. Both int32 [B] on the runner's device.
     """
+    runner._draft_probs = runner._draft_prob_req_ids = None
     next_tokens_B, num_sampled_B = runner.drafter.prepare_next_token_ids_padded(
         sampled_token_ids, runner.requests, runner.input_batch, runner.discard_request_mask.gpu
     )
