@@ -204,7 +204,7 @@ def agree(connection: Connection, hello: Hello, device: torch.device) -> Session
     for (index, digest), frame in zip(hello.heads.items(), raw, strict=True):
         with _making:
             if (found := _projections.get((digest, device))) is None:
-                found = _projections[digest, device] = InputProjection.from_bytes(frame.bytes).to(device)
+                found = _projections[digest, device] = InputProjection.from_bytes(frame.bytes, device)
         projections[index] = found
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()  # the engine's stream is another one

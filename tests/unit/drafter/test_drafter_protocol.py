@@ -183,7 +183,7 @@ def test_a_target_that_does_not_fit_is_refused_by_field(changes: dict[str, Any],
 def test_the_input_projection_travels_and_equals_the_drafters(name: str, dtype: torch.dtype) -> None:
     drafter = random_drafter(SWITCHES[name]).to(dtype)
     data = input_projection(drafter).to_bytes()
-    projection = InputProjection.from_bytes(data)
+    projection = InputProjection.from_bytes(data, torch.device("cpu"))
     aux_RX = torch.randn(5, drafter.config.fc_input_size, dtype=dtype)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-2
     with torch.no_grad():
