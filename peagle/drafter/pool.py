@@ -2,13 +2,15 @@
 
 An engine's step is
 
-    for link, members_M in pool.assign(slots_B, heads_B, new_slots):
+    pool.finish_requests(slots)  # of requests that are gone, before others get their slots
+    for link, members_M in pool.assign(slots_B, heads_B):
         link.send(descriptor, starts, valid rows, next tokens, rows)  # projected by `link.projections`
         link.wait(out_MK)  # on a GPU in the order of its stream
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -46,7 +48,7 @@ class LinkPool:
         self._hello = Hello(name, shape, tuple(aux_layer_ids), {}, host_identity() if use_shared_memory else "")
         self.links: dict[int, Link] = {}  # by a number that is never used again
         self._draining: set[int] = set()
-        self._num_made = 0
+        self._numbers = itertools.count()
         self._link_of = np.full(shape.max_num_requests, -1, np.int64)  # by slot
 
     def set_drafters(self, drafters: Iterable[Mapping[str, Any]]) -> None:
@@ -63,16 +65,12 @@ class LinkPool:
         connected = [link.drafter for link in self.links.values()]
         for entry in wanted.values():
             if entry not in connected:
-                self.links[self._num_made] = Link(entry, self._hello, self._max_deadline_s, self.device)
-                self._num_made += 1
+                self.links[next(self._numbers)] = Link(entry, self._hello, self._max_deadline_s, self.device)
         self._close_drained()
 
-    def assign(
-        self, slots_B: Int32Array, heads_B: Int32Array, new_slots: Iterable[int] = ()
-    ) -> list[tuple[Link, npt.NDArray[np.int64]]]:
+    def assign(self, slots_B: Int32Array, heads_B: Int32Array) -> list[tuple[Link, npt.NDArray[np.int64]]]:
         """Begin a step: for each link that takes part, the positions 0 .. B - 1 of its requests, in their order; none
-        of requests whose drafter is late or whose head nobody serves. new_slots: of requests new to the target."""
-        self.finish_requests(slot for slot in new_slots if self._link_of[slot] >= 0)
+        of requests whose drafter is late or whose head nobody serves."""
         usable = {number: link for number, link in self.links.items() if link.begin_step()}
         connected = [number for number, link in self.links.items() if link.state != "connecting"]
         for i in np.flatnonzero(~np.isin(self._link_of[slots_B], connected)).tolist():
@@ -90,7 +88,7 @@ class LinkPool:
         """These requests ended or were aborted."""
         for slot in slots:
             if (link := self.links.get(int(self._link_of[slot]))) is not None:
-                link.finish_requests([slot])
+                link.finish_request(slot)
             self._link_of[slot] = -1
         self._close_drained()
 

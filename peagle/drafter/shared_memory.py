@@ -83,7 +83,7 @@ class Slot:
     payload_RH: Tensor
     ready: Int64Array  # [1]
     drafts_BK: Int32Array
-    service_ns: Int64Array  # [1]
+    service_ns: Int64Array  # [1]: from when the drafter saw the step to its answer
     done: Int64Array  # [1]
     outcome: Int64Array  # [2]: REACHED, ABORTED or TIMED_OUT, 0 before; nanoseconds waited
 
@@ -187,10 +187,6 @@ class Ring:
     def set_abort(self, aborted: bool) -> None:
         """Let go, or not, of whoever waits for drafts: also a GPU that waits already."""
         self._abort[0] = aborted
-
-    def service_s(self, number: int) -> float:
-        """Seconds from when the drafter saw the step to its answer, once `is_done`."""
-        return float(self.slot(number).service_ns[0]) * 1e-9
 
     # The drafter's side
 

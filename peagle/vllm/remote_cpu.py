@@ -11,11 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from vllm.distributed.parallel_state import get_tp_group
 
 from peagle.drafter.protocol import Int32Array
 from peagle.vllm.cpu_drafting import ChunkedProposer, Runner, prepare_next_tokens
-from peagle.vllm.remote import EngineStep, SentStep, StepSender, check_config, make_sender
+from peagle.vllm.remote import EngineStep, SentStep, StepSender, make_sender
 from peagle.vllm.request_args import read_head, read_max_k
 from peagle.vllm.step_notes import read_plan
 
@@ -76,9 +75,8 @@ class RemoteDrafts(Runner):
     def set_up_drafter(self) -> None:
         """On a finished runner whose model is not loaded. Raises UnsupportedVLLMError where this vLLM's runner has not
         what this class builds on, ValueError naming a setting that does not go with a remote drafter."""
-        check_config(self.vllm_config)
+        self.remote = make_sender(self.vllm_config, self.device)
         self.drafter, self._sent = RemoteProposer(self), []
-        self.remote = make_sender(self.vllm_config, self.device) if get_tp_group().rank_in_group == 0 else None
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         """Always: the drafter has a cache of its own, and a step kept from it would leave a gap there."""

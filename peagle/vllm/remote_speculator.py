@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from peagle.drafter.protocol import Int32Array
 from peagle.vllm.draft_rows import TargetRows, accepted_rows
-from peagle.vllm.remote import EngineStep, RemoteControl, StepSender, check_config, make_sender
+from peagle.vllm.remote import EngineStep, RemoteControl, StepSender, make_sender
 from peagle.vllm.request_args import read_head, read_max_k
 from peagle.vllm.step_notes import read_plan, write_num_ready
 from peagle.vllm.v2_worker import V2Worker
@@ -148,11 +148,9 @@ class RemoteV2Worker(RemoteControl, V2Worker):
         """Raises ValueError for settings that do not go with a remote drafter; the message names them."""
         config, device = self.vllm_config, self.device
         assert device is not None
-        check_config(config)
         if not config.scheduler_config.async_scheduling:
             raise ValueError("a remote drafter on a GPU needs async_scheduling: leave it on")
-        sender = make_sender(config, device) if get_tp_group().rank_in_group == 0 else None
-        return RemoteSpeculator(sender, config.num_speculative_tokens, device)
+        return RemoteSpeculator(make_sender(config, device), config.num_speculative_tokens, device)
 
     def _make_model_runner(self) -> Any:
         runner = super()._make_model_runner()

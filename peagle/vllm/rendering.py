@@ -8,8 +8,6 @@ fifths of the time to the first token (`benchmarks.streams`).
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from peagle.vllm import compat
-
 MAX_CHARS = 4096
 """Characters of a request's prompts that are rendered at once: about two milliseconds of a slow core, nearly all in the
 tokenizer."""
@@ -19,12 +17,8 @@ MAX_MESSAGES = 64
 
 
 def render_at_once(client: Any) -> None:
-    """Let `client`, an `AsyncLLM`, render short prompts by vLLM's own synchronous functions.
-
-    Raises:
-        UnsupportedVLLMError: this vLLM's renderer lacks a name that is used.
-    """
-    compat.check("client", client)
+    """Let `client`, an `AsyncLLM` whose names `peagle.vllm.limits.guard` has checked, render short prompts by vLLM's
+    own synchronous functions."""
     renderer = client.renderer
     render_chat_async, render_cmpl_async = renderer.render_chat_async, renderer.render_cmpl_async
 
