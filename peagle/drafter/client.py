@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -204,7 +204,7 @@ def agree(connection: Connection, hello: Hello, device: torch.device) -> Session
     for (index, digest), frame in zip(hello.heads.items(), raw, strict=True):
         with _making:
             if (found := _projections.get((digest, device))) is None:
-                found = _projections[digest, device] = InputProjection.from_bytes(frame.bytes).to(device)
+                found = _projections[digest, device] = InputProjection.from_bytes(frame.bytes, device)
         projections[index] = found
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()  # the engine's stream is another one
@@ -357,12 +357,11 @@ class Link:
             return np.zeros(len(slots_B), bool)
         return session.has_drafts[slots_B]
 
-    def finish_requests(self, slots: Iterable[int]) -> None:
-        """These requests ended: the drafter hears of it with the next step."""
-        if (session := self._current) is not None:
-            ended = [slot for slot in slots if session.has_request[slot]]
-            session.has_request[ended] = False
-            self._finished.update(ended)
+    def finish_request(self, slot: int) -> None:
+        """This request ended: the drafter hears of it with the next step."""
+        if (session := self._current) is not None and session.has_request[slot]:
+            session.has_request[slot] = False
+            self._finished.add(slot)
 
     def close(self, timeout_s: float = 0.0) -> None:
         """End the connection and the thread, and wait for it this long. Again is no error."""
@@ -388,18 +387,18 @@ class Link:
         while session.waited and (outcome := int(session.ring.slot(session.waited[0]).outcome[0])):
             number = session.waited.popleft()
             if outcome == REACHED:
-                self._record_answer(session, number, 1e-9 * int(session.ring.slot(number).outcome[1]))
+                self._record_answer(session, number)
             elif outcome == TIMED_OUT:
                 self._give_up(session)
             else:  # the connection ends
                 session.is_late = True
 
-    def _record_answer(self, session: Session, number: int, wait_s: float) -> None:
-        descriptor, stats = session.descriptor(number), self.stats
-        stats.num_answered += 1
-        stats.sum_service_s += session.ring.service_s(number)
-        stats.sum_wait_s += wait_s
-        has_drafts_B = session.ring.slot(number).drafts_BK[: descriptor.num_requests, 0] != NO_DRAFT
+    def _record_answer(self, session: Session, number: int) -> None:
+        descriptor, slot = session.descriptor(number), session.ring.slot(number)
+        self.stats.num_answered += 1
+        self.stats.sum_service_s += 1e-9 * int(slot.service_ns[0])
+        self.stats.sum_wait_s += 1e-9 * int(slot.outcome[1])
+        has_drafts_B = slot.drafts_BK[: descriptor.num_requests, 0] != NO_DRAFT
         is_asked_B = descriptor.num_drafts_B > 0
         session.has_drafts[descriptor.slots_B[is_asked_B]] = has_drafts_B[is_asked_B]
 

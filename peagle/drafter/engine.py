@@ -10,7 +10,7 @@ G requests of one head, F requests of a call, R rows of all its payloads, K draf
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,8 +29,7 @@ Requests = npt.NDArray[np.void]
 
 def num_mask_rows(requests: Requests) -> Int64Array:
     """Rows of the mask token that each request has in its pass."""
-    rows_G: Int64Array = np.maximum(requests["num_drafts"] - 1, 0)
-    return rows_G
+    return np.maximum(requests["num_drafts"] - 1, 0)
 
 
 def split(requests: Requests, max_num_rows: int, max_num_requests: int) -> list[Requests]:
@@ -75,20 +74,15 @@ class DraftEngine:
     def swap(self, index: int, head: ParallelPass) -> None:
         """Put a head in the place of another, or in a new place. All rows of the old one are void and dropped."""
         limits = head.limits
-        self.tables[index] = RequestTable(
-            BlockPool(limits.num_blocks, limits.block_size),
-            head.digest,
-            self.counters,
-            limits.max_blocks * limits.block_size,
-        )
+        pool = BlockPool(limits.num_blocks, limits.block_size)
+        self.tables[index] = RequestTable(pool, head.digest, self.counters, limits.max_blocks * limits.block_size)
         self._heads[index] = head
         self.max_draft_tokens = max(head.limits.max_draft_tokens for head in self._heads.values())
 
-    def release(self, session: int, slots: Iterable[int]) -> None:
+    def release(self, session: int, slots: Sequence[int]) -> None:
         """These requests of a session ended."""
-        ended = list(slots)
         for table in self.tables.values():
-            table.release(session, ended)
+            table.release(session, slots)
 
     def drop_session(self, session: int) -> None:
         """A target went away. Its prefixes stay for others as long as there is room."""
@@ -148,10 +142,8 @@ class DraftEngine:
         requests = requests[granted_G & (requests["num_valid"] > 0)]
         launched = []
         for part in split(requests, head.limits.max_num_rows, head.limits.max_num_requests) if len(requests) else ():
-            rows_R, start_B = (
-                valid_rows(part["row"], part["num_valid"]),
-                part["start"] - table.origin_C[part["cache_row"]],
-            )
+            rows_R = valid_rows(part["row"], part["num_valid"])
+            start_B = part["start"] - table.origin_C[part["cache_row"]]
             end_B = start_B + part["num_valid"] + num_mask_rows(part)
             batch = PassBatch(
                 start_B=start_B.astype(np.int32),

@@ -89,8 +89,7 @@ class GraphRunner:
 
         def wait() -> Int32Array:
             event.synchronize()
-            found: Int32Array = found_BD.numpy()
-            return found
+            return found_BD.numpy()
 
         return wait
 

@@ -26,7 +26,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from peagle.drafter.protocol import Int32Array
+from peagle.drafter.protocol import Int32Array, valid_rows
 
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -195,10 +195,8 @@ class RequestTable:
     ) -> None:
         """The rows have been written by a pass. tokens_R: their tokens, request after request."""
         size, first_B = self.pool.block_size, start_B - self.origin_C[rows_B]
-        before_B = np.cumsum(num_valid_B) - num_valid_B
-        request_R = np.repeat(np.arange(len(rows_B)), num_valid_B)
-        column_R, within_R = np.divmod(np.arange(len(tokens_R)) + (first_B - before_B)[request_R], size)
-        self.pool.tokens_PT[self.blocks_CN[rows_B[request_R], column_R], within_R] = tokens_R
+        column_R, within_R = np.divmod(valid_rows(first_B, num_valid_B), size)
+        self.pool.tokens_PT[self.blocks_CN[np.repeat(rows_B, num_valid_B), column_R], within_R] = tokens_R
         self.end_C[rows_B] = start_B + num_valid_B
         full_B, now_full_B = first_B // size, (first_B + num_valid_B) // size
         for i in np.flatnonzero(now_full_B > full_B).tolist():
@@ -234,11 +232,9 @@ class RequestTable:
 
     def _extend(self, rows_B: Int64Array, need_B: Int64Array) -> None:
         """Take `need_B` more blocks for each request."""
-        before, total = self.pool.num_evicted, int(need_B.sum())
-        request_X = np.repeat(np.arange(len(rows_B)), need_B)
-        within_X = np.arange(total) - (np.cumsum(need_B) - need_B)[request_X]
-        rows_X = rows_B[request_X]
-        self.blocks_CN[rows_X, self.num_blocks_C[rows_X] + within_X] = self.pool.allocate(total)
+        before = self.pool.num_evicted
+        column_X = valid_rows(self.num_blocks_C[rows_B], need_B)
+        self.blocks_CN[np.repeat(rows_B, need_B), column_X] = self.pool.allocate(len(column_X))
         self.num_blocks_C[rows_B] += need_B
         self.counters.evicted_blocks += self.pool.num_evicted - before
 

@@ -20,7 +20,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from peagle.config import DrafterConfig, HeadError
 from peagle.drafter.attention import paged_attention
 from peagle.drafter.protocol import NO_DRAFT, Int32Array
 from peagle.drafter.rows import PassBatch, best_tokens, build_rows, place_hidden
@@ -63,11 +62,8 @@ class ParallelPass:
         """drafter: a P-EAGLE head with its tables; the pass is on its device and in its type. digest:
         `peagle.heads.head_digest`, which keeps apart the cached prefixes of different heads. graph_keys: batches that
         run as a CUDA graph; without effect on a CPU.
-
-        Raises HeadError for an EAGLE-3 head.
         """
         config = self._config = drafter.config
-        check_parallel(config, "the drafter")
         self.limits, self.digest, self._drafter = limits, digest, drafter
         self.device, self.dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
         self._target_ids_V = drafter.target_ids.to(device=self.device, dtype=torch.int32)
@@ -136,12 +132,3 @@ class ParallelPass:
         best_tokens(logits_MV, ids_M)
         drafts_M = torch.where(sampled_M < 0, NO_DRAFT, self._target_ids_V[ids_M])
         return drafts_M.view(rows.sample_rows_BD.shape)
-
-
-def check_parallel(config: DrafterConfig, source: str) -> None:
-    """Raise HeadError for a head that a remote drafter does not run."""
-    if not config.is_parallel:
-        raise HeadError(
-            f"{source} has no mask token (ptd_token_id), so it is an EAGLE-3 head: a remote drafter runs P-EAGLE heads "
-            "only, which propose all their tokens in one pass; run this head in the target's own engine"
-        )

@@ -2,13 +2,15 @@
 
 An engine's step is
 
-    for link, members_M in pool.assign(slots_B, heads_B, new_slots):
+    pool.finish_requests(slots)  # of requests that are gone, before others get their slots
+    for link, members_M in pool.assign(slots_B, heads_B):
         link.send(descriptor, starts, valid rows, next tokens, rows)  # projected by `link.projections`
         link.wait(out_MK)  # on a GPU in the order of its stream
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -46,7 +48,7 @@ class LinkPool:
         self._hello = Hello(name, shape, tuple(aux_layer_ids), {}, host_identity() if use_shared_memory else "")
         self.links: dict[int, Link] = {}  # by a number that is never used again
         self._draining: set[int] = set()
-        self._num_made = 0
+        self._numbers = itertools.count()
         self._link_of = np.full(shape.max_num_requests, -1, np.int64)  # by slot
 
     def set_drafters(self, drafters: Iterable[Mapping[str, Any]]) -> None:
@@ -63,16 +65,12 @@ class LinkPool:
         connected = [link.drafter for link in self.links.values()]
         for entry in wanted.values():
             if entry not in connected:
-                self.links[self._num_made] = Link(entry, self._hello, self._max_deadline_s, self.device)
-                self._num_made += 1
+                self.links[next(self._numbers)] = Link(entry, self._hello, self._max_deadline_s, self.device)
         self._close_drained()
 
-    def assign(
-        self, slots_B: Int32Array, heads_B: Int32Array, new_slots: Iterable[int] = ()
-    ) -> list[tuple[Link, npt.NDArray[np.int64]]]:
+    def assign(self, slots_B: Int32Array, heads_B: Int32Array) -> list[tuple[Link, npt.NDArray[np.int64]]]:
         """Begin a step: for each link that takes part, the positions 0 .. B - 1 of its requests, in their order; none
-        of requests whose drafter is late or whose head nobody serves. new_slots: of requests new to the target."""
-        self.finish_requests(slot for slot in new_slots if self._link_of[slot] >= 0)
+        of requests whose drafter is late or whose head nobody serves."""
         usable = {number: link for number, link in self.links.items() if link.begin_step()}
         connected = [number for number, link in self.links.items() if link.state != "connecting"]
         for i in np.flatnonzero(~np.isin(self._link_of[slots_B], connected)).tolist():
@@ -90,7 +88,7 @@ class LinkPool:
         """These requests ended or were aborted."""
         for slot in slots:
             if (link := self.links.get(int(self._link_of[slot]))) is not None:
-                link.finish_requests([slot])
+                link.finish_request(slot)
             self._link_of[slot] = -1
         self._close_drained()
 
@@ -101,10 +99,8 @@ class LinkPool:
 
     def report(self) -> dict[str, Any]:
         """Plain values: the links and how many requests each has."""
-        numbers, counts = np.unique(self._link_of, return_counts=True)
-        num_requests = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
         links = [
-            {**link.report(), "draining": number in self._draining, "num_requests": num_requests.get(number, 0)}
+            {**link.report(), "draining": number in self._draining, "num_requests": self._num_requests(number)}
             for number, link in self.links.items()
         ]
         return {"num_up": self.num_up, "links": links}
@@ -114,12 +110,15 @@ class LinkPool:
             link.close(_CLOSE_S)
         self.links.clear()
 
+    def _num_requests(self, number: int) -> int:
+        return int(np.count_nonzero(self._link_of == number))
+
     def _choose_link(self, head: int, usable: Mapping[int, Link]) -> int:
         """Number of the link with the fewest requests, of those that serve the head and stay; -1 without one."""
         serving = [n for n, link in usable.items() if n not in self._draining and head in link.projections]
-        return min(serving, key=lambda n: (np.count_nonzero(self._link_of == n), random.random()), default=-1)
+        return min(serving, key=lambda n: (self._num_requests(n), random.random()), default=-1)
 
     def _close_drained(self) -> None:
-        for number in [number for number in self._draining if not np.any(self._link_of == number)]:
+        for number in [number for number in self._draining if not self._num_requests(number)]:
             self._draining.discard(number)
             self.links.pop(number).close()

@@ -38,11 +38,6 @@ class InputProjection:
             x = rms_norm(x.unflatten(-1, tuple(self.fc_norm_CS.shape)), self.fc_norm_CS, self.eps).flatten(-2)
         return F.linear(x, self.fc_HX)
 
-    def to(self, device: torch.device) -> InputProjection:
-        norms = {"input_norm_X": self.input_norm_X, "fc_norm_CS": self.fc_norm_CS}
-        moved = {name: None if norm is None else norm.to(device) for name, norm in norms.items()}
-        return InputProjection(self.fc_HX.to(device), eps=self.eps, **moved)
-
     def to_bytes(self) -> bytes:
         """All of it as one safetensors image, for the answer to a target's hello."""
         tensors = {"fc_HX": self.fc_HX, "input_norm_X": self.input_norm_X, "fc_norm_CS": self.fc_norm_CS}
@@ -50,7 +45,8 @@ class InputProjection:
         return save(stored | {"eps": torch.tensor([self.eps], dtype=torch.float64)})
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> InputProjection:
-        """What `to_bytes` wrote, on the CPU."""
+    def from_bytes(cls, data: bytes, device: torch.device) -> InputProjection:
+        """What `to_bytes` wrote."""
         tensors = load(data)
-        return cls(eps=float(tensors.pop("eps")), **tensors)
+        eps = float(tensors.pop("eps"))
+        return cls(eps=eps, **{name: tensor.to(device) for name, tensor in tensors.items()})

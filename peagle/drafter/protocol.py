@@ -70,8 +70,7 @@ class TargetShape:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
+        return getattr(torch, self.dtype)
 
     @property
     def payload_bytes(self) -> int:

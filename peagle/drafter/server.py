@@ -96,13 +96,14 @@ class Peer:
         if not self.ring.is_ready(self.num_steps + 1):
             return None
         self.seen_ns = time.monotonic_ns()
-        step = self.ring.read_step(self.num_steps + 1, self.session)
+        step = self.ring.read_step(self.num_steps + 1)
         heads_B = self.engine_heads[step.descriptor.heads_B]
         if (heads_B < 0).any():
             raise ValueError(
                 f"heads_B {step.descriptor.heads_B.tolist()} names heads beside {sorted(self.hello.heads)}"
             )
-        return dataclasses.replace(step, descriptor=msgspec.structs.replace(step.descriptor, heads_B=heads_B))
+        descriptor = msgspec.structs.replace(step.descriptor, heads_B=heads_B)
+        return dataclasses.replace(step, descriptor=descriptor, session=self.session)
 
     def receive_step(self, descriptor: StepDescriptor, raw: Sequence[zmq.Frame]) -> None:
         """Write a step that came over TCP into the ring. Raises WireError or ValueError for one that does not fit."""

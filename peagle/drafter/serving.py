@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from peagle.checkpoint import build_drafter, check_head_fits, load_head
-from peagle.config import UNNAMED_LAYERS, default_aux_layer_ids, read_target_config
-from peagle.drafter.parallel_pass import ParallelPass, PassLimits, check_parallel
+from peagle.config import UNNAMED_LAYERS, HeadError, default_aux_layer_ids, read_target_config
+from peagle.drafter.parallel_pass import ParallelPass, PassLimits
 from peagle.drafter.projection import InputProjection
 from peagle.drafter.protocol import ServedHead
 from peagle.heads import head_digest, target_table
@@ -40,7 +40,11 @@ def load_runtime_head(
     config.json or without the tables that the head needs.
     """
     config, tensors = load_head(head_dir)
-    check_parallel(config, f"head {head_dir}")
+    if not config.is_parallel:
+        raise HeadError(
+            f"head {head_dir} has no mask token (ptd_token_id), so it is an EAGLE-3 head: a remote drafter runs "
+            "P-EAGLE heads only, which propose all their tokens in one pass; run this head in the target's own engine"
+        )
     check_head_fits(config, read_target_config(target_dir))
     embed_VH = None if _EMBEDDING in tensors else target_table(Path(target_dir), _EMBEDDING)
     lm_head_VH = None if _OUTPUT in tensors else target_table(Path(target_dir), _OUTPUT)

@@ -83,7 +83,7 @@ class Slot:
     payload_RH: Tensor
     ready: Int64Array  # [1]
     drafts_BK: Int32Array
-    service_ns: Int64Array  # [1]
+    service_ns: Int64Array  # [1]: from when the drafter saw the step to its answer
     done: Int64Array  # [1]
     outcome: Int64Array  # [2]: REACHED, ABORTED or TIMED_OUT, 0 before; nanoseconds waited
 
@@ -188,16 +188,12 @@ class Ring:
         """Let go, or not, of whoever waits for drafts: also a GPU that waits already."""
         self._abort[0] = aborted
 
-    def service_s(self, number: int) -> float:
-        """Seconds from when the drafter saw the step to its answer, once `is_done`."""
-        return float(self.slot(number).service_ns[0]) * 1e-9
-
     # The drafter's side
 
     def is_ready(self, number: int) -> bool:
         return int(self.slot(number).ready[0]) == number
 
-    def read_step(self, number: int, session: int = 0) -> Step:
+    def read_step(self, number: int) -> Step:
         """A step that is ready. `hidden_RH` is a view, the rest copies. Raises ValueError or WireError for what does
         not fit."""
         slot = self.slot(number)
@@ -209,7 +205,7 @@ class Ring:
         start_B, num_valid_B, next_tokens_R = np.split(
             slot.integers[: 2 * num_requests + num_rows].copy(), [num_requests, 2 * num_requests]
         )
-        step = Step(descriptor, start_B, num_valid_B, next_tokens_R, slot.payload_RH[:num_rows], session)
+        step = Step(descriptor, start_B, num_valid_B, next_tokens_R, slot.payload_RH[:num_rows])
         check_step(step, self.shape)
         return step
 

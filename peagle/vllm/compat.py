@@ -148,8 +148,6 @@ PATCH_POINTS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "vllm.v1.worker.gpu.sample.gumbel:gumbel_sample": (
             "(logits, expanded_idx_mapping, temperature, seed, pos, apply_temperature, is_drafting, use_fp64)",
         ),
-        "vllm.v1.worker.gpu.sample.logit_bias:LogitBiasState": (),
-        "vllm.v1.worker.gpu.sample.bad_words:BadWordsState": (),
         "vllm.v1.worker.gpu.sample.sampler:Sampler": (
             "__init__(return_sampling_mask, custom_logits_processors)",
             "apply_sampling_params(logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, input_ids, "
@@ -194,7 +192,6 @@ PATCH_POINTS: Mapping[str, Mapping[str, Sequence[str]]] = {
             "_sample(logits, spec_decode_metadata)",
             "_update_states(scheduler_output)",
         ),
-        "vllm.v1.sample.logits_processor:BUILTIN_LOGITS_PROCESSORS": (),
         "vllm.v1.sample.logits_processor:MinTokensLogitsProcessor": (
             "apply_with_spec_decode(logits, num_draft_tokens)",
         ),
@@ -202,7 +199,6 @@ PATCH_POINTS: Mapping[str, Mapping[str, Sequence[str]]] = {
             "forward(metadata, draft_probs, logits, sampling_metadata)",
         ),
         "vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler": ("forward_cpu(logits, generators, k, p)",),
-        "vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p": (),
         "vllm.v1.sample.sampler:batched_count_greater_than": (),
     },
 }

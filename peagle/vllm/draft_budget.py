@@ -22,7 +22,7 @@ import msgspec
 from cluster.acceptance import check_rates
 from cluster.step_allocation import allocate
 from cluster.step_latency import StepLatencyModel, TimedStep
-from peagle.vllm.request_args import SURVIVAL_KEY, WORKLOAD_KEY
+from peagle.vllm.request_args import SURVIVAL_KEY, WORKLOAD_KEY, read_extra_args
 from peagle.vllm.step_notes import read_plan
 
 if TYPE_CHECKING:
@@ -177,13 +177,11 @@ class DraftBudget:
         """The request's workload, kept on it; None if it brought no usable survival."""
         if not hasattr(request, "peagle_workload"):
             request.peagle_workload = self._read(request)
-        found: str | None = request.peagle_workload
-        return found
+        return request.peagle_workload
 
     def _read(self, request: "Request") -> str | None:
         """Store the survival that a request brings. Returns its workload; None without a valid survival (logged)."""
-        params = request.sampling_params
-        extra_args: dict[str, Any] = (params.extra_args if params is not None else None) or {}
+        extra_args = read_extra_args(request.sampling_params)
         raw = extra_args.get(SURVIVAL_KEY)
         if raw is None:
             return None

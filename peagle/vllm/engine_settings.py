@@ -159,6 +159,5 @@ def intel_openmp() -> Path | None:
         files = importlib.metadata.files("intel-openmp") or []
     except importlib.metadata.PackageNotFoundError:
         return None
-    library = next((file for file in files if file.name == "libiomp5.so"), None)
-    path = None if library is None else Path(str(library.locate())).resolve()
-    return path if path is not None and path.is_file() else None
+    paths = (Path(str(file.locate())).resolve() for file in files if file.name == "libiomp5.so")
+    return next((path for path in paths if path.is_file()), None)

@@ -29,7 +29,7 @@ from vllm.v1.worker.gpu.sample.logit_bias import (
 )
 
 from peagle.vllm import compat
-from peagle.vllm.grammar_checker import CheckedGrammar, GrammarChecker, GrammarLimits
+from peagle.vllm.grammar_checker import CheckedGrammar, GrammarChecker
 from peagle.vllm.request_args import undraftable_field
 
 MAX_PATTERN_TOKENS = 1024
@@ -129,18 +129,17 @@ class CheckedInputProcessor(InputProcessor):
         super()._validate_model_input(prompt_input, prompt_type)
 
 
-def guard(client: Any, grammars: GrammarChecker | None = None) -> None:
+def guard(client: Any, grammars: GrammarChecker) -> None:
     """Let `client`, an `AsyncLLM` before its first request, check its requests.
 
     Args:
-        grammars: checks its grammars, and stops with the client. Without it, one of default limits.
+        grammars: checks its grammars, and stops with the client.
 
     Raises:
         UnsupportedVLLMError: this vLLM's client lacks a name that the checks need.
     """
     compat.check("client", client)
     client.input_processor = CheckedInputProcessor(client.vllm_config, client.renderer)
-    grammars = grammars or GrammarChecker(client.vllm_config, GrammarLimits())
     generate: Callable[..., AsyncGenerator[Any, None]] = client.generate
     shutdown = client.shutdown
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from cluster.counts import Counts, WorkloadCounts, counts_since
 from cluster.request import DEFAULT_WORKLOAD
-from peagle.vllm.request_args import LEARN_KEY, WORKLOAD_KEY, undraftable_field
+from peagle.vllm.request_args import LEARN_KEY, WORKLOAD_KEY, read_extra_args, undraftable_field
 from peagle.vllm.step_notes import STEP_LATENCY_HEADER, STEPS_HEADER, counts_of_steps
 
 WHOLE_ANSWERS = ("None", "stop", "length")
@@ -211,7 +211,7 @@ class DraftingRecorder:
     def _track(self, request: Any) -> None:
         if request.request_id in self._live:
             return  # a later part of a streamed prompt
-        extra_args = getattr(request.sampling_params, "extra_args", None) or {}
+        extra_args = read_extra_args(request.sampling_params)
         workload = self._counted_as(str(extra_args.get(WORKLOAD_KEY) or DEFAULT_WORKLOAD))
         self._workloads.setdefault(workload, WorkloadCounts()).num_started += 1
         self._workloads.move_to_end(workload)
@@ -221,7 +221,7 @@ class DraftingRecorder:
             workload,
             num_prompt_tokens=len(request.prompt_token_ids or ()),
             learned_from=None if self._on_answer is None else _learned_from(request, extra_args.get(LEARN_KEY)),
-            undraftable="" if request.sampling_params is None else undraftable_field(request.sampling_params),
+            undraftable=undraftable_field(request.sampling_params),
         )
 
     def _make_room(self) -> bool:

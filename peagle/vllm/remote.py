@@ -16,8 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from peagle.config import UNNAMED_LAYERS, default_aux_layer_ids
+from peagle.drafter.client import Link
 from peagle.drafter.pool import LinkPool
 from peagle.drafter.projection import InputProjection
 from peagle.drafter.protocol import DtypeName, Int32Array, StepDescriptor, TargetShape, valid_rows
@@ -95,7 +98,7 @@ class SentStep(NamedTuple):
     """The part of a step that one drafter is to answer: its requests' positions in the batch, also as an index for
     tensors (None for all in order), their slots, and the drafts that they want."""
 
-    link: Any
+    link: Link
     members_M: npt.NDArray[np.int64]
     index_M: Tensor | None
     slots_M: Int32Array
@@ -103,9 +106,9 @@ class SentStep(NamedTuple):
 
 
 class StepSender:
-    """Sends every step of one engine to the drafters of `pool` (`peagle.drafter.pool.LinkPool`)."""
+    """Sends every step of one engine to the drafters of `pool`."""
 
-    def __init__(self, pool: Any, shape: TargetShape, device: torch.device) -> None:
+    def __init__(self, pool: LinkPool, shape: TargetShape, device: torch.device) -> None:
         """device: of the engine. Where it is a GPU, its stream waits for answers, not the host."""
         self.pool, self.shape, self.device = pool, shape, device
         self._slots = RequestSlots(shape.max_num_requests)
@@ -114,11 +117,10 @@ class StepSender:
         """Send a step; returns what drafts are to be waited for. Never raises for a drafter that is gone."""
         change = self._slots.update(step.request_ids, step.requests)
         self.pool.finish_requests(change.finished)
-        wanted, new_slots = step.wanted_B.nonzero()[0], change.slots_B[change.new].tolist()
-        sent = []
-        for link, places in self.pool.assign(change.slots_B[wanted], step.heads_B[wanted], new_slots):
+        wanted, sent = step.wanted_B.nonzero()[0], []
+        for link, places in self.pool.assign(change.slots_B[wanted], step.heads_B[wanted]):
             members_M = wanted[places]
-            index_M = None if len(members_M) == len(step.request_ids) else _upload(members_M, self.device)
+            index_M = None if len(members_M) == len(step.request_ids) else async_tensor_h2d(members_M, self.device)
             one = SentStep(link, members_M, index_M, change.slots_B[members_M], step.num_drafts_B[members_M])
             prompts = {int(change.slots_B[i]): step.read_prompt(i) for i in change.new if i in members_M}
             if self._send(one, step, prompts) and one.num_drafts_M.any():
@@ -129,7 +131,7 @@ class StepSender:
         heads_M, num_rows_M = step.heads_B[one.members_M], step.num_sent_B[one.members_M]
         num_rows, index_R = int(num_rows_M.sum()), None
         if num_rows != len(step.next_tokens_R):  # rows of others, and rejected ones that the host knows, stay behind
-            index_R = _upload(valid_rows(step.row_offset_B[one.members_M], num_rows_M), self.device)
+            index_R = async_tensor_h2d(valid_rows(step.row_offset_B[one.members_M], num_rows_M), self.device)
         descriptor = StepDescriptor(
             slots_B=one.slots_M,
             heads_B=heads_M,
@@ -139,14 +141,13 @@ class StepSender:
             prompts=prompts,
         )
         aux_RX = torch.cat([_take(layer, index_R)[:num_rows] for layer in step.aux], dim=-1)
-        is_sent: bool = one.link.send(
+        return one.link.send(
             descriptor,
             _take(step.start_B, one.index_M),
             _take(step.num_valid_B, one.index_M),
             _take(step.next_tokens_R, index_R),
             project_rows(one.link.projections, np.repeat(heads_M, num_rows_M), aux_RX),
         )
-        return is_sent
 
     def wait(self, sent: Sequence[SentStep], num_requests: int) -> Tensor:
         """Drafts [B, K], int64 on the device; 0 where there are none. Waits no longer than the links' deadlines: on a
@@ -167,8 +168,7 @@ class StepSender:
         num_drafts_B = np.zeros(num_requests, dtype=np.int32)
         for one in sent:
             num_drafts_B[one.members_M] = one.link.has_drafts(one.slots_M) * one.num_drafts_M
-        counts: list[int] = num_drafts_B.tolist()
-        return counts
+        return num_drafts_B.tolist()
 
 
 def project_rows(projections: Mapping[int, InputProjection], heads_R: Int32Array, aux_RX: Tensor) -> Tensor:
@@ -179,19 +179,13 @@ def project_rows(projections: Mapping[int, InputProjection], heads_R: Int32Array
     first = projections[heads[0]]
     hidden_RH = aux_RX.new_empty(len(aux_RX), first.hidden_size, dtype=first.fc_HX.dtype)
     for head in heads:
-        rows = _upload(np.flatnonzero(heads_R == head), aux_RX.device)
+        rows = async_tensor_h2d(np.flatnonzero(heads_R == head), aux_RX.device)
         hidden_RH[rows] = projections[head].project(aux_RX[rows])
     return hidden_RH
 
 
 def _take(tensor: Tensor, index: Tensor | None) -> Tensor:
     return tensor if index is None else tensor[index]
-
-
-def _upload(index: Any, device: torch.device) -> Tensor:
-    """An int64 index on the device, without waiting for the device."""
-    tensor = torch.from_numpy(np.ascontiguousarray(index, dtype=np.int64))
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def check_config(config: Any) -> None:
@@ -207,8 +201,12 @@ def check_config(config: Any) -> None:
         raise ValueError(f"a remote drafter does not go with {', '.join(given)}: leave one of them out")
 
 
-def make_sender(config: Any, device: torch.device) -> StepSender:
-    """The sending side of one engine whose configuration was checked, with no drafters yet."""
+def make_sender(config: Any, device: torch.device) -> StepSender | None:
+    """The sending side of one engine, with no drafters yet; None on ranks that do not send. Raises ValueError naming a
+    setting that does not go with a remote drafter."""
+    check_config(config)
+    if get_tp_group().rank_in_group > 0:
+        return None
     model, scheduler = config.model_config, config.scheduler_config
     about = config.additional_config[REMOTE_KEY]
     shape = TargetShape(
@@ -238,8 +236,7 @@ class RemoteControl:
 
     @property
     def sender(self) -> StepSender | None:
-        found: StepSender | None = getattr(getattr(self, "model_runner", None), "remote", None)
-        return found
+        return getattr(getattr(self, "model_runner", None), "remote", None)
 
     def set_drafters(self, drafters: Sequence[dict[str, Any]]) -> None:
         """`collective_rpc("set_drafters", args=(drafters,))`: from now on drafts come from these, and no others.
@@ -252,7 +249,7 @@ class RemoteControl:
 
     def remote_report(self) -> dict[str, Any]:
         """`collective_rpc("remote_report")`: the links of this worker; empty on ranks that do not send."""
-        return {} if self.sender is None else dict(self.sender.pool.report())
+        return {} if self.sender is None else self.sender.pool.report()
 
     def shutdown(self) -> None:
         """Leave the drafters, then vLLM's own."""

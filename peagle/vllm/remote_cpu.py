@@ -11,12 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from vllm.distributed.parallel_state import get_tp_group
 
 from peagle.drafter.protocol import Int32Array
 from peagle.vllm.cpu_drafting import ChunkedProposer, Runner, prepare_next_tokens
-from peagle.vllm.remote import EngineStep, SentStep, StepSender, check_config, make_sender
-from peagle.vllm.request_args import head_of, read_max_k
+from peagle.vllm.remote import EngineStep, SentStep, StepSender, make_sender
+from peagle.vllm.request_args import read_head, read_max_k
 from peagle.vllm.step_notes import read_plan
 
 logger = logging.getLogger(__name__)
@@ -76,9 +75,8 @@ class RemoteDrafts(Runner):
     def set_up_drafter(self) -> None:
         """On a finished runner whose model is not loaded. Raises UnsupportedVLLMError where this vLLM's runner has not
         what this class builds on, ValueError naming a setting that does not go with a remote drafter."""
-        check_config(self.vllm_config)
+        self.remote = make_sender(self.vllm_config, self.device)
         self.drafter, self._sent = RemoteProposer(self), []
-        self.remote = make_sender(self.vllm_config, self.device) if get_tp_group().rank_in_group == 0 else None
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         """Always: the drafter has a cache of its own, and a step kept from it would leave a gap there."""
@@ -97,15 +95,12 @@ class RemoteDrafts(Runner):
         **kwargs: Any,
     ) -> Any:
         """Sends the step's rows. The drafts that it leaves are none: they come with `take_draft_token_ids`."""
-        self._draft_probs = None
-        self._draft_prob_req_ids = None
         next_tokens_B, num_sampled_B = prepare_next_tokens(self, sampled_token_ids)
         if self.remote is not None:
-            self._sent = self.remote.send(
-                self.engine_step(
-                    scheduler_output, aux_hidden_states, spec_decode_metadata, next_tokens_B, num_sampled_B
-                )
+            step = self.engine_step(
+                scheduler_output, aux_hidden_states, spec_decode_metadata, next_tokens_B, num_sampled_B
             )
+            self._sent = self.remote.send(step)
         return [[] for _ in range(self.input_batch.num_reqs)]
 
     def take_draft_token_ids(self) -> Any:
@@ -131,18 +126,15 @@ class RemoteDrafts(Runner):
             next_tokens_B,
             self.input_ids.gpu[: scheduled.total_num_scheduled_tokens],
         )
-        requests = [self.requests[request_id] for request_id in batch.req_ids]
-        heads = [
-            head_of(request.sampling_params.extra_args if request.sampling_params else None) for request in requests
-        ]
+        params = [self.requests[request_id].sampling_params for request_id in batch.req_ids]
         k_max = self.num_spec_tokens
-        k_B = np.array([read_max_k(request.sampling_params, k_max) for request in requests], dtype=np.int32)
+        k_B = np.array([read_max_k(one, k_max) for one in params], dtype=np.int32)
         num_drafts_B = k_B if read_plan(scheduled).limit_drafts_ahead(k_max) else np.zeros_like(k_B)
         is_prompt_B = batch.num_computed_tokens_cpu[:num_requests] < batch.num_prompt_tokens[:num_requests]
         return EngineStep(
             request_ids=batch.req_ids,
             requests=self.requests,
-            heads_B=np.array(heads, dtype=np.int32),
+            heads_B=np.array([read_head(one) for one in params], dtype=np.int32),
             num_drafts_B=np.where(self.discard_request_mask.np[:num_requests], 0, num_drafts_B).astype(np.int32),
             # A request with K = 0 never drafts; its prompt may serve another one from the drafter's cache.
             wanted_B=(k_B > 0) | is_prompt_B,

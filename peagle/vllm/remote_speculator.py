@@ -20,8 +20,8 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from peagle.drafter.protocol import Int32Array
 from peagle.vllm.draft_rows import TargetRows, accepted_rows
-from peagle.vllm.remote import EngineStep, RemoteControl, StepSender, check_config, make_sender
-from peagle.vllm.request_args import head_of, read_max_k
+from peagle.vllm.remote import EngineStep, RemoteControl, StepSender, make_sender
+from peagle.vllm.request_args import read_head, read_max_k
 from peagle.vllm.step_notes import read_plan, write_num_ready
 from peagle.vllm.v2_worker import V2Worker
 
@@ -66,8 +66,7 @@ class RemoteSpeculator(BaseSpeculator):
         """Take in requests that start in this step, or come back after a preemption."""
         for new in scheduled.scheduled_new_reqs:
             params = new.sampling_params
-            head = head_of(params.extra_args if params is not None else None)
-            known = self._known.setdefault(new.req_id, _Known(head, read_max_k(params, self._k_max), ()))
+            known = self._known.setdefault(new.req_id, _Known(read_head(params), read_max_k(params, self._k_max), ()))
             known.tokens = new.prefill_token_ids or ()
         # A request whose drafter had none gets 0 drafts until an answer holds some: at least one is asked for.
         self._num_ahead = max(1, read_plan(scheduled).limit_drafts_ahead(self._k_max))
@@ -149,11 +148,9 @@ class RemoteV2Worker(RemoteControl, V2Worker):
         """Raises ValueError for settings that do not go with a remote drafter; the message names them."""
         config, device = self.vllm_config, self.device
         assert device is not None
-        check_config(config)
         if not config.scheduler_config.async_scheduling:
             raise ValueError("a remote drafter on a GPU needs async_scheduling: leave it on")
-        sender = make_sender(config, device) if get_tp_group().rank_in_group == 0 else None
-        return RemoteSpeculator(sender, config.num_speculative_tokens, device)
+        return RemoteSpeculator(make_sender(config, device), config.num_speculative_tokens, device)
 
     def _make_model_runner(self) -> Any:
         runner = super()._make_model_runner()

@@ -8,8 +8,6 @@ fifths of the time to the first token (`benchmarks.streams`).
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from peagle.vllm import compat
-
 MAX_CHARS = 4096
 """Characters of a request's prompts that are rendered at once: about two milliseconds of a slow core, nearly all in the
 tokenizer."""
@@ -19,19 +17,14 @@ MAX_MESSAGES = 64
 
 
 def render_at_once(client: Any) -> None:
-    """Let `client`, an `AsyncLLM`, render short prompts by vLLM's own synchronous functions.
-
-    Raises:
-        UnsupportedVLLMError: this vLLM's renderer lacks a name that is used.
-    """
-    compat.check("client", client)
+    """Let `client`, an `AsyncLLM` whose names `peagle.vllm.limits.guard` has checked, render short prompts by vLLM's
+    own synchronous functions."""
     renderer = client.renderer
     render_chat_async, render_cmpl_async = renderer.render_chat_async, renderer.render_cmpl_async
 
     async def render_chat(conversations: Sequence[Sequence[Any]], chat_params: Any, *args: Any, **kwargs: Any) -> Any:
         messages = [message for conversation in conversations for message in conversation]
-        settings = chat_params.chat_template_kwargs.values()
-        if len(messages) <= MAX_MESSAGES and _num_chars(messages, settings) <= MAX_CHARS:
+        if len(messages) <= MAX_MESSAGES and _num_chars([*messages, chat_params.chat_template_kwargs]) <= MAX_CHARS:
             return renderer.render_chat(conversations, chat_params, *args, **kwargs)
         return await render_chat_async(conversations, chat_params, *args, **kwargs)
 
@@ -43,12 +36,12 @@ def render_at_once(client: Any) -> None:
     renderer.render_chat_async, renderer.render_cmpl_async = render_chat, render_cmpl
 
 
-def _num_chars(parts: Iterable[Any], settings: Iterable[Any] = ()) -> float:
+def _num_chars(parts: Iterable[Any]) -> float:
     """Characters of messages or prompts and of the template's settings; infinite if they hold more than text and
     flags: images, tools, documents, token ids."""
     values = [value for part in parts for value in (part.values() if isinstance(part, Mapping) else (part,))]
     num_chars = 0
-    for value in (*values, *settings):
+    for value in values:
         if isinstance(value, str):
             num_chars += len(value)
         elif value is not None and not isinstance(value, bool | int | float):

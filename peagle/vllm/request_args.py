@@ -3,7 +3,6 @@
 Imports no vLLM.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 MAX_K_KEY = "peagle_k"
@@ -33,13 +32,18 @@ ALL_OF_CLIENT = "peagle_client:"
 an id, because vLLM's API starts each with the name of its call."""
 
 
+def read_extra_args(params: Any) -> dict[str, Any]:
+    """The arguments of a request with vLLM's `SamplingParams`; none if it generates nothing (`params` is None)."""
+    return (params.extra_args if params is not None else None) or {}
+
+
 def read_max_k(params: Any, k_max: int) -> int:
-    """The most drafts per step of a request with vLLM's `SamplingParams` (None: it generates nothing), at most `k_max`,
-    K_max. The front end has validated it; here an integer under `MAX_K_KEY` is clamped, and anything else counts as
-    absent. 0 if its sampling works without drafts only."""
-    if params is not None and undraftable_field(params):
+    """The most drafts per step of a request with these `SamplingParams`, at most `k_max`, K_max. The front end has
+    validated it; here an integer under `MAX_K_KEY` is clamped, and anything else counts as absent. 0 if its sampling
+    works without drafts only."""
+    if undraftable_field(params):
         return 0
-    wanted = ((params.extra_args if params is not None else None) or {}).get(MAX_K_KEY)
+    wanted = read_extra_args(params).get(MAX_K_KEY)
     return min(max(wanted, 0), k_max) if type(wanted) is int else k_max
 
 
@@ -48,6 +52,8 @@ def undraftable_field(params: Any) -> str:
 
     vLLM's runner for CPUs processes logits for these fields by request, and not by row.
     """
+    if params is None:
+        return ""
     is_asked = {
         "logit_bias": bool(params.logit_bias),
         "min_p": params.min_p > MIN_P_EPSILON,
@@ -56,8 +62,8 @@ def undraftable_field(params: Any) -> str:
     return next((field for field, asked in is_asked.items() if asked), "")
 
 
-def head_of(extra_args: Mapping[str, object] | None) -> int:
+def read_head(params: Any) -> int:
     """Index of a request's head, an int32; anything but an integer counts as absent. Integers outside become -1 or
     `MAX_HEAD_INDEX`, which no drafter has."""
-    head = (extra_args or {}).get(HEAD_KEY)
+    head = read_extra_args(params).get(HEAD_KEY)
     return min(max(head, -1), MAX_HEAD_INDEX) if type(head) is int else 0

@@ -98,9 +98,9 @@ class _DraftingScheduler(_Base):
     def schedule(self, *args: Any, **kwargs: Any) -> "SchedulerOutput":
         """vLLM's own. If prompts run in the same step, the draft budget is computed again first. Waiting sequences are
         admitted in turns (`peagle.vllm.turns`)."""
-        waiting = self.waiting
+        waiting: Any = self.waiting
         takes_turns = isinstance(waiting, FCFSRequestQueue) and any(map(group_of, waiting))
-        if isinstance(waiting, FCFSRequestQueue) and takes_turns:
+        if takes_turns:
             ordered = order_by_turns(waiting, self.running)
             waiting.clear()
             waiting.extend(ordered)
@@ -254,9 +254,8 @@ class DraftingScheduler(_DraftingScheduler, Scheduler):
     """Synchronous scheduling: drafts come back from the worker between two steps and are limited there. A step that is
     faster without the drafter's pass leaves it out (`DraftBudget.makes_drafts`)."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._is_drafted = True
+    _is_drafted = True
+    """Whether the drafter's pass ran in the last step."""
 
     def _update_after_schedule(self, scheduler_output: "SchedulerOutput") -> None:
         super()._update_after_schedule(scheduler_output)

@@ -28,6 +28,7 @@ hidden states, A size of the attention's output.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
@@ -52,6 +53,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.utils import get_parallel_drafting_token_id
 from vllm.v1.worker.utils import AttentionGroup
 
+from peagle.drafter.protocol import valid_rows
 from peagle.drafter.rows import best_tokens
 from peagle.vllm import compat
 from peagle.vllm.draft_rows import DraftRows, TargetRows, write_rows
@@ -91,8 +93,7 @@ def can_renew(groups: Iterable[AttentionGroup]) -> bool:
 def most_rows(config: VllmConfig) -> int:
     """Rows of the largest pass: a full batch, each request with K_max - 1 mask rows."""
     scheduler = config.scheduler_config
-    most: int = scheduler.max_num_batched_tokens + scheduler.max_num_seqs * (config.num_speculative_tokens - 1)
-    return most
+    return scheduler.max_num_batched_tokens + scheduler.max_num_seqs * (config.num_speculative_tokens - 1)
 
 
 def request_counts(most: int) -> list[int]:
@@ -609,18 +610,16 @@ def _only(
     device: torch.device,
 ) -> tuple[TargetRows, Tensor]:
     """The target's rows of some requests of the batch, one after another, and their indices in the batch."""
-    ends_M = np.cumsum(lengths_M)
-    rows_N = np.arange(ends_M[-1]) + np.repeat(first_row_np[members_M] - ends_M + lengths_M, lengths_M)
+    rows_N = valid_rows(first_row_np[members_M], lengths_M)
     members, rows = (async_tensor_h2d(indices, device=device) for indices in (members_M, rows_N))
-    chosen = TargetRows(
-        first_row_B1=async_tensor_h2d(np.concatenate([[0], ends_M]).astype(np.int32), device=device),
+    chosen = dataclasses.replace(
+        target,
+        first_row_B1=async_tensor_h2d(np.concatenate([[0], np.cumsum(lengths_M)]).astype(np.int32), device=device),
         input_ids_N=target.input_ids_N[rows],
         positions_N=target.positions_N[rows],
         place_B=target.place_B[members],
         num_sampled_B=target.num_sampled_B[members],
         num_rejected_B=target.num_rejected_B[members],
-        last_sampled_S=target.last_sampled_S,
-        next_prefill_S=target.next_prefill_S,
     )
     return chosen, rows
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from peagle.vllm.request_args import GROUP_KEY
+from peagle.vllm.request_args import GROUP_KEY, read_extra_args
 
 MAX_OVERTAKEN = 64
 """Most later sequences that are admitted before a waiting one."""
@@ -19,8 +19,7 @@ MAX_OVERTAKEN = 64
 
 def group_of(request: Any) -> str | None:
     """The group of a `Request`; None if its HTTP request has no other sequence."""
-    params = request.sampling_params
-    group = (params.extra_args or {}).get(GROUP_KEY) if params is not None else None
+    group = read_extra_args(request.sampling_params).get(GROUP_KEY)
     return group if isinstance(group, str) else None
 
 

@@ -15,6 +15,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from peagle.vllm.engine_settings import ASYNC_SCHEDULER, engine_kwargs
+from peagle.vllm.grammar_checker import GrammarChecker, GrammarLimits
 from peagle.vllm.limits import guard
 from peagle.vllm.recorder import DraftingRecorder, RequestDrafting
 from peagle.vllm.request_args import MAX_K_KEY, SURVIVAL_KEY, WORKLOAD_KEY
@@ -123,7 +124,7 @@ class RunningEngine:
             return process_outputs(outputs, *args, **kwargs)
 
         client.output_processor.process_outputs = process_and_count  # type: ignore[method-assign]
-        guard(client)
+        guard(client, GrammarChecker(config, GrammarLimits()))
         return client
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:

@@ -171,7 +171,7 @@ class Target:
         heads_B, drafts = np.full_like(slots_B, head), [None] * len(slots_B)
         new, self.is_new = self.is_new, set()
         sent: list[tuple[Any, list[int]]] = []
-        for link, members_M in self.pool.assign(slots_B, heads_B, new):
+        for link, members_M in self.pool.assign(slots_B, heads_B):
             slots = members_M.tolist()
             if self._send(link, slots, num_rows, depth, head, new):
                 sent.append((link, slots))

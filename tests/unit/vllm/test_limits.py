@@ -14,6 +14,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from peagle.vllm.engine_settings import engine_kwargs
+from peagle.vllm.grammar_checker import GrammarChecker, GrammarLimits
 from peagle.vllm.limits import guard, use_own_backends
 from peagle.vllm.request_args import MAX_K_KEY, read_max_k, undraftable_field
 
@@ -39,7 +40,7 @@ def processor(config: Any) -> InputProcessor:
         generate=None,
         shutdown=None,
     )
-    guard(client)
+    guard(client, GrammarChecker(config, GrammarLimits()))
     return client.input_processor
 
 

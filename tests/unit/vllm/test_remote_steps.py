@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from vllm.sampling_params import SamplingParams
 
 from peagle.drafter.projection import InputProjection
 from peagle.drafter.protocol import StepDescriptor, TargetShape
 from peagle.vllm.remote import EngineStep, StepSender
 from peagle.vllm.remote_cpu import accepted_rows
-from peagle.vllm.request_args import HEAD_KEY, head_of
+from peagle.vllm.request_args import HEAD_KEY, read_head
 
 CPU = torch.device("cpu")
 NUM_ROWS = [3, 1, 4, 2]
@@ -93,7 +94,7 @@ def test_a_whole_step_travels_as_it_stands() -> None:
 
 @pytest.mark.parametrize("head", [2**31, 2**62, -(2**40)])
 def test_a_head_that_no_engine_can_have_stops_nobody(head: int) -> None:
-    assert np.array([head_of({HEAD_KEY: head})], dtype=np.int32)[0] in (-1, 2**31 - 1)
+    assert np.array([read_head(SamplingParams(extra_args={HEAD_KEY: head}))], dtype=np.int32)[0] in (-1, 2**31 - 1)
 
 
 # On a CPU: what a step leaves of each request
