@@ -3,9 +3,9 @@
 Enters: finished answers of requests whose caller or workload opted in, as token ids. Leaves: conversations to train on,
 others to judge a new head by, and the verdict on it. Nothing here writes to a disk.
 
-No caller can fill the buffer or the training. A prompt counts once for each caller, and answers that loop are left out.
-Workloads, and callers within a workload, get equal shares of the tokens as far as they have any. When the target's
-weights change, what the old ones wrote is dropped.
+No caller can fill the buffer or the training. A prompt counts once for each caller and workload, and answers that loop
+are left out. Workloads, and callers within a workload, get equal shares of the tokens as far as they have any. When the
+target's weights change, what the old ones wrote is dropped.
 """
 
 import dataclasses

@@ -138,7 +138,8 @@ class Drafting:
         workload: under which its acceptance is counted.
         k: drafts verified per step; where `max_k` is more, the plan at the load of its arrival.
         source: what chose K: the `request`, the operator's table by `workload`, the `default`, or acceptance and load
-            (`learned`); a `probe` measures acceptance where a learned K is 0.
+            (`learned`, or `prior` while few steps were measured); a `probe` measures acceptance where a learned
+            `max_k` is 0.
         reason: in words; "" where the source says all.
         survival: S_1, S_2, ... on which a learned K rests, by which the scheduler may lower it under load; ()
             otherwise.
@@ -238,8 +239,8 @@ def _agreed(values: Mapping[str, Any], is_valid: Callable[[Any], bool], rule: st
     return next(iter(given.values()), None)
 
 
-# ---- the workload of a request: its tag, else the workload of the model alias that it names, else the fingerprint of
-# its system prompt, else `default`
+# ---- the workload of a request: its tag, else its caller's (`resolve`), else that of the model alias that it names,
+# else the fingerprint of its system prompt, else `default`
 #
 # Acceptance is learned per workload, so their number is bounded: the rarest workload is replaced, but only by a name
 # with more requests. Counts are halved every so many requests, so no clock is needed.

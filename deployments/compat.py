@@ -1,4 +1,5 @@
-"""Uses of Ray that are not its public API, all in one place, and the version that they were read in.
+"""Uses of Ray that are not its public API, but for HAProxy's (`deployments.haproxy`), and the version that they were
+read in.
 
 What is private in vLLM is in `peagle.vllm.compat`.
 """

@@ -28,8 +28,8 @@ _V2_METHOD = "_get_v2_model_runner_unsupported_features"
 _V2_REFUSAL = "parallel drafting for EAGLE speculative decoding"
 
 PROMPT_GRAPHS_KEY = "peagle_prompt_graphs"
-"""Keys of vLLM's `additional_config`: bool, run steps with prompts (`replays_prompts`) and verification
-(`captures_verification`) as one full CUDA graph where possible. Absent: true."""
+"""Key of vLLM's `additional_config`: bool, run steps with prompts as one full CUDA graph where possible
+(`replays_prompts`). Absent: true."""
 
 PATCH_POINTS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "scheduler": {
@@ -94,9 +94,10 @@ PATCH_POINTS: Mapping[str, Mapping[str, Sequence[str]]] = {
             "_make_model_runner",
             "load_model",
             "sample_tokens(grammar_output)",
-            "compile_or_warm_up_model",
         ),
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner": (
+            "load_model",
+            "_dummy_run(num_tokens)",
             "initialize_kv_cache(kv_cache_config, is_profiling)",
             "add_requests(scheduler_output)",
             "finish_requests(scheduler_output)",
@@ -106,7 +107,7 @@ PATCH_POINTS: Mapping[str, Mapping[str, Sequence[str]]] = {
             "sample(hidden_states, input_batch, grammar_output) -> 3",
             "sample_tokens(grammar_output)",
         ),
-        "vllm.v1.core.sched.output:SchedulerOutput": ("__init__(num_spec_tokens_to_schedule)", "make_empty"),
+        "vllm.v1.core.sched.output:SchedulerOutput": ("__init__(num_spec_tokens_to_schedule)",),
         "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager": (
             "_init_candidates",
             "capture(create_forward_fn, progress_bar_desc)",

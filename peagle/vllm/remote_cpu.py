@@ -128,16 +128,16 @@ class RemoteDrafts(Runner):
         )
         params = [self.requests[request_id].sampling_params for request_id in batch.req_ids]
         k_max = self.num_spec_tokens
-        k_B = np.array([read_max_k(one, k_max) for one in params], dtype=np.int32)
-        num_drafts_B = k_B if read_plan(scheduled).limit_drafts_ahead(k_max) else np.zeros_like(k_B)
+        max_k_B = np.array([read_max_k(one, k_max) for one in params], dtype=np.int32)
+        num_drafts_B = max_k_B if read_plan(scheduled).limit_drafts_ahead(k_max) else np.zeros_like(max_k_B)
         is_prompt_B = batch.num_computed_tokens_cpu[:num_requests] < batch.num_prompt_tokens[:num_requests]
         return EngineStep(
             request_ids=batch.req_ids,
             requests=self.requests,
             heads_B=np.array([read_head(one) for one in params], dtype=np.int32),
             num_drafts_B=np.where(self.discard_request_mask.np[:num_requests], 0, num_drafts_B).astype(np.int32),
-            # A request with K = 0 never drafts; its prompt may serve another one from the drafter's cache.
-            wanted_B=(k_B > 0) | is_prompt_B,
+            # A request with max_k = 0 never drafts; its prompt may serve another one from the drafter's cache.
+            wanted_B=(max_k_B > 0) | is_prompt_B,
             row_offset_B=self.query_start_loc.np[:num_requests].astype(np.int32),
             num_sent_B=num_valid_B.numpy(),
             read_prompt=self._read_prompt,

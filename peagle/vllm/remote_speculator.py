@@ -116,7 +116,7 @@ class RemoteSpeculator(BaseSpeculator):
         lengths_B = batch.num_scheduled_tokens
         start_B, num_valid_B, next_tokens_R = accepted_rows(target, int(lengths_B.max()))
         known = [self._known[request_id] for request_id in batch.req_ids]
-        k_B = np.array([request.max_k for request in known], dtype=np.int32)
+        max_k_B = np.array([request.max_k for request in known], dtype=np.int32)
         ends_B = batch.num_computed_tokens_np + lengths_B
 
         def read_prompt(index: int) -> Int32Array:
@@ -127,9 +127,9 @@ class RemoteSpeculator(BaseSpeculator):
             request_ids=batch.req_ids,
             requests=self._known,
             heads_B=np.array([request.head for request in known], dtype=np.int32),
-            num_drafts_B=(np.minimum(k_B, self._num_ahead) * (ends_B >= batch.prefill_len_np)).astype(np.int32),
-            # A request with K = 0 never drafts; its prompt may serve another one from the drafter's cache.
-            wanted_B=(k_B > 0) | batch.is_prefilling_np,
+            num_drafts_B=(np.minimum(max_k_B, self._num_ahead) * (ends_B >= batch.prefill_len_np)).astype(np.int32),
+            # A request with max_k = 0 never drafts; its prompt may serve another one from the drafter's cache.
+            wanted_B=(max_k_B > 0) | batch.is_prefilling_np,
             row_offset_B=(np.cumsum(lengths_B) - lengths_B).astype(np.int32),
             num_sent_B=lengths_B,
             read_prompt=read_prompt,

@@ -15,8 +15,9 @@ MAX_HEAD_INDEX = 2**31 - 1
 MIN_P_EPSILON = 1e-5  # vLLM's own
 
 SURVIVAL_KEY = "peagle_survival"
-"""`extra_args` key: list of cumulative acceptance rates S_1, S_2, ..., at least max_k long, by which the scheduler may
-verify fewer drafts under load. Absent: every step verifies max_k drafts, the request's fixed K."""
+"""`extra_args` key: list of cumulative acceptance rates S_1, S_2, ..., by which the scheduler may verify fewer drafts
+under load. Where it is shorter than max_k, only steps that explore go beyond its end. Absent: every step verifies max_k
+drafts, the request's fixed K."""
 
 WORKLOAD_KEY = "peagle_workload"
 """`extra_args` key: str, the workload under which this request is counted. Absent: `DEFAULT_WORKLOAD`."""

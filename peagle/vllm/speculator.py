@@ -4,7 +4,7 @@ Enters: the target's auxiliary hidden states, and what was sampled and rejected,
 tokens a request, in the target's vocabulary; equal to `peagle.draft`. `peagle.vllm.draft_rows` lays out the rows.
 
 A pass makes D drafts of a request, at least as many as the next step verifies. It has D - 1 mask rows a request, and
-draft d does not depend on later mask rows. Requests with K = 0 take part with their prompts only, which a later
+draft d does not depend on later mask rows. Requests with max_k = 0 take part with their prompts only, which a later
 request may find in the prefix cache.
 
 Full graphs are of two kinds:
@@ -218,7 +218,7 @@ class PEagleSpeculator(DraftModelSpeculator):
         compat.check("v2 speculator", self)
         _check_settings(vllm_config)
         self._never_drafted: set[str] = set()
-        """Requests with K = 0."""
+        """Requests with max_k = 0."""
         self._num_ahead = self.num_speculative_steps
         """Most drafts of a request that the next step verifies."""
         self._num_rejected = 0
