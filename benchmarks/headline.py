@@ -41,9 +41,10 @@ near 1, and it is a Python program, it is what limits the cell, and no GPU.
 
 With `--shape` (a name of `benchmarks.models`) weights are random, and drafts are accepted with a probability of their
 position, P-EAGLE's as much lower as with real heads (`SURVIVAL` and `PARALLEL_RATIO` of `benchmarks.engines`): that
-measures speed, not heads. On a GPU drafts of stock arms are random tokens (`benchmarks.random_drafts`). Heads that are
-given take the place of those written here. With `--stock-site` stock arms are of the vLLM in that folder; they keep its
-caches in `--folder`, because two versions overwrite each other's.
+measures speed, not heads. A mixture of experts needs `benchmarks.engines`: random heads repeat tokens, each kind in its
+own way, and repeated tokens meet few experts. Heads that are given take the place of those written here. With
+`--stock-site` stock arms are of the vLLM in that folder; they keep its caches in `--folder`, because two versions
+overwrite each other's.
 """
 
 import argparse
@@ -213,8 +214,6 @@ def command(options: argparse.Namespace, arm: Arm, port: int) -> list[str]:
     engine = json.loads(options.engine) | ({"load_format": "dummy"} if options.shape else {})
     file = options.folder / f"{arm}.yaml"
     if arm.kind not in OURS:
-        if options.shape and options.gpus and arm.kind in HEADS:
-            engine["worker_cls"] = "benchmarks.random_drafts.RandomDrafts"
         file.write_text(yaml.safe_dump({key.replace("_", "-"): value for key, value in engine.items()}))
         found = [sys.executable, "-m"]
         if arm.front_ends > 1 or arm.num_targets > 1:

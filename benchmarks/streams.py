@@ -232,8 +232,9 @@ def server(arm: str, options: argparse.Namespace) -> Iterator[str]:
             process.terminate()
             process.wait(30)
         else:
-            serve.shutdown()  # type: ignore[no-untyped-call]
-            ray.shutdown()
+            if ray.is_initialized():
+                serve.shutdown()  # type: ignore[no-untyped-call]
+                ray.shutdown()
             os.environ.clear()
             os.environ.update(before)
 

@@ -120,7 +120,7 @@ class WorkloadCounts:
 
     @property
     def values(self) -> list[Any]:
-        """Of all fields, `counts` last."""
+        """Values of all fields, `counts` last."""
         return [getattr(self, one.name) for one in fields(self)]
 
     def __add__(self, other: "WorkloadCounts") -> "WorkloadCounts":

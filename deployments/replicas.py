@@ -57,7 +57,7 @@ class PacedCall(Generic[ReportT]):
 
 async def repeat(work: Callable[[], Awaitable[Any]], interval_s: float, problem: str, *, at_once: bool = False) -> None:
     """Run `work` for ever, `interval_s` after it has ended; the first time after `interval_s` too, or `at_once`. An
-    error is logged as `problem`, once until another one or none comes."""
+    error is logged behind `problem`, once until another one or none comes."""
     known = ""
     await asyncio.sleep(0.0 if at_once else interval_s)
     while True:
@@ -67,7 +67,7 @@ async def repeat(work: Callable[[], Awaitable[Any]], interval_s: float, problem:
         except Exception as error:
             if repr(error) != known:
                 known = repr(error)
-                logger.exception(problem)
+                logger.warning("%s: %s", problem, error, exc_info=error)
         await asyncio.sleep(interval_s)
 
 

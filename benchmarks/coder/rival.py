@@ -42,7 +42,7 @@ class Loader:
         return len(self._batches.data.tokens)  # more than there is time for
 
     def rate(self, step: int = 0) -> float:
-        """Of the learning rate, now."""
+        """The learning rate's factor now."""
         share = max(0.0, time.monotonic() - self._start_s) / self._seconds
         return max(0.0, min(0.01 + share / WARMUP_SHARE, 1 - share))
 

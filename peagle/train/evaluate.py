@@ -54,7 +54,7 @@ LOGIT_ROWS = 4096
 LOOPING = "looping"
 RATIO_DEPTHS = (3, 5, 7)
 NUM_RESAMPLES = 500
-OTHER_BYTES = 8 << 30
+OTHER_BYTES = 4 << 30
 """What evaluation takes of a GPU beside the target, roughly."""
 PERCENTILES = (2.5, 97.5)
 
@@ -356,7 +356,8 @@ def evaluate_heads(
     # What is small is read first: a wrong folder is known before the target is loaded.
     sets, found = [(folder, load_answers(folder)) for folder in answers], [load_head(path) for path in paths]
     size = target_bytes(Path(target_dir), read_target_config(target_dir), dtype.itemsize)
-    gpu_bytes = spread(size, OTHER_BYTES) if on_gpu else None
+    is_large = on_gpu and size + OTHER_BYTES > torch.cuda.mem_get_info()[0]
+    gpu_bytes = spread(OTHER_BYTES) if is_large else None
     target = Target(target_dir, device="cuda" if on_gpu else "cpu", dtype=dtype, gpu_bytes=gpu_bytes)
     drafters = [target.build_drafter(*each, dtype) for each in found]
     num_depths = num_draft_tokens or common_depths([drafter.config for drafter in drafters])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -50,12 +51,12 @@ class TrainingPlan:
             "logits": num_logits * width,
             "rows": num_rows * kept * width / batch.num_segments,
         }
-        others = sum(num_bytes.values()) - num_bytes["target"]
-        gpu_bytes = spread(num_bytes["target"], others) if on_gpu and num_workers == 1 else None
-        if gpu_bytes is not None:
-            available = others + sum(gpu_bytes.values())
-        else:
-            available = torch.cuda.mem_get_info(device)[0] if on_gpu else host_memory() / num_workers
+        others = sum(num_bytes.values()) - num_bytes["target"] - num_bytes["rows"]
+        available, gpu_bytes = torch.cuda.mem_get_info(device)[0] if on_gpu else host_memory() / num_workers, None
+        if on_gpu and num_workers == 1 and num_bytes["target"] + others > available:
+            table = target["vocab_size"] * target["hidden_size"] * width  # a copy for the loss
+            if (gpu_bytes := spread(others + num_bytes["rows"] + table)) is not None:
+                available = others + sum(gpu_bytes.values())
         gib = {name: size / 2**30 for name, size in num_bytes.items()}
         return cls(num_owned, gib, available / 2**30, gpu_bytes)
 
@@ -64,9 +65,9 @@ class TrainingPlan:
         known = sum(self.gib.values()) - self.gib["rows"]
         if known > self.available:
             raise ValueError(
-                f"this run cannot fit: it needs more than {known:.1f} GiB ({self._parts()}), and "
-                f"{self.available:.1f} GiB are free. Lower batch.num_sequences, batch.max_tokens, loss.chunk or "
-                "drafter.num_layers, or take a smaller target or more GPUs"
+                f"this run cannot fit: it needs more than {known:.1f} GiB ({self._parts()}), and there "
+                f"are {self.available:.1f} GiB. Lower batch.num_sequences, batch.max_tokens, loss.chunk or "
+                "drafter.num_layers, or take a smaller target"
             )
 
     def lines(self, recipe: Recipe, counts: dict[str, int], num_held_out: int, num_workers: int) -> list[str]:
@@ -90,23 +91,21 @@ class TrainingPlan:
 
 
 def target_bytes(target_dir: Path, target: dict[str, Any], width: int) -> float:
-    """Of its weights with `width` bytes a parameter. target: its `config.json`."""
+    """Bytes of its weights, `width` a parameter. target: its `config.json`."""
     stored = float(sum(path.stat().st_size for path in target_dir.glob("*.safetensors")))
     if "quantization_config" in target:  # it stays as it is stored
         return stored
     return stored * width / (4 if "float32" in (target.get("dtype"), target.get("torch_dtype")) else 2)
 
 
-def spread(target: float, others: float) -> dict[int, int] | None:
-    """Bytes that a target's layers may take of each GPU of this process, a tenth being left free.
-
-    target: bytes of its weights; others: of what runs beside them on the first GPU. None where the target fits there as
-    well, or where it cannot help: one GPU, or no room for the others.
-    """
-    free = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
-    if len(free) < 2 or target + others <= free[0] or others > free[0]:
+def spread(others: float) -> dict[int, int] | None:
+    """Bytes that a target's layers may take of each GPU of this process: nine tenths of what is free, on the first one
+    beside `others`, the bytes of what else runs there. None with one GPU, or without the package accelerate, which
+    moves what goes from one to the next."""
+    if torch.cuda.device_count() < 2 or importlib.util.find_spec("accelerate") is None:
         return None
-    return {0: int(free[0] - others), **{index: int(0.9 * free[index]) for index in range(1, len(free))}}
+    free = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
+    return {index: int(0.9 * max(0.0, size - others * (index == 0))) for index, size in enumerate(free)}
 
 
 def host_memory() -> int:

@@ -43,7 +43,8 @@ class Target:
         gpu_bytes: dict[int, int] | None = None,
     ) -> None:
         """compiled: its passes, where it is on one device. gpu_bytes: its layers go over these GPUs, each of which has
-        so many bytes for them (`peagle.train.plan.spread`); results come to `device`."""
+        so many bytes for them (`peagle.train.plan.spread`); results come to `device`. Raises ValueError where they do
+        not fit."""
         self.config: dict[str, Any] = read_target_config(target_dir)
         read = {".json", ".safetensors", ".bin"}
         files = [path for path in sorted(Path(target_dir).iterdir()) if path.suffix in read]
@@ -52,10 +53,13 @@ class Target:
         try:
             spread = {} if gpu_bytes is None else {"device_map": "auto", "max_memory": gpu_bytes}
             model: Any = _load(target_dir, dtype=dtype, **spread)
+            if {"cpu", "disk"} & set(map(str, getattr(model, "hf_device_map", {}).values())):
+                raise ValueError(f"its layers do not fit on the GPUs, which have {gpu_bytes} bytes for them")
         except Exception as error:  # transformers and safetensors raise what they like
             raise ValueError(f"the target in {target_dir} cannot be loaded: {error}") from error
         self.model = (model if gpu_bytes else model.to(device)).eval().requires_grad_(False)
         self.device = torch.device(device)
+        self._entry: torch.device = model.get_input_embeddings().weight.device
         #: As stored: a scale that the target puts on its embeddings is not in it, nor in a drafter's (vLLM's way).
         self.embed_VS: Tensor = model.get_input_embeddings().weight.to(device)
         self.lm_head_VS: Tensor = model.get_output_embeddings().weight.to(device)
@@ -89,6 +93,7 @@ class Target:
                 f"aux_layer_ids = {aux_layer_ids}: must be in 0..{num_layers - 1}, inputs of the target's layers"
             )
         body = self._eager_body if eager else self._body
+        tokens_BN, position_BN = tokens_BN.to(self._entry), position_BN.to(self._entry)
         out = body(
             input_ids=tokens_BN,
             position_ids=position_BN,
@@ -102,7 +107,7 @@ class Target:
     def _masks(self, position_BN: Tensor) -> Any:
         """The mask that the model takes, or one for each kind of its layers."""
         given = dict(config=self._text_config, attention_mask=None, past_key_values=None, position_ids=position_BN)
-        given["inputs_embeds"] = torch.empty(*position_BN.shape, 0, dtype=self.model.dtype, device=self.device)
+        given["inputs_embeds"] = torch.empty(*position_BN.shape, 0, dtype=self.model.dtype, device=position_BN.device)
         given["allow_is_causal_skip"] = False  # a mask even where one document fills the batch: the pass is compiled
         if self._layer_types:
             return {kind: _MASKS[kind](**given) for kind in self._layer_types}
@@ -124,7 +129,7 @@ class Target:
         _, last_BNS = self.states(tokens_BN, position_BN, (0,), eager=True)
         if not torch.allclose(last_BNS[0, 5:], last_BNS[1, 5:], rtol=1e-3, atol=1e-3 * float(last_BNS.abs().max())):
             raise ValueError(f"target {source}: a packed document changes with the one before it")
-        logits_NV = self.model(input_ids=tokens_BN[:1, :5], use_cache=False).logits[0]
+        logits_NV = self.model(input_ids=tokens_BN[:1, :5].to(self._entry), use_cache=False).logits[0].to(self.device)
         expected_NV = (last_BNS[0, :5] @ self.lm_head_VS.T).float()
         difference, greatest = float((logits_NV.float() - expected_NV).abs().max()), float(expected_NV.abs().max())
         if difference > 0.03 * greatest:

@@ -1,5 +1,7 @@
 """Where a target's layers go when they do not fit beside the drafter on one GPU."""
 
+import importlib.util
+
 import pytest
 import torch
 
@@ -9,24 +11,22 @@ GB = 10**9
 
 
 @pytest.mark.parametrize(
-    ("free", "target", "others", "expected"),
+    ("free", "others", "expected"),
     [
-        ((80, 80), 60, 10, None),
-        ((80, 80), 75, 10, {0: 70, 1: 72}),
-        ((80, 40, 20), 120, 30, {0: 50, 1: 36, 2: 18}),
-        ((80,), 75, 10, None),
-        ((80, 80), 60, 90, None),
-        ((), 60, 10, None),
+        ((80, 80), 10, {0: 63, 1: 72}),
+        ((80, 40, 20), 30, {0: 45, 1: 36, 2: 18}),
+        ((80, 80), 90, {0: 0, 1: 72}),
+        ((80,), 10, None),
+        ((), 10, None),
     ],
 )
-def test_a_target_is_spread_where_the_first_gpu_has_not_the_room(
-    free: tuple[int, ...],
-    target: int,
-    others: int,
-    expected: dict[int, int] | None,
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_target_is_spread_over_all_gpus_with_room_for_the_others_on_the_first(
+    free: tuple[int, ...], others: int, expected: dict[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (free[index] * GB, 80 * GB))
-    found = spread(target * GB, others * GB)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    found = spread(others * GB)
     assert found == (None if expected is None else {index: size * GB for index, size in expected.items()})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert spread(others * GB) is None
