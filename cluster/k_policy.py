@@ -20,10 +20,10 @@ b requests and sum b_c k_c drafts. `best_ks` gives the most tokens per second:
 The router decides so for all targets (`KPolicy.observe`), changes K only for a gain of `MIN_GAIN`, and hands a
 `PolicyUpdate` to the front ends. A front end then answers for each request (`PolicyUpdate.choose`): a K that the client
 or the operator fixed stays, and a caller's limit caps a learned K. The scheduler verifies all drafts of a fixed K in
-every step. A learned K is a plan: each step verifies what pays at its own load (`cluster.step_allocation`), up to
-`max_k`, or up to K where a workload has a limit of TPOT. Where a learned `max_k` is 0, a few requests explore: they get
-the largest K, because nothing would be measured without them. On a GPU that is while no workload drafts, and with a
-limit of TPOT for each workload with K = 0.
+every step. A learned K is a plan: each step verifies what pays at its own load (`cluster.step_allocation`). It verifies
+up to `max_k`, or up to K where a workload has a limit of TPOT. Where a learned `max_k` is 0, a few requests explore:
+they get the largest K, because nothing would be measured without them. On a GPU that is while no workload drafts, and
+with a limit of TPOT for each workload with K = 0.
 """
 
 import dataclasses

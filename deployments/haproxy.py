@@ -42,7 +42,7 @@ CONNECTIONS = f"""
     stick-table type ipv6 size 64k expire 2h store conn_cur
     tcp-request connection track-sc0 src
     tcp-request connection reject if {{ sc0_conn_cur gt {MAX_CONNECTIONS} }}"""
-"""One client address may hold so many of the 4,096."""
+"""The most connections of one client address, of 4,096 in all."""
 
 
 def _set_variable(variable: str, condition: str, *expressions: str) -> str:

@@ -1,5 +1,5 @@
 """A block drafter to compare the heads of train.sh with: speculators' trainer, model and settings, on the same
-conversations in the same packed batches.
+conversations, packed as for them but never joined into one document.
 
     python benchmarks/coder/rival.py dflash --target DIR --data DIR --out DIR --minutes 3.5 [options of speculators]
 
@@ -52,12 +52,12 @@ class Loader:
         states_NX = torch.zeros(num_tokens, width, dtype=torch.bfloat16, device=self._target.device)
         num_done, start_s = 0, time.monotonic()
         for batch in self._batches():
-            used_BN = batch.index_BN >= 0
             batch = batch.to(self._target.device)
+            used_BN = batch.index_BN >= 0
             self._last.clear()
             aux_BNX, _ = self._target.states(batch.tokens_BN, batch.position_BN, self._aux_layer_ids)
             rows_BNX = torch.cat([aux_BNX, self._last.pop()], dim=-1)
-            states_NX[batch.index_BN[batch.index_BN >= 0]] = rows_BNX[batch.index_BN >= 0]
+            states_NX[batch.index_BN[used_BN]] = rows_BNX[used_BN]
             num_done += int(used_BN.sum())
             if num_done >= self._batches.counts["num_tokens"]:
                 break

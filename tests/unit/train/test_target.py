@@ -98,3 +98,25 @@ def test_unusual_shapes_are_named(tmp_path) -> None:
         read({"text_config": plain | {"num_hidden_layers": 0}})
     with pytest.raises(ValueError, match="hidden_size = None"):
         read({"d_model": 512})
+
+
+def test_layers_go_over_gpus_within_the_bytes_given_and_never_onto_the_host(tmp_path, monkeypatch) -> None:
+    """Without GPUs: transformers is asked for the spread, and where it put a layer on the host is refused."""
+    load, asked, places = AutoModelForCausalLM.from_pretrained, [], [0, 1]
+
+    def from_pretrained(folder, *, device_map, max_memory, **settings):
+        asked.append((device_map, max_memory))
+        model = load(folder, **settings)
+        model.hf_device_map = dict(enumerate(places))
+        return model
+
+    saved(tmp_path, CONFIGS["llama"])
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    spread = Target(tmp_path, gpu_bytes={0: 5, 1: 9})
+    assert asked == [("auto", {0: 5, 1: 9})]
+    tokens_1N = torch.arange(1, 9)[None]
+    aux, last = spread.states(tokens_1N, tokens_1N - 1, TAPS)
+    assert (aux.shape, last.shape) == ((1, 8, 96), (1, 8, 32))
+    places.append("disk")
+    with pytest.raises(ValueError, match="its layers do not fit on the GPUs"):
+        Target(tmp_path, gpu_bytes={0: 5, 1: 9})
