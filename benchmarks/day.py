@@ -1,6 +1,7 @@
 """A day of mixed traffic in minutes: what clients meet while load, text, settings, heads and replicas change.
 
-    python -m benchmarks.day [--config configs/local.yaml] [--day benchmarks/day.yaml] [--minutes 20] [--out FILE]
+    python -m benchmarks.day [--minutes 20] --out FILE
+    python -m benchmarks.day --day benchmarks/day.yaml benchmarks/day-gpu.yaml --out FILE     (on one GPU)
 
 `peagle serve` runs the service with a remote drafter, a learner, and one or two targets by acceptance. `day.yaml` says
 how many clients ask what, and what happens: a second `peagle serve` pins K of a workload, a target and the drafter are
@@ -13,6 +14,7 @@ and of all that run ("held"), against the largest number all day.
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -163,18 +165,23 @@ class Day:
 
 
 def merge(args: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
-    return {**args, **{name: {**args.get(name, {}), **keys} for name, keys in sections.items()}}
+    """`args` with the keys of `sections`; a mapping among them replaces single keys of the one that is there."""
+    merged = dict(args)
+    for name, keys in sections.items():
+        merged[name] = {**args.get(name, {}), **keys} if isinstance(keys, dict) else keys
+    return merged
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=Path(__file__).parents[1] / "configs" / "local.yaml")
-    parser.add_argument("--day", type=Path, default=Path(__file__).with_name("day.yaml"))
+    parser.add_argument("--day", type=Path, nargs="+", default=[Path(__file__).with_name("day.yaml")])
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the service is stopped then too
-    plan, document = (yaml.safe_load(file.read_text(encoding="utf-8")) for file in (options.day, options.config))
+    *plans, document = (yaml.safe_load(file.read_text(encoding="utf-8")) for file in (*options.day, options.config))
+    plan = functools.reduce(merge, plans)
     args = document["applications"][0]["args"] = merge(document["applications"][0]["args"], plan["settings"])
     args["target"].pop("num_replicas", None)  # the traffic decides
     with faults.running_service(document, args["autoscaling"]["target"]["min"]) as (url, file):

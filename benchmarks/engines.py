@@ -6,8 +6,8 @@
 One engine a process. A cell keeps so many requests in flight, each replaced by another when it ends: prompts of 128
 random tokens, answers of 128 to 384, so steps with prompts are among those counted, as in service. Nothing is streamed.
 Steps, tokens and accepted drafts are vLLM's own counters over a window of time. All arms have the same CUDA graph
-sizes, the same sampling and the same acceptance, and the worker in a process of its own, as in service; else stock arms
-are vLLM as it comes. Acceptance is by position (`SURVIVAL`). Several arms start together, their engines all on the GPU,
+sizes and the same sampling, and the worker in a process of its own, as in service; else stock arms are vLLM as it
+comes. Acceptance is by position (`synthetic_acceptance`). Several arms start together, their engines all on the GPU,
 and are measured in turn, round by round: ratios are then of one host and of the same minutes. `peagle-Kfp8` has its
 drafter in FP8.
 """
@@ -50,6 +50,13 @@ COUNTERS = {
 }
 
 
+def synthetic_acceptance(k: int, parallel: bool) -> dict[str, Any]:
+    """vLLM's speculative settings for drafts that are accepted with a probability of their position. K of P-EAGLE: 8 at
+    the most."""
+    rates = [SURVIVAL[i] * (PARALLEL_RATIO[i] if parallel else 1.0) for i in range(k)]
+    return {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [round(rate, 3) for rate in rates]}
+
+
 @dataclass(frozen=True)
 class Arm:
     """kind: none, eagle3 (stock), stock (P-EAGLE as vLLM runs it, on its V1 runner), peagle (ours, colocated) or remote
@@ -86,10 +93,10 @@ class Arm:
 
 
 class Segments:
-    """vLLM's `worker_extension_cls`: random drafts, and on the V2 runner what a step's time on the GPU goes to.
+    """vLLM's `worker_extension_cls`: random tokens, and on the V2 runner what a step's time on the GPU goes to.
 
-    Heads of random weights propose tokens that repeat, each in its own way, and a target with experts is faster on
-    equal tokens: so every arm verifies random ones.
+    Models of random weights choose tokens that repeat, each in its own way, and a target with experts is faster on
+    equal tokens: so every arm verifies random drafts, and without a drafter the sampled tokens are random.
 
     target: inputs and forward; sampling: output matrix, verification, bookkeeping; drafting; rest: until the next step,
     where the GPU waits for the host.
@@ -97,12 +104,21 @@ class Segments:
 
     model_runner: Any
 
-    def make_drafts_random(self) -> None:
-        """From now on, whatever was drafted is replaced by random tokens."""
+    def make_tokens_random(self) -> None:
+        """From now on, whatever was drafted, or sampled without a drafter, is replaced by random tokens."""
         drafter: Any = getattr(self.model_runner, "speculator", None) or getattr(self.model_runner, "drafter", None)
+        vocab_size, sampler = self.model_runner.model_config.get_vocab_size(), self.model_runner.sampler
         if drafter is None:
+            sample = type(sampler).__call__
+
+            def random_samples(sampler: Any, *args: Any, **kwargs: Any) -> Any:
+                output = sample(sampler, *args, **kwargs)
+                output.sampled_token_ids.random_(0, vocab_size)
+                return output
+
+            sampler.__class__ = type("RandomSampler", (type(sampler),), {"__call__": random_samples})
             return
-        propose, vocab_size = drafter.propose, self.model_runner.model_config.get_vocab_size()
+        propose = drafter.propose
 
         def random_drafts(*args: Any, **kwargs: Any) -> Any:
             return propose(*args, **kwargs).random_(0, vocab_size)
@@ -162,46 +178,47 @@ class Segments:
         return found
 
 
-def engine_settings(arm: Arm, folder: Path, shape: dict[str, Any], kv_gib: int) -> dict[str, Any]:
+def engine_settings(arm: Arm, args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of vLLM's `AsyncEngineArgs`."""
-    from benchmarks.models import write_embedding, write_head, write_target
+    from benchmarks import models
     from peagle.vllm import compat
     from peagle.vllm.engine_settings import RemoteSettings, capture_sizes, engine_kwargs
 
-    name = str(arm)
-    target_dir, head_dir = write_target(folder / f"target-{name}", shape), folder / f"head-{name}"
+    folder, shape = args.folder / args.shape, getattr(models, args.shape)
+    target_dir, head_dir = models.write_target(folder / f"target-{arm}", shape), folder / f"head-{arm}"
     common: dict[str, Any] = {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": MAX_NUM_SEQS,
         "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
-        "kv_cache_memory_bytes": kv_gib << 30,
+        "kv_cache_memory_bytes": args.kv_gib << 30,
         "gpu_memory_utilization": 0.1,  # no more has to be free at the start: other arms are there too
         "enable_prefix_caching": False,
         "distributed_executor_backend": "mp",
         "cudagraph_capture_sizes": capture_sizes(MAX_NUM_SEQS * (1 + max(arm.k, 7))),
         "worker_extension_cls": "benchmarks.engines.Segments",
+        **json.loads(args.engine),
     }
     stock = {"model": str(target_dir), "dtype": "bfloat16", "async_scheduling": True, **common}
     if arm.kind == "none":
         return stock
     parallel = arm.kind != "eagle3"
     if not (head_dir / "config.json").exists():
-        write_head(head_dir, arm.k, shape, num_layers=4 if parallel else 1, parallel=parallel)
+        sizes = {"num_layers": 4, **models.PUBLISHED_HEADS.get(args.shape, {})} if parallel else {"num_layers": 1}
+        models.write_head(head_dir, target=shape, **{**sizes, "num_depths": arm.k}, parallel=parallel)
     if arm.kind in ("peagle", "remote"):
         compat.allow_v2()
         remote = None
         if arm.kind == "remote":
-            write_embedding(target_dir, shape)  # the drafter's process reads it there
+            models.write_embedding(target_dir, shape)  # the drafter's process reads it there
             remote = RemoteSettings()
         kwargs = engine_kwargs(target_dir, head_dir, dtype="bfloat16", on_cpu=False, remote=remote, extra=common)
     else:
         speculative = {"method": "eagle3", "model": str(head_dir), "num_speculative_tokens": arm.k}
         kwargs = {**stock, "speculative_config": {**speculative, "parallel_drafting": parallel}}
     kwargs["speculative_config"]["draft_load_config"] = {"load_format": "safetensors"}
-    synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": list(SURVIVAL[: arm.k])}
-    kwargs["speculative_config"] |= synthetic
+    kwargs["speculative_config"] |= synthetic_acceptance(arm.k, parallel)
     if arm.is_fp8:
         kwargs["speculative_config"]["quantization"] = "fp8"
     return kwargs
@@ -411,8 +428,8 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
 
     models.spawn_engines()
     name = args.arm[0]
-    arm, shape = Arm.parse(name), dict(getattr(models, args.shape))
-    settings = engine_settings(arm, args.folder, shape, args.kv_gib)
+    arm = Arm.parse(name)
+    settings = engine_settings(arm, args)
     with contextlib.ExitStack() as stack:
         if arm.kind == "remote":
             log = args.out.with_suffix(".drafter")
@@ -443,7 +460,7 @@ def write(out: Path, report: dict[str, Any], settings: dict[str, Any]) -> None:
 
 async def measure_arm(engine: Any, args: argparse.Namespace, report: dict[str, Any], settings: dict[str, Any]) -> None:
     """Every cell, round by round, then where a step's time goes; written as it comes."""
-    await engine.collective_rpc("make_drafts_random")
+    await engine.collective_rpc("make_tokens_random")
     arm, learned, observing = Arm.parse(args.arm[0]), None, None
     if arm.kind not in ("peagle", "remote"):
         args.depths = None
@@ -497,6 +514,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/bench-engines"))
     parser.add_argument("--shape", default="QWEN3_CODER_30B", help="a name of benchmarks.models")
+    parser.add_argument("--engine", default="{}", help="further settings of every arm's engine, as JSON")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument(

@@ -40,11 +40,10 @@ cores: processor time by second, of the load's own process and of the three busi
 near 1, and it is a Python program, it is what limits the cell, and no GPU.
 
 With `--shape` (a name of `benchmarks.models`) weights are random, and drafts are accepted with a probability of their
-position, P-EAGLE's as much lower as with real heads (`SURVIVAL` and `PARALLEL_RATIO` of `benchmarks.engines`): that
-measures speed, not heads. A mixture of experts needs `benchmarks.engines`: random heads repeat tokens, each kind in its
-own way, and repeated tokens meet few experts. Heads that are given take the place of those written here. With
-`--stock-site` stock arms are of the vLLM in that folder; they keep its caches in `--folder`, because two versions
-overwrite each other's.
+position, P-EAGLE's as much lower as with real heads (`benchmarks.engines.synthetic_acceptance`): that measures speed,
+not heads. A mixture of experts needs `benchmarks.engines`: random heads repeat tokens, each kind in its own way, and
+repeated tokens meet few experts. Heads that are given take the place of those written here. With `--stock-site` stock
+arms are of the vLLM in that folder; they keep its caches in `--folder`, because two versions overwrite each other's.
 """
 
 import argparse
@@ -75,7 +74,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import models
 from benchmarks.common import is_ready, markdown
-from benchmarks.engines import PARALLEL_RATIO, SURVIVAL, Arm
+from benchmarks.engines import Arm, synthetic_acceptance
 from benchmarks.humaneval import answers_file
 from deployments.haproxy import BALANCE
 from deployments.up import HAPROXY_PORTS
@@ -179,10 +178,7 @@ def prepare(options: argparse.Namespace, arm: Arm) -> tuple[str, str | None, dic
         head = Path(given[arm.head - 1])
     elif not (head / "config.json").exists():
         models.write_head(head, arm.k, shape, num_layers=4 if parallel else 1, parallel=parallel)
-    rates = list(SURVIVAL[: arm.k])
-    if parallel:
-        rates = [round(rate * ratio, 3) for rate, ratio in zip(rates, PARALLEL_RATIO, strict=False)]
-    further |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
+    further |= synthetic_acceptance(arm.k, parallel)
     if arm.kind == "remote":
         models.write_embedding(target, shape)  # the drafter's process reads it there
         return str(target), str(head), further
