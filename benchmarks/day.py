@@ -196,7 +196,10 @@ def main() -> int:
     hours["fixed"] = args["autoscaling"]["target"]["max"] * sum(hours for _, hours in gaps)
     found: dict[str, Any] = {"made": conditions(), "options": {k: str(v) for k, v in vars(options).items()}}
     found |= {"settings": args, "rows": rows, "events": day.events, "replica_hours": hours}
-    found |= {"failed": [vars(one) for one in sent if one.outcome], "learner": day.document.get("learner")}
+    keys = ("outcome", "streams", "prompt", "text")
+    failed = [(one.outcome, one.streams, one.body["messages"][0]["content"], one.text) for one in sent if one.outcome]
+    found["failed"] = [dict(zip(keys, key, strict=True), times=times) for key, times in Counter(failed).items()]
+    found["learner"] = day.document.get("learner")
     found["seen"] = [now for was, now in itertools.pairwise(day.seen) if {**was, "s": 0} != {**now, "s": 0}]
     options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     sys.stdout.write("\n\n".join(map(markdown_of, (rows, day.events, [hours]))) + "\n")
