@@ -3,7 +3,7 @@ router's decision to new replicas. No engine runs here."""
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ from deployments.compat import KVChannel
 from deployments.replicas import ReplicaMonitor
 from tests.support.autoscaling_harness import scaled_settings
 from tests.support.scaling_cases import BAD, GOOD, FakeReplica
+from tests.support.service_harness import wait_for
 
 pytestmark = [pytest.mark.service, pytest.mark.long]
 
-WAIT_S = 60.0
 REQUESTS_PER_S = 2.0
 FLAG, APP = "survival-is-bad", "scaled"
 
@@ -94,13 +94,6 @@ def running(name: str) -> int:
 def decision() -> dict[str, Any]:
     found: dict[str, Any] = serve.get_app_handle(APP).decision.remote().result(timeout_s=10)
     return found
-
-
-def wait_for(is_so: Callable[[], bool], what: str) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not is_so():
-        assert time.monotonic() < end_s, f"no {what} after {WAIT_S:.0f} s: {decision()}"
-        time.sleep(0.5)
 
 
 def test_counters_of_replicas_become_replicas(folder: Path) -> None:

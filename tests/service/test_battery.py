@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from benchmarks.battery import (
-    MAX_S,
-    Watch,
-    battery,
-    make_document,
-    make_inputs,
-    problems_of,
-    send_together,
-)
+from benchmarks.battery import MAX_S, Watch, battery, make_document, make_inputs, problems_of, send_together
 from benchmarks.hostile import hostile_requests, judged
 
 if TYPE_CHECKING:
@@ -28,18 +20,15 @@ MAX_GROWTH_MIB = 1000.0
 """Growth of a process by all named requests. One that nothing limits takes gigabytes."""
 
 
-@pytest.mark.parametrize(
-    ("response", "problem"),
-    [
+def test_an_answer_is_judged_by_its_status_and_form() -> None:
+    for response, problem in (
         (httpx.Response(200, json={}), ""),
         (httpx.Response(429, json={}), "not in OpenAI's form"),
         (httpx.Response(500, text="Internal Server Error"), "status 500"),
         (httpx.Response(400, json={"error": {"message": "", "type": "", "param": None, "code": None}}), ""),
         (httpx.Response(400, json={"detail": "no"}), "not in OpenAI's form"),
-    ],
-)
-def test_an_answer_is_judged_by_its_status_and_form(response: httpx.Response, problem: str) -> None:
-    assert judged(response).problem == problem
+    ):
+        assert judged(response).problem == problem
 
 
 @pytest.mark.service
@@ -49,10 +38,7 @@ def test_hostile_requests_are_answered_right_beside_a_canary_that_is_too(applica
     named, limits = hostile_requests(num_bytes=2**18), httpx.Limits(max_connections=None, keepalive_expiry=0.5)
     requests = list(named.items())
     random.Random(0).shuffle(requests)
-    with (
-        httpx.Client(base_url=application.url, timeout=240, limits=limits) as client,
-        Watch(application.url) as watch,
-    ):
+    with httpx.Client(base_url=application.url, timeout=240, limits=limits) as client, Watch(application.url) as watch:
         started_s = time.monotonic()
         rows = send_together(requests, client, started_s + 400)
         watch.wait_until_well()

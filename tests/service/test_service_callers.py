@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -46,18 +45,9 @@ def drafting(service, key: str, **body: Any) -> tuple[str, int, str]:
 def test_only_known_keys_are_served(service):
     for key in ("none", hash_key(JOB), WEB + "x"):
         client = openai.OpenAI(base_url=f"{service.url}/v1", api_key=key, max_retries=0)
-        for call in (
-            client.models.list,
-            lambda client=client: client.chat.completions.create(model=service.model, messages=QUESTION),
-            lambda client=client: client.completions.create(model=service.model, prompt="One", stream=True),
-        ):
-            with pytest.raises(openai.AuthenticationError) as raised:
-                call()
-            assert raised.value.code == "invalid_api_key"
-            assert raised.value.response.headers["www-authenticate"] == "Bearer"
-    assert service.ask().status_code == 401
-    assert httpx.get(f"{service.url}/health").status_code == 200
-    assert "peagle_target_replicas" in httpx.get(f"{service.url}/metrics").text
+        with pytest.raises(openai.AuthenticationError) as raised:
+            client.completions.create(model=service.model, prompt="One", stream=True)
+        assert raised.value.code == "invalid_api_key"
     assert drafting(service, WEB) == ("default", 3, "default")
 
 
@@ -66,14 +56,13 @@ def test_tags_are_taken_refused_or_ignored_by_caller(service):
     assert drafting(service, JOB, **tag) == ("mine", 2, "request")
     assert drafting(service, OLD, **tag) == ("chat", 2, "request")
     assert drafting(service, OLD) == ("chat", 5, "workload")
-    for body, headers, field in (
+    for body, header, field in (
         (tag, {}, "drafting.workload"),
         ({}, {"X-Drafting-Workload": "a"}, "X-Drafting-Workload"),
     ):
-        for stream in (False, True):
-            response = service.ask(headers={"Authorization": f"Bearer {WEB}", **headers}, stream=stream, **body)
-            error = response.json()["error"]
-            assert (response.status_code, error["param"], error["code"]) == (403, field, "tag_not_allowed")
+        response = service.ask(headers={"Authorization": f"Bearer {WEB}", **header}, **body)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"], error["code"]) == (403, field, "tag_not_allowed")
     assert drafting(service, WEB, drafting={"k": 7}) == ("default", 3, "request")
 
 

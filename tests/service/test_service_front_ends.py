@@ -18,15 +18,7 @@ from ray import serve
 from cluster.request import hash_key
 from deployments import APP_NAME, TARGET_NAME
 from deployments.client import TargetClient
-from tests.support.service_harness import (
-    FIXED,
-    PROMPTS,
-    QUESTION,
-    Service,
-    assert_refused,
-    running_service,
-    wait_for,
-)
+from tests.support.service_harness import FIXED, PROMPTS, QUESTION, Service, assert_refused, running_service, wait_for
 
 pytestmark = pytest.mark.service
 

@@ -19,6 +19,10 @@ ROOT = Path(__file__).resolve().parents[2]
 EXACT = ("cod.ratio=1.0", "optimizer.name=adamw", "optimizer.lr=0.001", "schedule.max_steps=6", "evaluate.data=null")
 
 
+def environment_of_worker() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
 class ForBoth(Trainer):
     """Its steps have the batches of two workers, one after the other."""
 
@@ -36,15 +40,9 @@ def test_two_workers_equal_one_with_the_batches_of_both(tmp_path) -> None:
     small = write_small_run(tmp_path)
     together = [*EXACT, "output=two", "batch.num_sequences=2", "save_every_steps=6"]
     command = [sys.executable, "-m", "deployments.cli", "train", "recipe.yaml", *together]
-    ran = subprocess.run(
-        [*command, "--num-workers", "2"],
-        cwd=small,  # the workers have directories of their own
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
+    command += ["--num-workers", "2"]
+    options: Any = {"cwd": small, "env": environment_of_worker()}  # the workers have directories of their own
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, **options)
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
     alone = [*EXACT, f"output={small / 'one'}", "batch.num_sequences=2"]
     trainer = ForBoth(Recipe.load(small / "recipe.yaml", alone))
@@ -88,14 +86,8 @@ distributed.destroy_process_group()  # or a thread of it may abort the process a
 def test_workers_go_on_as_if_they_had_not_stopped(tmp_path) -> None:
     """Every worker has a random state of its own, which the checkpoint keeps; another number of workers is refused."""
     small = write_small_run(tmp_path)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", RESUMED, str(small / "recipe.yaml"), str(small), str(rank)],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(2)
-    ]
+    command = [sys.executable, "-c", RESUMED, str(small / "recipe.yaml"), str(small)]
+    processes = [subprocess.Popen([*command, str(rank)], cwd=ROOT, env=environment_of_worker()) for rank in range(2)]
     assert [process.wait(timeout=300) for process in processes] == [0, 0]
     whole, cut = (torch.load(small / name / "checkpoint.pt", weights_only=True) for name in ("whole", "cut"))
     assert whole["step"] == cut["step"] == 4

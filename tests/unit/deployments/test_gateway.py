@@ -87,8 +87,10 @@ def chat() -> Model:
 
 
 @pytest.fixture
-async def client(coder: Model, chat: Model) -> AsyncIterator[httpx.AsyncClient]:
-    """Of the gateway in front of the two models."""
+async def client(coder: Model, chat: Model, request: Any, monkeypatch: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """Of the gateway in front of the two models. A parameter is its own prefix, and how many requests it forwards."""
+    own_prefix, num_forwarded = getattr(request, "param", ("", gateway.MAX_FORWARDED))
+    monkeypatch.setattr(gateway, "MAX_FORWARDED", num_forwarded)
     every = ["GET", "POST", "HEAD"]
     mounts = [
         Mount(prefix, Starlette(routes=[Route("/{path:path}", model.answer, methods=every)]))
@@ -97,7 +99,8 @@ async def client(coder: Model, chat: Model) -> AsyncIterator[httpx.AsyncClient]:
     settings = GatewaySettings(models=MODELS, max_body_bytes=1000)
     async with server(Starlette(routes=mounts)) as url:
         forwarder = Forwarder(settings, url, "X-Secret", "token")
-        async with server(forwarder.app()) as own, httpx.AsyncClient(base_url=own, timeout=30) as client:
+        app = Starlette(routes=[Mount(own_prefix, forwarder.app())]) if own_prefix else forwarder.app()
+        async with server(app) as own, httpx.AsyncClient(base_url=own + own_prefix, timeout=30) as client:
             yield client
         await forwarder.session.close()
 
@@ -116,17 +119,13 @@ async def test_a_request_goes_unchanged_to_the_application_of_its_model(client: 
     assert (first.json()["path"], first.json()["body"]) == ("/coder/version", "")
 
 
-async def test_the_clients_address_comes_with_a_proof_and_none_of_the_clients_own_making(
-    client: httpx.AsyncClient,
-) -> None:
+async def test_the_clients_address_comes_with_a_proof_and_none_of_the_clients_own_making(client: Any) -> None:
     forged = [(compat.GATEWAY_HEADER, "token 10.0.0.1"), ("X-Secret", "10.0.0.2"), ("X-Secret", "192.0.2.7")]
     got = (await client.post("/v1/x", json={"model": "chat"}, headers=forged)).json()["headers"]
     assert [value for name, value in got if name in (compat.GATEWAY_HEADER, "x-secret")] == ["token 192.0.2.7"]
 
 
-async def test_streams_come_piece_by_piece_and_end_when_their_client_leaves(
-    client: httpx.AsyncClient, coder: Model, chat: Model
-) -> None:
+async def test_streams_come_piece_by_piece_and_end_when_their_client_leaves(client: Any, coder: Any, chat: Any) -> None:
     async with client.stream("POST", "/v1/x", json={"model": "org/coder", "stream": True}) as answer:
         assert (answer.status_code, answer.headers["x-own"]) == (200, "1")
         assert answer.headers["content-type"].startswith("text/event-stream")
@@ -144,9 +143,7 @@ async def test_streams_come_piece_by_piece_and_end_when_their_client_leaves(
     await chat.has_left.wait()
 
 
-async def test_a_model_that_is_not_ready_refuses_its_own_requests_only(
-    client: httpx.AsyncClient, coder: Model, chat: Model
-) -> None:
+async def test_a_model_that_is_not_ready_refuses_its_own_requests_only(client: Any, coder: Model, chat: Model) -> None:
     chat.is_ready = False
     refused = await client.post("/v1/x", json={"model": "chat"})
     error = refused.json()["error"]
@@ -160,10 +157,10 @@ async def test_a_model_that_is_not_ready_refuses_its_own_requests_only(
     assert (await client.get("/v1/models/other")).json()["error"]["code"] == "model_not_found"
     assert (await client.post("/v1/messages", json={"model": "chat"})).json()["type"] == "error"
     assert (await client.get("/health")).json()["models"]["chat"] == "not ready"
+    # HAProxy sends what belongs to an application that is not deployed yet to the one at /.
+    assert (await client.post("/chat/v1/x", json={"model": "org/coder"})).json()["error"]["code"] == "model_not_ready"
     coder.is_ready = False
     assert (await client.get("/health")).status_code == 503
-    # HAProxy sends what belongs to an application that is not deployed yet to the one at /.
-    assert (await client.post("/coder/v1/x", json={"model": "chat"})).json()["error"]["code"] == "model_not_ready"
 
 
 async def test_what_belongs_to_no_model_is_refused_here(client: httpx.AsyncClient) -> None:
@@ -181,45 +178,32 @@ async def test_what_belongs_to_no_model_is_refused_here(client: httpx.AsyncClien
         assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), sent
 
 
-async def test_more_requests_than_it_forwards_are_refused_and_its_prefix_is_its_own(
-    coder: Model, chat: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gateway, "MAX_FORWARDED", 1)
-    mount = Mount("/coder", Starlette(routes=[Route("/{path:path}", coder.answer, methods=["GET", "POST"])]))
-    async with server(Starlette(routes=[mount])) as url:
-        forwarder = Forwarder(GatewaySettings(models={"org/coder": "/coder"}), url)
-        app = Starlette(routes=[Mount("/front", forwarder.app())])
-        async with server(app) as own, httpx.AsyncClient(base_url=f"{own}/front") as client:
-            assert (await client.get("/health")).status_code == 200
-            body = {"model": "org/coder", "stream": True}
-            async with client.stream("POST", "/v1/x", json=body) as answer:
-                assert await anext(answer.aiter_text()) == "data: 1\n\n"
-                refused = await client.post("/v1/x", json=body)
-                assert (refused.status_code, "retry-after" in refused.headers) == (429, True)
-            await coder.has_left.wait()
-            got = await client.post("/v1/x", json={"model": "org/coder"})
-            assert (got.status_code, got.json()["path"]) == (201, "/coder/v1/x")
-        await forwarder.session.close()
+@pytest.mark.parametrize("client", [("/front", 1)], indirect=True)
+async def test_more_requests_than_it_forwards_are_refused_and_its_prefix_is_its_own(client: Any, coder: Model) -> None:
+    assert (await client.get("/health")).status_code == 200
+    body = {"model": "org/coder", "stream": True}
+    async with client.stream("POST", "/v1/x", json=body) as answer:
+        assert await anext(answer.aiter_text()) == "data: 1\n\n"
+        refused = await client.post("/v1/x", json=body)
+        assert (refused.status_code, "retry-after" in refused.headers) == (429, True)
+    await coder.has_left.wait()
+    got = await client.post("/v1/x", json={"model": "org/coder"})
+    assert (got.status_code, got.json()["path"]) == (201, "/coder/v1/x")
 
 
-async def test_one_client_leaves_places_for_others(coder: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway, "MAX_FORWARDED", 4)
-    mount = Mount("/coder", Starlette(routes=[Route("/{path:path}", coder.answer, methods=["POST"])]))
-    async with server(Starlette(routes=[mount])) as url:
-        forwarder = Forwarder(GatewaySettings(models={"org/coder": "/coder"}), url, address_header="X-Address")
-        async with server(forwarder.app()) as own, httpx.AsyncClient(base_url=own) as client:
-            body = {"model": "org/coder", "stream": True}
+@pytest.mark.parametrize("client", [("", 4)], indirect=True)
+async def test_one_client_leaves_places_for_others(client: httpx.AsyncClient) -> None:
+    body = {"model": "org/coder", "stream": True}
 
-            async def ask(address: str) -> int:
-                sent = client.build_request("POST", "/v1/x", json=body, headers={"X-Address": address})
-                answer = await client.send(sent, stream=True)
-                held.push_async_callback(answer.aclose)
-                return answer.status_code
+    async def ask(address: str) -> int:
+        sent = client.build_request("POST", "/v1/x", json=body, headers={"X-Secret": address})
+        answer = await client.send(sent, stream=True)
+        held.push_async_callback(answer.aclose)
+        return answer.status_code
 
-            async with contextlib.AsyncExitStack() as held:
-                assert [await ask("192.0.2.1") for _ in range(4)] == [200, 200, 200, 429]
-                assert [await ask("192.0.2.2") for _ in range(2)] == [200, 429]
-        await forwarder.session.close()
+    async with contextlib.AsyncExitStack() as held:
+        assert [await ask("192.0.2.1") for _ in range(4)] == [200, 200, 200, 429]
+        assert [await ask("192.0.2.2") for _ in range(2)] == [200, 429]
 
 
 async def test_metrics_of_all_models_stand_side_by_side_and_keys_are_asked_for(client: httpx.AsyncClient) -> None:

@@ -52,21 +52,37 @@ async def client(api: Any) -> AsyncIterator[httpx.AsyncClient]:
         yield found
 
 
-async def serve_ok(api: Any, heads: list[list[str]] | None = None) -> None:
-    """Put a server that answers 200 behind this HAProxy. `heads` gets the lines of each request's head."""
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
-        if heads is not None:
-            heads.append(head.decode().lower().splitlines())
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok")
-        await writer.drain()
-        writer.close()
-
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    target = ServerConfig(name="target", host="127.0.0.1", port=server.sockets[0].getsockname()[1])
-    api.set_backend_configs({"app": BackendConfig(name="app", path_prefix="/", app_name="app", servers=[target])})
+async def put_behind(api: Any, *servers: ServerConfig) -> None:
+    app = BackendConfig(name="app", path_prefix="/", app_name="app", servers=list(servers))
+    api.set_backend_configs({"app": app})
     await api.reload()
+
+
+async def start_servers(
+    api: Any, names: str, heads: list[list[str]] | None = None, until: asyncio.Event | None = None
+) -> list[ServerConfig]:
+    """Put servers behind this HAProxy, each of which answers its name, a letter, when `until` is set. `heads` gets the
+    lines of each request's head."""
+
+    async def start(name: str) -> ServerConfig:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            head = await reader.readuntil(b"\r\n\r\n")
+            if heads is not None:
+                heads.append(head.decode().lower().splitlines())
+            if until is not None:
+                await until.wait()
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nConnection: close\r\n\r\n" + name.encode())
+            await writer.drain()
+            writer.close()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        return ServerConfig(name=name, host="127.0.0.1", port=server.sockets[0].getsockname()[1])
+
+    servers = [await start(name) for name in names]
+    await put_behind(api, *servers)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{api.cfg.http_options.port}") as client:
+        await wait_for_answer(client)
+    return servers
 
 
 async def wait_for_answer(client: httpx.AsyncClient) -> list[Any]:
@@ -82,9 +98,7 @@ async def wait_for_answer(client: httpx.AsyncClient) -> list[Any]:
     return seen
 
 
-async def test_nothing_but_the_service_listens_and_other_users_cannot_control_it(
-    api: Any, client: httpx.AsyncClient
-) -> None:
+async def test_nothing_but_the_service_listens_and_other_users_cannot_control_it(api: Any) -> None:
     for port in (api.cfg.stats_port, api.cfg.metrics_port):
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection("127.0.0.1", port)
@@ -92,11 +106,8 @@ async def test_nothing_but_the_service_listens_and_other_users_cannot_control_it
     assert stat.S_IMODE(Path(api.cfg.socket_path).parent.stat().st_mode) == 0o700
 
 
-async def test_a_killed_haproxy_starts_again_with_its_servers_and_takes_later_changes(
-    api: Any, client: httpx.AsyncClient
-) -> None:
-    await serve_ok(api)
-    await wait_for_answer(client)
+async def test_a_killed_haproxy_starts_again_with_its_servers_and_takes_later_changes(api: Any, client: Any) -> None:
+    await start_servers(api, "a")
     killed = api._proc.pid
     os.kill(killed, signal.SIGKILL)
     seen = await wait_for_answer(client)
@@ -107,10 +118,7 @@ async def test_a_killed_haproxy_starts_again_with_its_servers_and_takes_later_ch
 
 
 async def test_a_server_that_died_gives_503_with_retry_after(api: Any, client: httpx.AsyncClient) -> None:
-    port = free_port()
-    gone = ServerConfig(name="target", host="127.0.0.1", port=port)
-    api.set_backend_configs({"app": BackendConfig(name="app", path_prefix="/", app_name="app", servers=[gone])})
-    await api.reload()
+    await put_behind(api, ServerConfig(name="target", host="127.0.0.1", port=free_port()))
     answer = await client.get("/v1/models")
     assert (answer.status_code, answer.headers["retry-after"]) == (503, str(errors.RETRY_AFTER_S))
     assert answer.json()["error"]["code"] == errors.LOST_CODE
@@ -125,37 +133,13 @@ async def test_the_last_header_of_the_secret_name_is_the_clients_address(api: An
     name = compat.address_header().lower()
     assert ray_environment()[compat.ADDRESS_HEADER_ENV].lower() != name, "no two services have the same"
     heads: list[list[str]] = []
-    await serve_ok(api, heads)
-    await wait_for_answer(client)
+    await start_servers(api, "a", heads)
     for address in ("127.0.0.1", "127.0.0.2"):
         transport = httpx.AsyncHTTPTransport(local_address=address)
         async with httpx.AsyncClient(transport=transport, base_url=client.base_url) as other:
             await other.get("/", headers={name: "192.0.2.1", "X-Forwarded-For": "192.0.2.1"})
         found = [line.partition(": ")[2] for line in heads[-1] if line.startswith(f"{name}:")]
         assert found == ["192.0.2.1", address]
-
-
-async def serve_names(api: Any, until: asyncio.Event) -> list[ServerConfig]:
-    """Put three servers behind this HAProxy, each of which answers its name when `until` is set."""
-
-    async def start(name: str) -> ServerConfig:
-        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.readuntil(b"\r\n\r\n")
-            await until.wait()
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nConnection: close\r\n\r\n" + name.encode())
-            await writer.drain()
-            writer.close()
-
-        server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        return ServerConfig(name=name, host="127.0.0.1", port=server.sockets[0].getsockname()[1])
-
-    servers = [await start(name) for name in "abc"]
-    api.set_backend_configs({"app": BackendConfig(name="app", path_prefix="/", app_name="app", servers=servers)})
-    await api.reload()
-    until.set()
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{api.cfg.http_options.port}") as client:
-        await wait_for_answer(client)
-    return servers
 
 
 by_conversation = pytest.mark.parametrize("api", [haproxy.BALANCE], indirect=True, ids=["by conversation"])
@@ -177,7 +161,7 @@ def message(role: str, content: Any) -> dict[str, Any]:
     ids=["user", "system prompt", "parts", "longer than a buffer"],
 )
 async def test_the_turns_of_a_conversation_go_to_one_server(api: Any, client: httpx.AsyncClient, begin: Any) -> None:
-    await serve_names(api, asyncio.Event())
+    await start_servers(api, "abc")
     seen = set()
     for number in range(20):
         messages, servers = begin(f"question {number}"), set()
@@ -192,42 +176,36 @@ async def test_the_turns_of_a_conversation_go_to_one_server(api: Any, client: ht
 
 @by_conversation
 async def test_completions_with_the_same_beginning_go_to_one_server(api: Any, client: httpx.AsyncClient) -> None:
-    await serve_names(api, asyncio.Event())
-    by_beginning = [
-        {
-            (await client.post("/v1/completions", json={"prompt": str(number) * 3000 + end})).text
-            for end in ("", " one", " two" * 1000)
-        }
-        for number in range(10)
-    ]
-    assert all(len(servers) == 1 for servers in by_beginning)
-    assert len(set.union(*by_beginning)) > 1
+    await start_servers(api, "abc")
+    seen = set()
+    for number in range(10):
+        prompts = [str(number) * 3000 + end for end in ("", " one", " two" * 1000)]
+        servers = {(await client.post("/v1/completions", json={"prompt": prompt})).text for prompt in prompts}
+        assert len(servers) == 1, number
+        seen |= servers
+    assert len(seen) > 1
 
 
 @by_conversation
 async def test_only_conversations_of_a_server_that_goes_move(api: Any, client: httpx.AsyncClient) -> None:
-    servers = await serve_names(api, asyncio.Event())
+    servers = await start_servers(api, "abc")
 
     async def ask() -> list[str]:
         bodies = [{"messages": [message("user", f"question {number}")]} for number in range(30)]
         return [(await client.post("/v1/chat/completions", json=body)).text for body in bodies]
 
     before = await ask()
-    api.set_backend_configs({"app": BackendConfig(name="app", path_prefix="/", app_name="app", servers=servers[1:])})
-    await api.reload()
+    await put_behind(api, *servers[1:])
     after = await ask()
     assert set(before) == set("abc")
-    assert [now for then, now in zip(before, after, strict=True) if then != "a"] == [
-        then for then in before if then != "a"
-    ]
+    assert all(now == then for then, now in zip(before, after, strict=True) if then != "a")
 
 
 @by_conversation
-async def test_a_server_with_many_requests_passes_those_of_the_same_conversation_on(
-    api: Any, client: httpx.AsyncClient
-) -> None:
+async def test_a_server_with_many_requests_passes_those_of_the_same_conversation_on(api: Any, client: Any) -> None:
     until = asyncio.Event()
-    await serve_names(api, until)
+    until.set()
+    await start_servers(api, "abc", until=until)
     until.clear()
     body = {"messages": [message("user", "hello")]}
     asked = [asyncio.ensure_future(client.post("/v1/chat/completions", json=body)) for _ in range(12)]
@@ -238,12 +216,9 @@ async def test_a_server_with_many_requests_passes_those_of_the_same_conversation
     assert max(counts.values()) <= 6  # 1.25 times the mean of 4, and one
 
 
-async def test_one_client_cannot_hold_all_connections(
-    api: Any, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_one_client_cannot_hold_all_connections(api: Any, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(haproxy, "CONNECTIONS", haproxy.CONNECTIONS.replace(str(haproxy.MAX_CONNECTIONS), "2"))
-    await serve_ok(api)
-    await wait_for_answer(client)
+    await start_servers(api, "a")
     port, held = api.cfg.http_options.port, []
     for _ in range(4):
         with contextlib.suppress(ConnectionResetError):

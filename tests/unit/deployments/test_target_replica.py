@@ -30,6 +30,7 @@ from tests.support.counted import counts_of
 from tests.unit.deployments.test_front_end import HELLO, callers, cluster
 
 COUNTS = counts_of([(3, 3), (3, 1)])
+FIELDS: dict[str, dict[str, Any]] = {"chat": {"messages": HELLO}, "completions": {"prompt": ["a", "b"]}}
 
 
 class Replica(TargetServer):
@@ -42,7 +43,7 @@ class Replica(TargetServer):
 
         self.names: list[str] = []
         self.aborted: list[str] = []
-        self._settings = cluster()
+        self._settings, self._grammars = cluster(), SimpleNamespace(limits=None)  # type: ignore[assignment]
         self._usage_log, self.front_end = log, FrontEnd(self._settings, usage_log=log)
         self._front_ends = None
         self.front_end.heads = ("digest",)
@@ -53,10 +54,9 @@ class Replica(TargetServer):
         messages = object.__new__(AnthropicServingMessages)
         messages._merge_inline_system = False
         messages.create_chat_completion = ask  # type: ignore[method-assign]
+        chat = SimpleNamespace(create_chat_completion=ask, create_error_response=create_error_response)
         self.vllm = SimpleNamespace(
-            openai_serving_chat=SimpleNamespace(
-                create_chat_completion=ask, create_error_response=create_error_response
-            ),
+            openai_serving_chat=chat,
             openai_serving_completion=SimpleNamespace(create_completion=ask),
             openai_serving_responses=SimpleNamespace(create_responses=ask),
             anthropic_serving_messages=messages,
@@ -89,6 +89,24 @@ async def endless(made: list[int] | None = None) -> AsyncIterator[str]:
         if made is not None:
             made.append(1)
         await asyncio.sleep(0)
+
+
+def raising(error: Exception) -> Any:
+    raise error
+
+
+async def leave(answer: Any, num_items: int) -> None:
+    """Read the beginning of an answer, and go. The engine is told in a turn of its own."""
+    assert [await anext(answer) for _ in range(num_items)]
+    await answer.aclose()
+    await asyncio.sleep(0.01)
+
+
+def keep_charges(replica: Replica) -> list[tuple[str, int]]:
+    """Where the callers and tokens are put that are charged from now on."""
+    charged: list[tuple[str, int]] = []
+    replica.front_end.admission.charge_tokens = lambda *given: charged.append(given)  # type: ignore[method-assign]
+    return charged
 
 
 def items(replica: Replica, **body: Any) -> list[Any]:
@@ -138,11 +156,7 @@ def test_a_stream_has_its_drafting_in_the_chunk_that_finishes_the_last_choice() 
 def test_who_hears_of_an_engines_death_needs_no_vllm_to_read_it() -> None:
     """Serve's controller, the router and ingress replicas would import vLLM, which closes their logs."""
     replica = Replica(lambda _: None)
-
-    async def check_health() -> None:
-        raise EngineDeadError
-
-    replica.engine.check_health = check_health
+    replica.engine.check_health = lambda: raising(EngineDeadError())
     for call in (replica.check_health, replica.report):
         with pytest.raises(EngineLost, match="EngineDeadError") as raised:
             asyncio.run(call())
@@ -176,46 +190,35 @@ def test_an_engine_that_dies_in_a_stream_ends_it_in_words_of_our_own() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tools": [TOOL]}, "tools"),
-        ({"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}}, "tools"),
-    ],
-)
-def test_a_refused_grammar_is_named_by_the_field_that_the_client_sent(
-    fields: dict[str, Any], param: str, stream: bool
-) -> None:
+def test_a_refused_grammar_is_named_by_the_field_that_the_client_sent(stream: bool) -> None:
     """vLLM makes structured_outputs of each of them."""
     error = VLLMValidationError("structured_outputs: allows no text", parameter="structured_outputs")
     refusal = create_error_response(error)
     event = f"data: {json.dumps(refusal.model_dump())}\n\n"
-    (refused,) = items(Replica(lambda _: events(event) if stream else refusal), stream=stream, **fields)
-    assert (refused.status, refused.param) == (400, param)
-    assert refused.message.startswith(f"{param}: allows no text")
+    response_format = {"response_format": {"type": "json_object"}}
+    for fields, param in (
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        (response_format, "response_format"),
+        ({"tools": [TOOL]}, "tools"),
+        ({"tools": [TOOL], "tool_choice": "required", **response_format}, "tools"),
+    ):
+        (refused,) = items(Replica(lambda _: events(event) if stream else refusal), stream=stream, **fields)
+        assert (refused.status, refused.param) == (400, param)
+        assert refused.message.startswith(f"{param}: allows no text")
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "param"),
-    [
+def test_what_is_raised_before_the_first_token_is_the_requests_fault_or_the_services() -> None:
+    for error, status, param in (
         (VLLMValidationError("no such token", parameter="prompt"), 400, "prompt"),
         (ValueError("too long"), 400, None),
         (KeyError("function"), 400, None),
         (RecursionError(), 400, None),
         (RuntimeError("broken"), 500, None),
-    ],
-)
-def test_what_is_raised_before_the_first_token(error: Exception, status: int, param: str | None) -> None:
-    def raises(_: Any) -> Any:
-        raise error
-
-    (refused,) = items(Replica(raises))
-    assert (refused.status, refused.param) == (status, param)
-    (refused,) = items(Replica(lambda _: create_error_response(error)))
-    if status == 500 or not isinstance(error, KeyError | RecursionError):
-        assert refused.status == status
+    ):
+        (refused,) = items(Replica(lambda _, error=error: raising(error)))
+        assert (refused.status, refused.param) == (status, param), error
+        (refused,) = items(Replica(lambda _, error=error: create_error_response(error)))
+        assert refused.status == status or isinstance(error, KeyError | RecursionError), error
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -235,7 +238,7 @@ def test_a_grammar_that_allows_no_text_is_an_error_of_the_request(stream: bool) 
         assert [type(item) for item in found] == [str, Usage, str, str]
 
 
-@pytest.mark.parametrize("call", ["chat", "completions"])
+@pytest.mark.parametrize("call", FIELDS)
 async def test_a_client_that_leaves_aborts_all_sequences_of_its_request(call: Any, tmp_path: Path) -> None:
     """vLLM's generator may be left to the garbage collector with two of three sequences still running."""
     closed: list[bool] = []
@@ -250,14 +253,9 @@ async def test_a_client_that_leaves_aborts_all_sequences_of_its_request(call: An
 
     log = UsageLog(str(tmp_path / "usage"))
     replica = Replica(lambda _: stream(), log)
-    fields = {"messages": HELLO} if call == "chat" else {"prompt": ["a", "b"]}
-    document = {**fields, "stream": True, "n": 3, "request_id": "r1"}
-    charged: list[Any] = []
-    replica.front_end.admission.charge_tokens = lambda *given: charged.append(given)
-    answer = replica.front_end.answer(call, document, Caller("web"))
-    assert [await anext(answer) for _ in range(3)]
-    await answer.aclose()
-    await asyncio.sleep(0.01)
+    charged = keep_charges(replica)
+    document = {**FIELDS[call], "stream": True, "n": 3, "request_id": "r1"}
+    await leave(replica.front_end.answer(call, document, Caller("web")), 3)
     assert closed == [True]
     assert replica.aborted == (["chatcmpl-r1"] if call == "chat" else ["cmpl-r1-0", "cmpl-r1-1"])
     assert charged == [("web", 13 * len(replica.aborted))], "prompt and output so far of all of its prompts"
@@ -272,7 +270,7 @@ async def test_a_new_replica_refuses_key_files_that_a_running_one_passes_over(tm
     file = tmp_path / "key"
     settings = callers(web={"key_file": str(file)})
     replica = Replica(lambda _: None)
-    replica._settings, replica._grammars = settings, SimpleNamespace(limits=None)  # type: ignore[assignment]
+    replica._settings = settings
     with pytest.raises(SettingsError, match=r"callers\.web\.key_file"):
         await replica.reconfigure(live_config(settings))
     file.write_text("first")
@@ -285,7 +283,6 @@ async def test_a_new_replica_refuses_key_files_that_a_running_one_passes_over(tm
 
 async def test_a_new_replica_refuses_settings_that_would_let_in_everybody() -> None:
     replica = Replica(lambda _: None)
-    replica._grammars = SimpleNamespace(limits=None)  # type: ignore[assignment]
     bad = {"callers": {"web": {"key_sha256": "short"}}}
     with pytest.raises(SettingsError, match=r"user_config\.callers\.web\.key_sha256"):
         await replica.reconfigure(bad)
@@ -296,14 +293,10 @@ async def test_a_new_replica_refuses_settings_that_would_let_in_everybody() -> N
 
 async def test_an_answer_is_charged_though_its_client_leaves_at_the_end(tmp_path: Path) -> None:
     log = UsageLog(str(tmp_path / "usage"))
-    replica, charged = Replica(lambda _: events(chunk(), chunk("stop")), log), []
-    records = [replica.record]
+    replica = Replica(lambda _: events(chunk(), chunk("stop")), log)
+    charged, records = keep_charges(replica), [replica.record]
     replica.recorder.pop = lambda _: records.pop() if records else None
-    replica.front_end.admission.charge_tokens = lambda *given: charged.append(given)
-    answer = replica.front_end.answer("chat", {"messages": HELLO, "stream": True}, Caller("web"))
-    assert [await anext(answer) for _ in range(2)]
-    await answer.aclose()
-    await asyncio.sleep(0.01)
+    await leave(replica.front_end.answer("chat", {"messages": HELLO, "stream": True}, Caller("web")), 2)
     assert sum(tokens for _, tokens in charged) == 13
     log.close()
     (line,) = (tmp_path / "usage").read_text().splitlines()
@@ -314,35 +307,30 @@ async def test_a_replica_that_ends_writes_the_lines_that_wait_for_tokens(tmp_pat
     replica = Replica(lambda _: events(chunk(), chunk("stop")), UsageLog(str(tmp_path / "usage")))
     replica._client.abort = lambda _: asyncio.sleep(60)  # which says the tokens too late
     replica.engine.shutdown = lambda: asyncio.sleep(0)  # type: ignore[attr-defined]
-    left = replica.ask("chat", {"messages": HELLO, "stream": True})
-    assert await anext(left)
-    await left.aclose()
+    await leave(replica.ask("chat", {"messages": HELLO, "stream": True}), 1)
     await TargetServer.__del__(replica)
     (line,) = (tmp_path / "usage").read_text().splitlines()
     assert (json.loads(line)["status"], "output_tokens" in line) == (499, False)
 
 
-@pytest.mark.parametrize("call", ["chat", "completions"])
+@pytest.mark.parametrize("call", FIELDS)
 async def test_requests_of_one_name_do_not_end_each_other(call: Any) -> None:
     """Gateways give retries, and calls side by side, one X-Request-Id; vLLM aborts all requests of a name."""
     replica = Replica(lambda _: endless())
     asked = replica.names
-    fields = {"messages": HELLO} if call == "chat" else {"prompt": ["a", "b"]}
 
     def begin() -> Any:
-        return replica.front_end.generate(replica.front_end.admit(call, {**fields, "stream": True, "request_id": "r1"}))
+        document = {**FIELDS[call], "stream": True, "request_id": "r1"}
+        return replica.front_end.generate(replica.front_end.admit(call, document))
 
-    first, second = begin(), begin()
+    first = begin()
     assert await anext(first)
-    assert await anext(second)
-    await second.aclose()
-    await asyncio.sleep(0.01)
+    await leave(begin(), 1)
     assert asked[0] == "r1"
     assert asked[1].startswith("r1-")
     assert replica.aborted
     assert all(asked[1] in name for name in replica.aborted)
-    await first.aclose()
-    await asyncio.sleep(0.01)
+    await leave(first, 1)
     await anext(begin())
     assert asked[2] == "r1", "its name is free again"
 
@@ -359,20 +347,8 @@ def test_a_call_by_handle_goes_through_the_same_edge() -> None:
         assert (refused["status"], refused["error"]["param"]) == (400, param)
 
 
-@pytest.mark.parametrize(
-    ("num_cpus", "num_gpus", "own_gpus", "number"),
-    [
-        (2, 1, 1, 1),
-        (8, 1, 1, 2),
-        (16, 1, 1, 4),
-        (64, 8, 1, 2),
-        (64, 8, 4, 4),
-        (16, 1, 0.25, 1),
-        (8, 1, 2, 2),
-        (16, 1, 0, 1),
-    ],
-)
-def test_front_end_processes_by_default_follow_the_cpus_of_the_replicas_gpus(
-    num_cpus: float, num_gpus: float, own_gpus: float, number: int
-) -> None:
-    assert default_front_ends(num_cpus, num_gpus, own_gpus) == number
+def test_front_end_processes_by_default_follow_the_cpus_of_the_replicas_gpus() -> None:
+    by_cpus = {(2, 1, 1): 1, (8, 1, 1): 2, (16, 1, 1): 4}
+    by_share = {(64, 8, 1): 2, (64, 8, 4): 4, (16, 1, 0.25): 1, (8, 1, 2): 2, (16, 1, 0): 1}
+    for (num_cpus, num_gpus, own_gpus), number in {**by_cpus, **by_share}.items():
+        assert default_front_ends(num_cpus, num_gpus, own_gpus) == number, (num_cpus, num_gpus, own_gpus)

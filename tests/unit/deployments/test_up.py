@@ -35,21 +35,30 @@ def config(**http_options: Any) -> dict[str, Any]:
     return {"http_options": {"host": "127.0.0.1", "port": 8000} | http_options, "applications": [application]}
 
 
-def write(path: Path, raw: Any) -> str:
-    path.write_text(raw if isinstance(raw, str) else yaml.dump(raw))
-    return str(path)
+@pytest.fixture
+def write(tmp_path: Path) -> Any:
+    """Writes a config to a file."""
+
+    def written(raw: Any) -> Path:
+        path = tmp_path / "c.yaml"
+        path.write_text(raw if isinstance(raw, str) else yaml.dump(raw))
+        return path
+
+    return written
 
 
-def test_a_drafter_named_by_sagemakers_variable_goes_with_the_config(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drafter_named_by_sagemakers_variable_goes_with_the_config(write: Any, monkeypatch: Any) -> None:
     """The processes of a cluster that runs already do not have it."""
     given = {"method": "eagle3", "model": "org/head", "num_speculative_tokens": 3, "parallel_drafting": True}
     monkeypatch.setenv("SM_VLLM_SPECULATIVE_CONFIG", json.dumps(given))
-    raw, settings = read_config(Path(write(tmp_path / "c.yaml", config())))
+    raw, settings = read_config(write(config()))
     assert (settings.drafter.head, settings.max_draft_tokens) == ("org/head", 3)
     monkeypatch.delenv("SM_VLLM_SPECULATIVE_CONFIG")
-    assert read_config(Path(write(tmp_path / "sent.yaml", raw)))[1] == settings
+    assert read_config(write(raw))[1] == settings
+
+
+def application(**changes: Any) -> dict[str, Any]:
+    return {"applications": [{**config()["applications"][0], **changes}]}
 
 
 def several(*prefixes: str, gateway: str | None = None) -> dict[str, Any]:
@@ -83,28 +92,22 @@ def test_each_of_several_models_is_changed_live() -> None:
         ({"applications": []}, "applications is empty"),
         ({"target": "a", "data": "b"}, "is a recipe of training: `peagle train "),
         ({**config(), "proxy_location": "Nowhere"}, "proxy_location"),
-        (
-            {**config(), "callers": {"web": {}}},
-            "learning and kubernetes, stand under args of applications",
-        ),
+        ({**config(), "callers": {"web": {}}}, "learning and kubernetes, stand under args of applications"),
         ({**config(prt=8001)}, "unknown key http_options.prt; did you mean port?"),
-        ({"applications": [{"import_path": "x"}]}, '- applications.0.import_path: Got invalid import path "x"'),
+        (application(import_path="x"), '- applications.0.import_path: Got invalid import path "x"'),
         (
-            {"applications": [{**config()["applications"][0], "deployments": [{"name": "target", "num_replica": 2}]}]},
+            application(deployments=[{"name": "target", "num_replica": 2}]),
             "unknown key applications.0.deployments.0.num_replica; did you mean num_replicas?",
         ),
+        (application(deployments=[{"name": "ruoter"}]), "ruoter is not one of target and router; did you mean router?"),
         (
-            {"applications": [{**config()["applications"][0], "deployments": [{"name": "ruoter"}]}]},
-            "deployments: ruoter is not one of target and router; did you mean router?",
-        ),
-        (
-            {"applications": [{**config()["applications"][0], "deployments": [{"name": "drafter"}]}]},
+            application(deployments=[{"name": "drafter"}]),
             "deployments: drafter is not one of target and router: it needs drafter.placement: remote",
         ),
-        ({"applications": [{"import_path": "deployments.app:build", "args": {"modle": {}}}]}, "unknown key modle"),
+        (application(args={"modle": {}}), "unknown key modle"),
         ({"applications": [{"import_path": "deployments.app:build"}]}, "missing key model"),
         (
-            {"applications": [{"import_path": "deployments.ap:build"}]},
+            application(import_path="deployments.ap:build"),
             "applications.0.import_path: no deployments.ap:build; did you mean deployments.app:build?",
         ),
         (several("/a", "/b"), "in front of them, deployments.gateway:build"),
@@ -112,23 +115,19 @@ def test_each_of_several_models_is_changed_live() -> None:
         (several("/a", gateway="a"), "models.m is 'a'"),
     ],
 )
-def test_wrong_config_stops_before_ray_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], raw: Any, message: str
-) -> None:
-    assert main(["serve", write(tmp_path / "wrong.yaml", raw)]) == 1
+def test_wrong_config_stops_before_ray_starts(write: Any, capsys: Any, raw: Any, message: str) -> None:
+    assert main(["serve", str(write(raw))]) == 1
     output = capsys.readouterr()
     assert output.err.startswith("error: ")
     assert message in output.err
     assert output.out == ""
 
 
-def test_port_in_use_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_port_in_use_is_named(write: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "local")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert main(["serve", write(tmp_path / "right.yaml", config(port=port))]) == 1
+        assert main(["serve", str(write(config(port=port)))]) == 1
     assert f"127.0.0.1:{port} cannot be used (Address already in use)" in capsys.readouterr().err
 
 
@@ -195,30 +194,25 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_terminated_service_is_stopped_in_order(
-    tmp_path: Path, machine: Any, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
-) -> None:
+def test_a_terminated_service_is_stopped_in_order(write: Any, machine: Any, monkeypatch: Any, number: Any) -> None:
     """`ray.init` replaces the handlers by its own, and a shell starts a background program with SIGINT ignored."""
     monkeypatch.setattr(up, "watch", lambda *_: os.kill(os.getpid(), number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    assert main(["serve", write(tmp_path / "right.yaml", config())]) == 0
+    assert main(["serve", str(write(config()))]) == 0
     assert machine.serve.ended == ["default", "waiting", "all"], "Serve would wait for a replica that has no node"
 
 
-def test_a_service_that_is_starting_is_waited_for(tmp_path: Path, machine: Any, capsys: Any) -> None:
-    running(machine, tmp_path)
+def test_a_service_that_is_starting_is_waited_for(write: Any, machine: Any, before: Any, capsys: Any) -> None:
     machine.serve.statuses = ["DEPLOYING", "DEPLOYING", "RUNNING"]
-    assert main(["serve", write(tmp_path / "same.yaml", served())]) == 0
+    assert main(["serve", str(write(served()))]) == 0
     said = [line.split("] ")[1] for line in capsys.readouterr().out.splitlines()]
     assert said[0].startswith("the service is starting already: waiting until it is ready")
     assert said[-1] == "ready with the new config: http://127.0.0.1:8000/v1"
     assert machine.serve.ended == []
 
 
-def test_a_service_that_cannot_start_is_stopped_and_says_why(
-    tmp_path: Path, machine: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = Path(write(tmp_path / "right.yaml", config()))
+def test_a_service_that_cannot_start_is_stopped_and_says_why(write: Any, machine: Any, capsys: Any) -> None:
+    path = write(config())
     machine.serve.fails.append(live_form(*read_config(path))["applications"][0])
     assert main(["serve", str(path)]) == 1
     assert "DEPLOY_FAILED\nIt failed 3 times. Error:\nRuntimeError: no such GPU\n" in capsys.readouterr().err
@@ -237,12 +231,8 @@ def test_a_replica_that_serve_cannot_place_waits_for_resources() -> None:
 
 # ---- a new config for a service that runs
 
-REMOTE = {
-    "head": "smollm2-135m-instruct",
-    "placement": "remote",
-    "max_draft_tokens": 7,
-    "replicas": {"num_replicas": 1, "num_cpus": 0.5},
-}
+REMOTE: dict[str, Any] = {"head": "smollm2-135m-instruct", "placement": "remote", "max_draft_tokens": 7}
+REMOTE["replicas"] = {"num_replicas": 1, "num_cpus": 0.5}
 
 
 def served(**sections: Any) -> dict[str, Any]:
@@ -252,11 +242,35 @@ def served(**sections: Any) -> dict[str, Any]:
     return raw
 
 
-def running(machine: Any, tmp_path: Path) -> dict[str, Any]:
-    """A service that was started with the plain config."""
-    before = live_form(*read_config(Path(write(tmp_path / "before.yaml", served()))))
-    machine.serve.running = before["applications"]
-    return before
+@pytest.fixture
+def before(machine: Any, write: Any) -> list[dict[str, Any]]:
+    """Applications of a service that was started with the plain config and runs."""
+    machine.serve.running = live_form(*read_config(write(served())))["applications"]
+    return machine.serve.running
+
+
+@pytest.fixture
+def bring_up(write: Any) -> Any:
+    """`peagle serve` with a raw config. Gives what it says."""
+
+    def run(raw: dict[str, Any], **options: Any) -> list[str]:
+        said: list[str] = []
+        up.up(write(raw), say=said.append, **options)
+        return said
+
+    return run
+
+
+@pytest.fixture
+def refuse(bring_up: Any, machine: Any, before: Any) -> Any:
+    """That `peagle serve` refuses a raw config, and leaves the running service alone."""
+
+    def refused(raw: dict[str, Any], message: str) -> None:
+        with pytest.raises(UpError, match=message):
+            bring_up(raw)
+        assert (machine.serve.deployed, machine.serve.ended) == ([], [])
+
+    return refused
 
 
 @pytest.mark.parametrize(
@@ -271,30 +285,28 @@ def running(machine: Any, tmp_path: Path) -> dict[str, Any]:
         {"model": {"source": "smollm2-135m-instruct", "aliases": {"coder": "code"}}},
     ],
 )
-def test_what_needs_no_new_engine_starts_none(tmp_path: Path, machine: Any, sections: dict[str, Any]) -> None:
-    (before,) = running(machine, tmp_path)["applications"]
-    up.up(Path(write(tmp_path / "after.yaml", served(**sections))), say=lambda _: None)
+def test_what_needs_no_new_engine_starts_none(bring_up: Any, machine: Any, before: Any, sections: Any) -> None:
+    bring_up(served(**sections))
     ((after,),) = [deployed["applications"] for deployed in machine.serve.deployed]
-    assert before["args"] == after["args"], "Serve starts all replicas anew when these change"
-    assert before["deployments"] != after["deployments"]
+    assert before[0]["args"] == after["args"], "Serve starts all replicas anew when these change"
+    assert before[0]["deployments"] != after["deployments"]
     assert machine.serve.ended == [], "and the service is not this program's to stop"
 
 
-def test_what_replicas_are_made_from_stays_in_args(tmp_path: Path) -> None:
+def test_what_replicas_are_made_from_stays_in_args(write: Any, tmp_path: Path) -> None:
     """The state is read before Serve hands the router a `user_config`; HTTP begins with hosts and origins."""
     depth = {"policy": "fixed", "default": 3, "state": str(tmp_path / "state.json")}
     ingress = {"allow_origins": ["http://page.example"], "allowed_hosts": ["api.example.com"]}
-    made = live_form(*read_config(Path(write(tmp_path / "c.yaml", served(depth=depth, ingress=ingress)))))
+    made = live_form(*read_config(write(served(depth=depth, ingress=ingress))))
     args = made["applications"][0]["args"]
     assert (args["depth"], args["ingress"]) == ({"state": depth["state"]}, ingress)
 
 
-def test_a_learner_that_learns_from_callers_starts_without_their_section(tmp_path: Path) -> None:
+def test_a_learner_that_learns_from_callers_starts_without_their_section(write: Any) -> None:
     """`callers` are live settings, which Serve hands on after it has built the application."""
     drafter = {**REMOTE, "spare_heads": 1}
     callers = {"web": {"key_sha256": "ab" * 32, "learn": True}}
-    path = Path(write(tmp_path / "c.yaml", served(drafter=drafter, callers=callers, learning={})))
-    raw, settings = read_config(path)
+    raw, settings = read_config(write(served(drafter=drafter, callers=callers, learning={})))
     args = live_form(raw, settings)["applications"][0]["args"]
     started = settings_with(load_settings(args, catalog()), live_config(settings))
     web, other = Caller("web", learn=True), Caller("other")
@@ -302,111 +314,80 @@ def test_a_learner_that_learns_from_callers_starts_without_their_section(tmp_pat
         assert (one.learns_from(web, "chat"), one.learns_from(other, "chat")) == (True, False)
 
 
-def test_options_that_the_file_itself_gives_to_deployments_stay(tmp_path: Path) -> None:
+def test_options_that_the_file_itself_gives_to_deployments_stay(write: Any) -> None:
     raw = served(target={"bundle": {"CPU": 1.0}, "num_replicas": 2})
     raw["applications"][0]["deployments"] = [
         {"name": "drafter", "user_config": {"head": "org/other"}},
         {"name": "target", "max_ongoing_requests": 7},
     ]
-    made = live_form(*read_config(Path(write(tmp_path / "own.yaml", raw))))
+    made = live_form(*read_config(write(raw)))
     options = {one["name"]: one for one in made["applications"][0]["deployments"]}
     assert options["drafter"] == {"name": "drafter", "num_replicas": 1, "user_config": {"head": "org/other"}}
     raw["applications"][0]["deployments"][0]["user_config"]["head"] = "other"
     with pytest.raises(ValueError, match=r"user_config.head: 'other' is not one of ours"):
-        read_config(Path(write(tmp_path / "wrong.yaml", raw)))
+        read_config(write(raw))
     assert (options["target"]["num_replicas"], options["target"]["max_ongoing_requests"]) == (2, 7)
     assert options["target"]["user_config"]["limits"]["max_num_sequences"] == 16
 
 
-@pytest.mark.parametrize(
-    ("gpus", "message"),
-    [
-        (
-            0.0,
-            "target.bundle asks for 2 GPU .* without a GPU set target.bundle: {CPU: 1}, drafter.replicas.num_gpus: 0",
-        ),
-        (2.0, "drafter.replicas.num_gpus asks for 1 GPU, and the Ray cluster has 2: ask for less"),
-    ],
-)
-def test_replicas_that_no_node_can_hold_are_refused_at_once(
-    tmp_path: Path, machine: Any, gpus: float, message: str
-) -> None:
-    running(machine, tmp_path)
-    machine.total["GPU"] = gpus
+def test_replicas_that_no_node_can_hold_are_refused_at_once(machine: Any, refuse: Any) -> None:
     raw = served(target={"num_replicas": 2}, drafter={**REMOTE, "replicas": None})
-    with pytest.raises(UpError, match=message):
-        up.up(Path(write(tmp_path / "large.yaml", raw)), say=lambda _: None)
-    assert (machine.serve.deployed, machine.serve.ended) == ([], [])
+    machine.total["GPU"] = 0.0
+    remedy = "without a GPU set target.bundle: {CPU: 1}, drafter.replicas.num_gpus: 0"
+    refuse(raw, f"target.bundle asks for 2 GPU .* {remedy}")
+    machine.total["GPU"] = 2.0
+    refuse(raw, "drafter.replicas.num_gpus asks for 1 GPU, and the Ray cluster has 2: ask for less")
 
 
-def test_going_back_brings_back_applications_that_the_new_config_left_out(
-    tmp_path: Path, machine: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = running(machine, tmp_path)
-    before["applications"].append({"name": "chat", "import_path": "x:y", "args": {}})
+def test_a_config_that_fails_gives_way_to_the_one_before(write: Any, machine: Any, before: Any, capsys: Any) -> None:
+    """With an application that the new one left out."""
+    before.append({"name": "chat", "import_path": "x:y", "args": {}})
     machine.serve.without_config = ["old"]
-    path = Path(write(tmp_path / "after.yaml", served(engine={"dtype": "bfloat16"})))
+    path = write(served(engine={"dtype": "bfloat16"}))
     machine.serve.fails.append(live_form(*read_config(path))["applications"][0])
     assert main(["serve", str(path)]) == 1
-    assert "no longer in the config, and ends: chat" in capsys.readouterr().out
-    assert machine.serve.deployed[-1]["applications"] == before["applications"]
+    said = capsys.readouterr()
+    assert "no longer in the config, and ends: chat" in said.out
+    assert "no such GPU" in said.err
+    assert machine.serve.deployed[-1]["applications"] == before
+    assert machine.serve.ended == []
 
 
-def test_a_service_of_another_name_is_not_ended(tmp_path: Path, machine: Any) -> None:
-    running(machine, tmp_path)
+def test_a_service_of_another_name_is_not_ended(refuse: Any) -> None:
     raw = served()
     raw["applications"][0]["name"] = "other"
-    with pytest.raises(UpError, match="would end the application default, which"):
-        up.up(Path(write(tmp_path / "other.yaml", raw)), say=lambda _: None)
-    assert (machine.serve.deployed, machine.serve.ended) == ([], [])
+    refuse(raw, "would end the application default, which")
 
 
 @pytest.mark.parametrize("status", ["RUNNING", "DEPLOYING", "DEPLOY_FAILED"])
-def test_a_service_that_is_there_is_not_moved_to_another_port(tmp_path: Path, machine: Any, status: str) -> None:
+def test_a_service_that_is_there_is_not_moved_to_another_port(machine: Any, refuse: Any, status: str) -> None:
     """Serve passes over it: one would wait for an answer at the new port."""
-    running(machine, tmp_path)
     machine.serve.statuses = [status]
     raw = served()
     raw["http_options"]["port"] = 8001
-    with pytest.raises(UpError, match=r"http_options.port is 8001, and the running service has 8000"):
-        up.up(Path(write(tmp_path / "moved.yaml", raw)), say=lambda _: None)
-    assert (machine.serve.deployed, machine.serve.ended) == ([], [])
+    refuse(raw, "http_options.port is 8001, and the running service has 8000")
 
 
-def test_new_engines_without_room_beside_the_old_ones_are_refused(tmp_path: Path, machine: Any) -> None:
+def test_new_engines_without_room_beside_the_old_ones_are_refused(bring_up: Any, refuse: Any, machine: Any) -> None:
     """Each of the two would fit alone."""
     raw, *services = read_config(CONFIGS / "two-models.yaml")
     machine.serve.running = live_form(raw, *services)["applications"]
     for application in raw["applications"][1:]:
         application["args"]["engine"]["max_num_seqs"] = 4
-    path = Path(write(tmp_path / "after.yaml", raw))
     beside = sum(one.target_bundles()[0]["CPU"] for one in services)
     machine.free = {"CPU": beside - 0.1}
-    with pytest.raises(UpError, match=f"beside the old one \\({beside:g} CPU of "):
-        up.up(path, say=lambda _: None)
+    refuse(raw, f"beside the old one \\({beside:g} CPU of ")
     total = sum(up.asked_resources(raw, services)["CPU"].values())
     machine.total = {"CPU": total - 0.05}
-    with pytest.raises(UpError, match="num_cpus of the gateway asks for 0.1 CPU, and the Ray cluster has "):
-        up.up(path, say=lambda _: None)
+    refuse(raw, "num_cpus of the gateway asks for 0.1 CPU, and the Ray cluster has ")
     machine.total, machine.free = {"CPU": total}, {"CPU": beside}
-    up.up(path, say=lambda _: None)
+    bring_up(raw)
     assert len(machine.serve.deployed) == 1
 
 
-def test_a_config_that_fails_gives_way_to_the_one_before(tmp_path: Path, machine: Any) -> None:
-    before = running(machine, tmp_path)
-    path = Path(write(tmp_path / "after.yaml", served(engine={"dtype": "float32", "max_num_seqs": 8})))
-    machine.serve.fails.append(live_form(*read_config(path))["applications"][0])
-    with pytest.raises(UpError, match="no such GPU"):
-        up.up(path, say=lambda _: None)
-    assert machine.serve.deployed[-1]["applications"] == before["applications"]
-    assert machine.serve.ended == []
-
-
-def test_a_replica_that_dies_meanwhile_does_not_undo_a_change(tmp_path: Path, machine: Any) -> None:
-    running(machine, tmp_path)
+def test_a_replica_that_dies_meanwhile_does_not_undo_a_change(bring_up: Any, machine: Any, before: Any) -> None:
     machine.serve.statuses = ["RUNNING", "RUNNING", "UNHEALTHY", "UNHEALTHY", "RUNNING"]
-    up.up(Path(write(tmp_path / "after.yaml", served(limits={"max_queued_requests": 512}))), say=lambda _: None)
+    bring_up(served(limits={"max_queued_requests": 512}))
     assert machine.serve.statuses == ["RUNNING"]
     assert len(machine.serve.deployed) == 1
 
@@ -469,9 +450,7 @@ def test_each_event_of_replicas_and_heads_is_said_once(monkeypatch: pytest.Monke
     assert [line.split(" ", 1)[1] for line in said] == ["target b is gone (1 running)", "target c runs (2 running)"]
 
 
-def test_megabytes_that_come_from_the_hub_are_said(
-    tmp_path: Path, machine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_megabytes_from_the_hub_are_said(bring_up: Any, tmp_path: Path, machine: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     blobs = tmp_path / "models--org--model" / "blobs"
     blobs.mkdir(parents=True)
@@ -482,18 +461,12 @@ def test_megabytes_that_come_from_the_hub_are_said(
 
     monkeypatch.setattr(up, "_answers", answers)
     machine.serve.statuses = ["RUNNING", "RUNNING", "ready", "no"]
-    raw = config()
-    raw["applications"][0]["args"]["model"] = {"source": "org/model", "id": "model"}
-    path = Path(write(tmp_path / "c.yaml", raw))
-    said: list[str] = []
-    up.up(path, detach=True, say=said.append)
-    assert any(line.endswith("; 3 MB downloaded") for line in said)
+    raw = served(model={"source": "org/model", "id": "model"}, drafter=None)
+    assert any(line.endswith("; 3 MB downloaded") for line in bring_up(raw, detach=True))
 
 
-def test_a_head_of_another_target_is_refused_before_ray_starts(tmp_path: Path) -> None:
+def test_a_head_of_another_target_is_refused_before_ray_starts(write: Any, tmp_path: Path) -> None:
     head = save_head(tmp_path / "head", CONFIG, head_tensors(CONFIG))
-    raw = config()
-    raw["applications"][0]["args"]["drafter"] = {"head": str(head)}
-    path = Path(write(tmp_path / "service.yaml", raw))
+    path = write(served(drafter={"head": str(head)}))
     with pytest.raises(SettingsError, match=r"(?s)drafter.head: the head does not fit .*reads 32, the target has 576"):
         read_config(path)
