@@ -39,12 +39,7 @@ NUM_DRAFTS, MAX_TOKENS = 4, 26
 MIN_LOGIT_GAP = 1e-3  # below it the two best drafts are a tie for float32 arithmetic in another order
 PROMPTS = [[2 + (7 * index + place) % 60 for place in range(3 + 11 * index)] for index in range(5)]
 TRAINED = "trained p-eagle"
-EVERY_SWITCH: dict[str, Any] = {
-    "draft_vocab_size": 48,
-    "norm_before_residual": True,
-    "fc_norm": True,
-    "attention_bias": True,
-}
+EVERY_SWITCH = {"draft_vocab_size": 48, "norm_before_residual": True, "fc_norm": True, "attention_bias": True}
 RANDOM: dict[str, dict[str, Any]] = {
     "p-eagle, all switches": {"num_layers": 4, "ptd_token_id": 17} | EVERY_SWITCH,
     "p-eagle as speculators trains it": {
@@ -145,8 +140,7 @@ IN_SHORT = (TRAINED, "p-eagle, all switches", "eagle3, all switches")
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.long) for name in (TRAINED, *RANDOM)],
+    "name", [pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.long) for name in (TRAINED, *RANDOM)]
 )
 def test_stock_vllm_drafts_as_the_reference_does(tmp_path: Path, name: str) -> None:
     folder = write_small_run(tmp_path, head_dim=32)  # vLLM's attention on the CPU takes no smaller one

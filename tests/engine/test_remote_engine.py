@@ -62,11 +62,7 @@ def drafter(target_dir: Path, head_dir: Path, environment: None) -> Iterator[dic
 
 @pytest.fixture(scope="module", params=[pytest.param("sync", marks=pytest.mark.long), "async"])
 def engine(
-    request: pytest.FixtureRequest,
-    reference: list[Result],
-    drafter: dict[str, Any],
-    target_dir: Path,
-    head_dir: Path,
+    request: pytest.FixtureRequest, reference: list[Result], drafter: dict[str, Any], target_dir: Path, head_dir: Path
 ) -> Iterator[RemoteEngine]:
     is_async, extra = request.param == "async", engine_settings(NUM_BLOCKS)
     with RemoteEngine(target_dir, head_dir, k_max=K_MAX, is_async=is_async, extra=extra) as running:

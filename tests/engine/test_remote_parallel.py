@@ -17,6 +17,7 @@ from peagle.checkpoint import save_head
 from peagle.config import DrafterConfig
 from peagle.heads import prepare_head
 from tests.engine.test_draft_engine import strong_head
+from tests.support.engine_cases import engine_settings
 from tests.support.engine_harness import Job, Result, RunningEngine, float32_kwargs
 from tests.support.remote_harness import RemoteEngine, drafter_process
 from tests.support.small_run import write_small_run
@@ -29,17 +30,13 @@ pytestmark = [
 ]
 
 NUM_TOKENS, K_MAX, VOCAB_SIZE = 24, 3, 64
-SETTINGS: dict[str, Any] = {
+SETTINGS: dict[str, Any] = engine_settings(40) | {
     "tensor_parallel_size": 2,
     "distributed_executor_backend": "mp",
     "skip_tokenizer_init": True,
     "max_model_len": 256,
     "max_num_seqs": 8,
     "max_num_batched_tokens": 96,
-    "num_gpu_blocks_override": 40,
-    "block_size": 32,
-    "enforce_eager": True,
-    "generation_config": "vllm",
 }
 
 

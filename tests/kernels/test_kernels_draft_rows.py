@@ -6,12 +6,7 @@ import random
 import pytest
 import torch
 
-from peagle.vllm.draft_rows import (
-    DraftRows,
-    TargetRows,
-    accepted_rows,
-    write_rows,
-)
+from peagle.vllm.draft_rows import DraftRows, TargetRows, accepted_rows, write_rows
 from tests.support.kernel_device import DEVICE, needs_kernel
 
 pytestmark = needs_kernel
@@ -49,9 +44,8 @@ def make_requests(seed: int, num_requests: int, num_drafts: int, longest: int) -
         if generator.random() < 0.2:
             blocks[0] = 0
         tokens = [generator.randint(0, 900) for _ in range(query)]
-        found.append(
-            Request(context, tokens, rejected, is_prompt, generator.randint(0, 900), 900 - place, place, blocks)
-        )
+        newest = generator.randint(0, 900)
+        found.append(Request(context, tokens, rejected, is_prompt, newest, 900 - place, place, blocks))
     return found
 
 

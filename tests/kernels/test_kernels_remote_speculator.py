@@ -14,7 +14,7 @@ import torch
 from peagle.vllm.step_notes import SchedulerPlan
 from tests.support.draft_engine_harness import CONFIG, MAX_DEPTH, aux_rows, proposed
 from tests.support.kernel_device import DEVICE, needs_kernel
-from tests.support.transport_harness import SHAPE, DrafterProcess, entry, eventually, make_pool
+from tests.support.transport_harness import SHAPE, DrafterProcess, connected
 
 pytestmark = [needs_kernel, pytest.mark.skipif(DEVICE != "cpu", reason="its links are the host's")]
 if DEVICE == "cpu":
@@ -56,10 +56,8 @@ def step(one: Any, requests: list[Request], ahead: int, draw: random.Random) -> 
         wrong = [draw.randrange(CONFIG.vocab_size - 1) for _ in range(rejected[-1])]
         ids += request.tokens[start : start + valid] + wrong
         positions += range(start, start + query)
-        taps += [
-            aux_rows(request.tokens, start, start + valid),
-            torch.randn(rejected[-1], CONFIG.fc_input_size).double(),
-        ]
+        of_wrong = torch.randn(rejected[-1], CONFIG.fc_input_size).double()
+        taps += [aux_rows(request.tokens, start, start + valid), of_wrong]
         first.append(first[-1] + query)
         request.computed += valid
         if request.computed < request.num_prompt:
@@ -98,9 +96,7 @@ def test_drafts_are_the_reference_s(monkeypatch: pytest.MonkeyPatch) -> None:
         environment.delenv("TRITON_INTERPRET")
         drafter = DrafterProcess()
     with drafter:
-        pool = make_pool()
-        pool.set_drafters([entry(drafter.address, {0: "digest0"})])
-        eventually(lambda: pool.num_up)
+        pool = connected(drafter.address)
         one = make_speculator(pool)
         for _ in range(25):
             new = [Request(number := number + 1, places.pop(), draw) for _ in range(draw.randint(0, len(places)))]

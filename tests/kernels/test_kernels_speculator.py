@@ -7,7 +7,6 @@ brings; the reference is `peagle.draft`.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -70,9 +69,8 @@ class Network:
                 seen = slots[: max(0, context - (end - 1 - row))]
                 if seen:
                     k, v = keys[seen].transpose(0, 1)[None], values[seen].transpose(0, 1)[None]
-                    out[:, :, row : row + 1] = F.scaled_dot_product_attention(
-                        q_BATD[:, :, row : row + 1], k, v, enable_gqa=True
-                    )
+                    q = q_BATD[:, :, row : row + 1]
+                    out[:, :, row : row + 1] = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
         return out
 
 
@@ -177,12 +175,10 @@ def test_drafts_are_the_reference_s(num_drafts: int, with_graphs: bool, monkeypa
                 prompt = [draw.randrange(vocabulary) for _ in range(length)]
                 blocks = [1 + place * (MAX_LEN // BLOCK) + index for index in range(MAX_LEN // BLOCK)]
                 one.block_tables.by_place[place] = torch.tensor(blocks)
-                max_k = draw.choice([0, *[num_drafts] * 4])
+                max_k, session = draw.choice([0, *[num_drafts] * 4]), DraftSession(drafter)
                 params = SimpleNamespace(extra_args={"peagle_k": max_k}, logit_bias=None, min_p=0.0)
                 new.append(SimpleNamespace(req_id=str(place), sampling_params=params))
-                live.append(
-                    SimpleNamespace(place=place, tokens=prompt, computed=0, max_k=max_k, session=DraftSession(drafter))
-                )
+                live.append(SimpleNamespace(place=place, tokens=prompt, computed=0, max_k=max_k, session=session))
             draw.shuffle(live)
             batch, budget = [], MAX_TOKENS
             for request in live:
@@ -203,7 +199,7 @@ def test_drafts_are_the_reference_s(num_drafts: int, with_graphs: bool, monkeypa
                 aux = [view[: len(taps)].copy_(given) for view, given in zip(one.aux_views(), aux, strict=True)]
             last = torch.zeros(MAX_REQUESTS, 1, dtype=torch.int64)
             prefill = torch.zeros(1, MAX_REQUESTS, dtype=torch.int32)
-            expected = []
+            expected, one._num_rejected = [], 0
             for row, (request, query) in enumerate(batch):
                 context, known = request.computed, request.tokens[request.computed : request.computed + query]
                 columns["ids"] += known + [draw.randrange(vocabulary) for _ in range(query - len(known))]
@@ -223,43 +219,29 @@ def test_drafts_are_the_reference_s(num_drafts: int, with_graphs: bool, monkeypa
                 one.block_tables.input_block_tables[0][row] = one.block_tables.by_place[request.place]
                 given = torch.tensor(request.tokens[context + 1 : context + valid + 1])
                 drafts = request.session.propose(given, taps[first[-1] : first[-1] + valid], num_drafts)
-                takes_part = request.max_k > 0 or len(known) > 1 or is_unfinished or context == 0
+                columns["prompt"].append(len(known) > 1 or is_unfinished or context == 0)
+                takes_part = request.max_k > 0 or columns["prompt"][-1]
+                one._num_rejected += rejected if takes_part else 0
                 num_usable = min(ahead, MAX_LEN - context - valid + 1) if takes_part else 0
                 expected.append((drafts.token_ids_K.tolist(), num_usable))
-                columns["prompt"].append(len(known) > 1 or is_unfinished or context == 0)
                 first.append(first[-1] + query)
             one.model.tables_BC = one.block_tables.input_block_tables[0]
             num_alone += any(request.max_k == 0 for request, _ in batch)
-            decides = zip(batch, columns["prompt"], strict=True)
-            takes_part = [request.max_k > 0 or is_prompt for (request, _), is_prompt in decides]
-            one._num_rejected = sum(itertools.compress(columns["rejected"], takes_part))
-            proposed = one.propose(
-                SimpleNamespace(
-                    num_reqs=len(batch),
-                    req_ids=[str(request.place) for request, _ in batch],
-                    is_prefilling_np=np.array(columns["prompt"]),
-                    num_tokens=first[-1],
-                    num_scheduled_tokens=np.diff(first).astype(np.int32),
-                    query_start_loc=torch.tensor(first, dtype=torch.int32),
-                    query_start_loc_np=np.array(first, np.int32),
-                    input_ids=torch.tensor(columns["ids"], dtype=torch.int32),
-                    positions=torch.tensor(columns["positions"]),
-                    idx_mapping=torch.tensor([request.place for request, _ in batch]),
-                    seq_lens_cpu_upper_bound=torch.tensor(
-                        [request.computed + columns["rejected"][row] for row, (request, _) in enumerate(batch)]
-                    ).int(),
-                ),
-                {},
-                {},
-                taps,
-                aux,
-                torch.tensor(columns["sampled"], dtype=torch.int32),
-                torch.tensor(columns["rejected"], dtype=torch.int32),
-                last,
-                prefill,
-                None,
-                None,
+            sampled, rejected_B = (torch.tensor(columns[name]).int() for name in ("sampled", "rejected"))
+            given_batch = SimpleNamespace(
+                num_reqs=len(batch),
+                req_ids=[str(request.place) for request, _ in batch],
+                is_prefilling_np=np.array(columns["prompt"]),
+                num_tokens=first[-1],
+                num_scheduled_tokens=np.diff(first).astype(np.int32),
+                query_start_loc=torch.tensor(first, dtype=torch.int32),
+                query_start_loc_np=np.array(first, np.int32),
+                input_ids=torch.tensor(columns["ids"], dtype=torch.int32),
+                positions=torch.tensor(columns["positions"]),
+                idx_mapping=torch.tensor([request.place for request, _ in batch]),
+                seq_lens_cpu_upper_bound=torch.tensor([request.computed for request, _ in batch]).int() + rejected_B,
             )
+            proposed = one.propose(given_batch, {}, {}, taps, aux, sampled, rejected_B, last, prefill, None, None)
             for (wanted, usable), found in zip(expected, proposed.tolist(), strict=True):
                 assert found[:usable] == wanted[:usable]
                 num_compared += max(0, usable)
@@ -280,14 +262,10 @@ def test_full_graphs_hold_the_renewal_of_metadata_where_attention_has_it(renews:
     one.renews_metadata, one.attn_groups = renews, [[SimpleNamespace(update_draft_decode_metadata=done.append)]]
     one._attention, one._pass = lambda *_, **__: ("metadata", "slots"), lambda *given: done.append(given[2:4])
     one.block_tables.get_dummy_block_tables = lambda count: None
-    draft = one._prepare_capture(
-        SimpleNamespace(
-            num_tokens=16, num_reqs=2, uniform_token_count=8, max_query_len=None, cg_mode=speculator.CUDAGraphMode.FULL
-        ),
-        False,
-    )
-    draft(speculator.CUDAGraphMode.NONE)
-    draft(speculator.CUDAGraphMode.NONE)
+    sizes = dict(num_tokens=16, num_reqs=2, uniform_token_count=8, max_query_len=None)
+    draft = one._prepare_capture(SimpleNamespace(**sizes, cg_mode=speculator.CUDAGraphMode.FULL), False)
+    for _ in range(2):
+        draft(speculator.CUDAGraphMode.NONE)
     assert done == [*(["metadata"] if renews else []), ("metadata", "slots")] * 2
     done.clear()
     piecewise = SimpleNamespace(num_tokens=16, num_reqs=None, uniform_token_count=None, cg_mode="piecewise")

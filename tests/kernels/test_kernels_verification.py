@@ -82,11 +82,6 @@ PARAMETERS: dict[str, dict[str, list[float]]] = {
 }
 """Values of a request's sampling parameters, one of which it has."""
 SCALED = [name for name in PARAMETERS if name not in ("greedy", "plain")]
-METHODS: dict[str, dict[str, Any]] = {
-    "standard": {},
-    "synthetic": {"synthetic_acceptance_rates": [0.8, 0.6, 0.3]},
-    "block": {},
-}
 
 
 def both(values: np.ndarray[Any, Any]) -> Any:
@@ -155,7 +150,7 @@ class Runner:
             num_speculative_tokens=K,
             enable_adaptive_verification=False,
             rejection_sample_method=method,
-            **METHODS[method],
+            synthetic_acceptance_rates=[0.8, 0.6, 0.3],  # of the method of that name
         )
         self.rejection_sampler = RejectionSampler(self.sampler, self.speculative_config, self.device)
         self.speculator = SimpleNamespace(draft_logits=None)
@@ -208,24 +203,22 @@ class Runner:
         place_B, up_to_B1 = torch.from_numpy(place_np).to(DEVICE), torch.from_numpy(up_to_np).to(DEVICE)
         expanded, local = expand_idx_mapping(place_B, len(rows), up_to_B1, 1 + K)
         batch: Any = object.__new__(InputBatch)
-        fields = {
-            "num_reqs": count,
-            "num_draft_tokens": sum(drafts_B),
-            "idx_mapping": place_B,
-            "idx_mapping_np": place_np,
-            "expanded_idx_mapping": expanded,
-            "expanded_local_pos": local,
-            "logits_indices": torch.tensor(rows, device=DEVICE),
-            "cu_num_logits": up_to_B1,
-            "cu_num_logits_np": up_to_np,
-            "query_start_loc_np": np.concatenate([[0], ends_B]),
-            "input_ids": buffers.input_ids[:num_rows],
-            "positions": buffers.positions[:num_rows],
-            "seq_lens": buffers.seq_lens[:count],
-            "seq_lens_cpu_upper_bound": torch.tensor(lengths, dtype=torch.int32),
-        }
-        for name, value in fields.items():
-            setattr(batch, name, value)
+        vars(batch).update(
+            num_reqs=count,
+            num_draft_tokens=sum(drafts_B),
+            idx_mapping=place_B,
+            idx_mapping_np=place_np,
+            expanded_idx_mapping=expanded,
+            expanded_local_pos=local,
+            logits_indices=torch.tensor(rows, device=DEVICE),
+            cu_num_logits=up_to_B1,
+            cu_num_logits_np=up_to_np,
+            query_start_loc_np=np.concatenate([[0], ends_B]),
+            input_ids=buffers.input_ids[:num_rows],
+            positions=buffers.positions[:num_rows],
+            seq_lens=buffers.seq_lens[:count],
+            seq_lens_cpu_upper_bound=torch.tensor(lengths, dtype=torch.int32),
+        )
         return hidden_MH[:num_rows], batch
 
 
@@ -250,7 +243,6 @@ def graphs() -> Iterator[None]:
 
 def make(runner: Runner) -> Any:
     one = verification.Verification.create(runner)
-    assert one is not None
     if DEVICE == "cuda":
         one.capture()
     else:
@@ -287,7 +279,6 @@ def test_it_samples_what_vllms_sampler_does(parameters: str, method: str) -> Non
         one.rows.place_N.fill_(0)
         one.rows.draft_N.zero_()
         found = one(hidden_NH, batch)
-        assert found is not None
         assert found.num_sampled.tolist() == expected.num_sampled.tolist()
         assert found.num_rejected.tolist() == expected.num_rejected.tolist()
         for mine, theirs, num in zip(

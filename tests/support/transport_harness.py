@@ -227,6 +227,17 @@ class Target:
         self.firsts = list(self.ends)
 
 
+@contextlib.contextmanager
+def drafting(
+    drafter: contextlib.AbstractContextManager[Any], **settings: Any
+) -> Iterator[tuple[Any, LinkPool, Target]]:
+    """A drafter that runs, and the links of a target and the target itself, which has had its first drafts."""
+    with drafter as up:
+        target = Target(connected(up.address, **settings))
+        target.check_step()
+        yield up, target.pool, target
+
+
 def serve_until_killed(said: Connection, port: int, delay_s: float) -> None:
     torch.set_num_threads(1)
     server = make_server(port=port, delay_s=delay_s)

@@ -62,13 +62,6 @@ def test_a_target_that_vanished_leaves_its_prefixes_and_its_room() -> None:
     assert engine.counters.prefix_hit_tokens == 4 * BLOCK
 
 
-def test_more_requests_than_the_cache_holds_get_no_drafts_and_no_error() -> None:
-    engine = DraftEngine({0: head_runtime(0, num_blocks=20)})
-    requests = {slot: make_request(slot) for slot in range(12)}
-    run(engine, 1, 0, {slot: Rows(request, 0, 10, 3) for slot, request in requests.items()})
-    assert (num_requests(engine), engine.counters.refused) == (6, 6)  # 12 rows are three blocks
-
-
 def test_the_table_grows_with_the_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvcache, "FIRST_ROWS", 2)
     engine, requests = DraftEngine({0: head_runtime(0)}), {slot: make_request(slot) for slot in range(3)}
@@ -114,10 +107,8 @@ def test_a_swapped_head_drafts_without_the_old_heads_rows() -> None:
 
 
 def _as_head_zero(step: Step) -> Step:
-    descriptor = step.descriptor
-    return dataclasses.replace(
-        step, descriptor=msgspec.structs.replace(descriptor, heads_B=np.zeros_like(descriptor.heads_B))
-    )
+    descriptor = msgspec.structs.replace(step.descriptor, heads_B=np.zeros_like(step.descriptor.heads_B))
+    return dataclasses.replace(step, descriptor=descriptor)
 
 
 def test_a_request_that_goes_to_another_head_leaves_nothing_behind() -> None:

@@ -81,26 +81,23 @@ def test_every_step_comes_out_as_it_went_in(requests: list[tuple[int, int, int, 
         offsets.append(num_rows + rejected)
         num_rows += rejected + valid
     some = ints(*range(len(requests)))
-    num_drafts_B = ints(*(one[2] for one in requests))
-    prompts = {slot: ints(*[7] * (one[3] + 1)) for slot, one in enumerate(requests)}
-    descriptor = StepDescriptor(some, some * 0, num_drafts_B, ints(*offsets), num_rows, prompts, (0, 3), number=1)
+    num_valid, num_drafts, starts = ([one[field] for one in requests] for field in (1, 2, 3))
+    prompts = {slot: ints(*[7] * (start + 1)) for slot, start in enumerate(starts)}
+    descriptor = StepDescriptor(some, some * 0, ints(*num_drafts), ints(*offsets), num_rows, prompts, (0, 3), number=1)
     ours = Ring.create(shape)
-    write(ours, descriptor, [one[3] for one in requests], [one[1] for one in requests])
+    write(ours, descriptor, starts, num_valid)
     sent = ours.read_step(1)
     found = carry(sent, shape)
     rows = sent.valid_rows()
     assert torch.equal(found.hidden_RH, sent.hidden_RH[rows])
     assert found.next_tokens_R.tolist() == sent.next_tokens_R[rows].tolist()
-    assert [values.tolist() for values in (found.start_B, found.num_valid_B)] == [
-        [one[3] for one in requests], [one[1] for one in requests],
-    ]  # fmt: skip
+    assert (found.start_B.tolist(), found.num_valid_B.tolist()) == (starts, num_valid)
     assert sum(len(frame) for frame in step_frames(sent)[3:]) == len(rows) * 2 * SHAPE.hidden_size
     assert (found.descriptor.number, found.descriptor.finished_slots) == (1, (0, 3))
     for name in ("slots_B", "heads_B", "num_drafts_B"):
         assert getattr(found.descriptor, name).tolist() == getattr(descriptor, name).tolist()
-    assert {slot: tokens.tolist() for slot, tokens in found.descriptor.prompts.items()} == {
-        slot: tokens.tolist() for slot, tokens in prompts.items()
-    }
+    assert [tokens.tolist() for tokens in found.descriptor.prompts.values()] == [[7] * (start + 1) for start in starts]
+    assert found.descriptor.prompts.keys() == prompts.keys()
 
 
 @pytest.mark.parametrize(
@@ -187,9 +184,8 @@ def test_the_input_projection_travels_and_equals_the_drafters(name: str, dtype: 
     aux_RX = torch.randn(5, drafter.config.fc_input_size, dtype=dtype)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-2
     with torch.no_grad():
-        torch.testing.assert_close(
-            projection.project(aux_RX), drafter.project_inputs(aux_RX), rtol=tolerance, atol=tolerance
-        )
+        expected = drafter.project_inputs(aux_RX)
+    torch.testing.assert_close(projection.project(aux_RX), expected, rtol=tolerance, atol=tolerance)
     assert (projection.fc_HX.dtype, projection.fc_HX.shape) == (dtype, (32, 96))
     assert projection.eps == drafter.config.rms_norm_eps
     assert len(data) < projection.fc_HX.nbytes + 4096, "more than fc and its norms travels"

@@ -40,6 +40,7 @@ from tests.support.transport_harness import (
     DrafterProcess,
     Target,
     connected,
+    drafting,
     entry,
     eventually,
     make_pool,
@@ -86,10 +87,8 @@ HELLO = Hello("target", SHAPE, CONFIG.aux_layer_ids, {0: "digest0"}, "another ho
     ],
 )
 def test_a_message_that_does_not_fit_is_refused_in_words_and_others_are_served(frames: list[Any], reason: str) -> None:
-    with running(make_server()) as server, stranger(server) as socket_:
-        pool = connected(server.address)
+    with drafting(running(make_server())) as (server, _, target), stranger(server) as socket_:
         socket_.send_multipart(frames)
-        target = Target(pool)
         target.check_step()
         assert socket_.poll(60_000)
         answer, _ = read_message(socket_.recv_multipart(copy=False), FROM_DRAFTER)
@@ -110,10 +109,8 @@ def test_a_welcomed_target_that_speaks_out_of_turn_is_let_go() -> None:
 
 def test_the_requests_of_an_idle_target_hold_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their end comes with the next step, and there may be none."""
-    with running(make_server()) as server:
-        pool = connected(server.address)
-        target, (table,) = Target(pool), server.engine.tables.values()
-        target.check_step()
+    with drafting(running(make_server())) as (server, _, target):
+        (table,) = server.engine.tables.values()
         assert table.row_of
         monkeypatch.setattr(of_servers, "_IDLE_S", 0.2)
         eventually(lambda: not table.row_of)
@@ -128,6 +125,9 @@ def test_a_drafter_with_a_key_reads_nothing_of_a_stranger() -> None:
         with contextlib.suppress(zmq.Again):  # refused between two frames it can send no further
             socket_.send_multipart([*message_frames(HELLO), bytes(1 << 20)])
         pool = make_pool()
+        pool.set_drafters([entry(server.address) | {"key": "of yesterday"}])
+        eventually(lambda: "key is missing or another one" in only_link(pool)["problem"])
+        assert pool.num_up == 0
         pool.set_drafters([entry(server.address) | {"key": "secret"}])
         eventually(lambda: pool.num_up)
         Target(pool).check_step()
@@ -175,8 +175,7 @@ def test_two_targets_with_the_same_slots_are_kept_apart(shared: bool) -> None:
 TARGET = """
 import sys, time
 from tests.support.transport_harness import Target, connected
-deadlines = {"max_deadline_s": 60}
-target = Target(connected(sys.argv[1], use_shared_memory=sys.argv[2] == "shared", **deadlines))
+target = Target(connected(sys.argv[1], use_shared_memory=sys.argv[2] == "shared", max_deadline_s=60))
 while True:
     target.check_step(1)
     if target.ends[0] == 5:
@@ -192,7 +191,6 @@ def test_a_killed_target_is_forgotten_and_its_memory_freed(path: str) -> None:
         command = [sys.executable, "-c", TARGET, drafter.address, path]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as victim:
-            assert victim.stdout is not None
             try:
                 assert victim.stdout.readline() == "five steps\n"
                 assert mapped_rings(drafter.process.pid) == 1
@@ -225,10 +223,9 @@ def test_an_engine_that_fails_is_reported_and_its_targets_go_on_without_drafts()
 
 
 def test_a_step_that_no_engine_can_take_ends_its_connection_and_no_other() -> None:
-    with running(make_server()) as server:
+    with drafting(running(make_server())) as (server, _, target):
         other = connected(server.address)
-        target, bad = Target(connected(server.address)), Target(other)
-        target.check_step()
+        bad = Target(other)
         bad.tokens = [[10_000] * 120] * 3
         assert bad.step() == [None] * 3
         eventually(lambda: server.report()["num_dropped"] == 1)
@@ -261,11 +258,9 @@ def test_a_target_that_cannot_attach_its_ring_is_served_over_tcp(monkeypatch: py
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "tcp"])
 def test_a_swapped_head_drafts_after_the_targets_have_its_projection(shared: bool) -> None:
-    with running(make_server((0, 1))) as server:
-        pool = connected(server.address, use_shared_memory=shared)
+    with drafting(running(make_server((0, 1))), use_shared_memory=shared) as (server, pool, target):
         other = connected(server.address, heads={0: "digest1"}, use_shared_memory=shared)
-        target, untouched = Target(pool), Target(other)
-        target.check_step()
+        untouched = Target(other)
         server.swap(0, head_runtime(2), served_head(2))
         assert server.report()["heads"] == {"0": "digest2", "1": "digest1"}
         eventually(lambda: pool.num_up == 0)
@@ -288,10 +283,7 @@ def test_a_swap_that_nobody_waits_for_any_more_is_not_made() -> None:
 
 
 def test_a_head_in_a_new_place_drafts_beside_the_others() -> None:
-    with running(make_server((0, 1))) as server:
-        pool = connected(server.address)
-        target = Target(pool)
-        target.check_step()
+    with drafting(running(make_server((0, 1)))) as (server, pool, target):
         server.swap(2, head_runtime(2), served_head(2))
         target.check_step()
         assert only_link(pool)["num_connections"] == 1
@@ -301,20 +293,13 @@ def test_a_head_in_a_new_place_drafts_beside_the_others() -> None:
         assert target.step() == [target.expected(slot, head=2) for slot in range(3)]
 
 
-@pytest.mark.parametrize(
-    ("index", "served", "problem"),
-    [
-        (5, served_head(1), "head digest1 is served under another number already"),
-        (0, served_head(2, hidden_size=8), "head digest2 does not fit the targets: its hidden_size is 8, that of"),
-    ],
-)
-def test_a_head_that_does_not_fit_is_refused_and_the_old_one_goes_on(index: int, served: Any, problem: str) -> None:
-    with running(make_server((0, 1))) as server:
-        pool = connected(server.address)
-        target = Target(pool)
+def test_a_head_that_does_not_fit_is_refused_and_the_old_one_goes_on() -> None:
+    with drafting(running(make_server((0, 1)))) as (server, pool, target):
+        with pytest.raises(ValueError, match="head digest1 is served under another number already"):
+            server.swap(5, head_runtime(2), served_head(1))
         target.check_step()
-        with pytest.raises(ValueError, match=problem):
-            server.swap(index, head_runtime(2), served)
+        with pytest.raises(ValueError, match="head digest2 does not fit the targets: its hidden_size is 8, that of"):
+            server.swap(0, head_runtime(2), served_head(2, hidden_size=8))
         target.check_step()
         assert only_link(pool)["num_connections"] == 1
 

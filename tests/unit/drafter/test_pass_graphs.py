@@ -14,6 +14,8 @@ from peagle.drafter.graphs import GraphKey, empty_inputs, move
 from tests.support.head_factory import CONFIG, random_drafter
 from tests.support.pass_requests import MAX_DEPTH, STEPS, SWITCHES, Requests, Step, run
 
+ONE = [(64, 3, MAX_DEPTH)]
+"""A size with requests and rows that pad the batches: they must touch nothing."""
 FEW = list(itertools.product((8, 16, 32), (2, 3), (1, MAX_DEPTH)))
 
 
@@ -23,7 +25,7 @@ def on_gpu(name: str = "plain", num_requests: int = 3) -> Requests:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SWITCHES)
-@pytest.mark.parametrize("keys", [[], FEW, None], ids=["eager", "few sizes", "all sizes"])
+@pytest.mark.parametrize("keys", [[], ONE, FEW, None], ids=["eager", "padding", "few sizes", "all sizes"])
 def test_drafts_equal_the_sessions(name: str, keys: list[GraphKey] | None) -> None:
     requests = on_gpu(name)
     parallel_pass = requests.new_pass("cuda", graph_keys=keys)
@@ -31,17 +33,6 @@ def test_drafts_equal_the_sessions(name: str, keys: list[GraphKey] | None) -> No
     for steps in STEPS:
         expected = [requests.expected(step) for step in steps]
         assert run(parallel_pass, requests.batch(steps)).tolist() == expected
-
-
-@pytest.mark.gpu
-def test_padded_requests_and_rows_touch_nothing() -> None:
-    """Graphs for three requests and 32 rows, replayed with one request of few rows, between steps of the others."""
-    requests = on_gpu()
-    parallel_pass = requests.new_pass("cuda", graph_keys=[(64, 3, MAX_DEPTH)])
-    assert parallel_pass.warm_up() == 1
-    for steps in STEPS:
-        for step in steps:
-            assert run(parallel_pass, requests.batch([step])).tolist() == [requests.expected(step)]
 
 
 @pytest.mark.gpu

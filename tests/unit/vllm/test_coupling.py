@@ -24,12 +24,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "plain": {"temperature": 1.0},
     "top-k and top-p": {"temperature": 0.8, "top_k": 9, "top_p": 0.7},
-    "penalties": {
-        "temperature": 1.2,
-        "presence_penalty": 0.9,
-        "frequency_penalty": 0.7,
-        "repetition_penalty": 1.5,
-    },
+    "penalties": {"temperature": 1.2, "presence_penalty": 0.9, "frequency_penalty": 0.7, "repetition_penalty": 1.5},
     "greedy with penalties": {"temperature": 0.0, "frequency_penalty": 1.5},
     "min tokens": {"temperature": 1.0, "min_tokens": 4, "stop_token_ids": list(range(40))},
     "allowed": {"temperature": 1.0, "allowed_token_ids": [7, 8, 9, 30]},

@@ -9,13 +9,7 @@ import msgspec
 import pytest
 
 from cluster.step_latency import STEPS_PER_UPDATE, StepLatency, StepLatencyModel, TimedStep
-from peagle.vllm.draft_budget import (
-    EXPLORE_INTERVAL_STEPS,
-    MIN_DRAFTED,
-    REPORT_INTERVAL_S,
-    DraftBudget,
-    timed_step,
-)
+from peagle.vllm.draft_budget import EXPLORE_INTERVAL_STEPS, MIN_DRAFTED, REPORT_INTERVAL_S, DraftBudget, timed_step
 from peagle.vllm.request_args import SURVIVAL_KEY, WORKLOAD_KEY
 from peagle.vllm.step_notes import SchedulerPlan, write_plan
 from tests.support.step_tables import model_of
@@ -23,6 +17,7 @@ from tests.unit.cluster.test_step_latency import cpu, dear_drafter
 
 K_MAX = 5
 SURE = [0.99, 0.98, 0.97, 0.96, 0.95]
+USUAL = [0.7, 0.5, 0.35, 0.25, 0.18]
 DOUBTFUL = [0.3, 0.1, 0.03, 0.01, 0.0]
 NUMBERS = count()
 
@@ -39,12 +34,6 @@ def request(survival: Any = None, name: str = "", workload: str = "") -> Any:
     return SimpleNamespace(request_id=name, num_computed_tokens=100, sampling_params=SimpleNamespace(extra_args=extra))
 
 
-def test_a_deep_draft_of_a_sure_request_outranks_the_first_of_a_doubtful_one() -> None:
-    sure, doubtful = draft_budget().allocate_drafts([request(SURE), request(DOUBTFUL)], [5, 5])
-    assert sure == 5
-    assert doubtful <= 2
-
-
 def test_what_was_said_last_of_a_workload_counts_for_all_its_requests() -> None:
     found = draft_budget()
     early = [request(SURE, workload="chat") for _ in range(15)]
@@ -55,7 +44,7 @@ def test_what_was_said_last_of_a_workload_counts_for_all_its_requests() -> None:
 
 
 def test_requests_that_name_no_workload_speak_for_themselves() -> None:
-    """Whichever came last."""
+    """A deep draft of a sure one outranks the first of a doubtful one, whichever came last."""
     for survivals in ([SURE, DOUBTFUL], [DOUBTFUL, SURE]):
         batch = [request(survival) for survival in survivals]
         for each in batch:
@@ -66,27 +55,25 @@ def test_requests_that_name_no_workload_speak_for_themselves() -> None:
 
 
 def test_load_lowers_k_and_never_raises_it() -> None:
-    usual = [0.7, 0.5, 0.35, 0.25, 0.18]
-    alone, many = (draft_budget().allocate_drafts([request(usual) for _ in range(n)], [3] * n) for n in (1, 16))
+    alone, many = (draft_budget().allocate_drafts([request(USUAL) for _ in range(n)], [3] * n) for n in (1, 16))
     assert alone == [3]
     assert max(many) < 3
     free = draft_budget(per_token_s=0.0)
-    assert free.allocate_drafts([request(usual) for _ in range(4)], [3, 0, 2, 1]) == [3, 0, 2, 1]
+    assert free.allocate_drafts([request(USUAL) for _ in range(4)], [3, 0, 2, 1]) == [3, 0, 2, 1]
 
 
 def test_drafts_that_are_verified_anyway_count_for_the_others() -> None:
     """A step that is long by requests with a K of their own gets less longer by one more draft."""
-    usual = [0.7, 0.5, 0.35, 0.25, 0.18]
-    free, *_ = draft_budget().allocate_drafts([request(usual) for _ in range(17)], [5] * 17)
-    beside_fixed, *fixed = draft_budget().allocate_drafts([request(usual), *(request() for _ in range(16))], [5] * 17)
+    free, *_ = draft_budget().allocate_drafts([request(USUAL) for _ in range(17)], [5] * 17)
+    beside_fixed, *fixed = draft_budget().allocate_drafts([request(USUAL), *(request() for _ in range(16))], [5] * 17)
     assert (free, beside_fixed, fixed) == (1, 2, [5] * 16)
 
 
 def test_now_and_then_a_step_verifies_all_its_drafts_or_none_also_beside_prompts() -> None:
     """So that acceptance beyond what pays stays known, and what drafts cost; in all requests of a step at once, within
     their limits. A probe keeps its K."""
-    usual, found = [0.7, 0.5, 0.35, 0.25, 0.18], draft_budget()
-    batch, limits = [*(request(usual) for _ in range(16)), request()], [5, 3] * 8 + [5]
+    found = draft_budget()
+    batch, limits = [*(request(USUAL) for _ in range(16)), request()], [5, 3] * 8 + [5]
     none, explored = [0] * 16 + [5], {}
     assert sum(none) < sum(found.allocate_drafts(batch, limits)) < sum(limits)
     for step in range(5 * EXPLORE_INTERVAL_STEPS):
@@ -184,9 +171,6 @@ def left_out(found: DraftBudget, batch: list[Any], num_steps: int, engine: Any) 
     return seen
 
 
-USUAL = [0.6, 0.4, 0.28, 0.2, 0.14]
-
-
 def test_passes_are_left_out_where_steps_without_are_faster_and_run_now_and_then() -> None:
     """8 requests give more tokens without drafts."""
     found, batch = DraftBudget(StepLatencyModel(on_gpu=False)), [request(USUAL) for _ in range(8)]
@@ -230,9 +214,8 @@ def test_the_latency_is_reported_when_new_and_not_more_often_than_it_is_read() -
     def reported(now_s: float) -> bool:
         return found.report(now_s) is not None
 
-    assert msgspec.json.decode(found.report(100.0) or "", type=StepLatency).num_steps == 0, (
-        "reported before the first step"
-    )
+    first = msgspec.json.decode(found.report(100.0) or "", type=StepLatency)
+    assert first.num_steps == 0, "reported before the first step"
     assert not reported(200.0), "nothing new"
     num_reports = 0
     for n in range(1, 1001):  # ten seconds of steps of 10 ms

@@ -68,15 +68,10 @@ def test_the_table_has_a_row_for_each_feature() -> None:
 @pytest.mark.parametrize("feature", ENGINES)
 def test_an_engine_does_what_its_row_says(feature: str) -> None:
     config = engine(**ENGINES[feature])
+    loras = [0, 1] if config.lora_config else None
+    kinds = dict(decode_query_len=1 + K_MAX, varlen_decode=True, lora_capture_cases=loras)
     with outside_an_engine(cudagraph_utils):
-        graphs: Any = StepGraphs(
-            config,
-            "cuda",
-            CUDAGraphMode.FULL_AND_PIECEWISE,
-            decode_query_len=1 + K_MAX,
-            varlen_decode=True,
-            lora_capture_cases=[0, 1] if config.lora_config else None,
-        )
+        graphs: Any = StepGraphs(config, "cuda", CUDAGraphMode.FULL_AND_PIECEWISE, **kinds)
     graphs._graphs_captured = True
     dispatched = graphs.dispatch(3, 6, None, int(bool(config.lora_config)), max_query_len=1 + K_MAX)
     found = {

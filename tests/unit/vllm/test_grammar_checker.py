@@ -48,11 +48,6 @@ def check(checker: GrammarChecker, run: Run, **fields: Any) -> CheckedGrammar:
     return run(checker.check(StructuredOutputsParams(**fields)))  # type: ignore[no-any-return]
 
 
-def status(pid: int | None, name: str) -> str:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(line.split(":", 1)[1].strip() for line in lines if line.startswith(f"{name}:"))
-
-
 def test_a_grammar_comes_back_as_vllms_validation_leaves_it(checker: GrammarChecker, run: Run) -> None:
     """Nothing of this process may compile: the process that does has one thread and is not this one."""
     found = check(checker, run, choice=["a", "b"])
@@ -67,7 +62,7 @@ def test_a_grammar_comes_back_as_vllms_validation_leaves_it(checker: GrammarChec
     threads = [(path / "comm").read_text().strip() for path in Path(f"/proc/{checker.pid}/task").iterdir()]
     # An allocator that the host preloads has a thread of its own, and takes its locks around a fork.
     assert len([name for name in threads if name != "jemalloc_bg_thd"]) == 1, threads
-    assert status(checker.pid, "PPid") == str(os.getpid())
+    assert f"PPid:\t{os.getpid()}\n" in Path(f"/proc/{checker.pid}/status").read_text()
 
 
 @pytest.mark.parametrize(
@@ -84,9 +79,7 @@ def test_a_grammar_comes_back_as_vllms_validation_leaves_it(checker: GrammarChec
         ({"json": {"a": object()}}, "structured_outputs is no JSON"),
     ],
 )
-def test_a_grammar_that_cannot_be_used_is_refused(
-    checker: GrammarChecker, run: Run, fields: dict[str, Any], message: str
-) -> None:
+def test_a_grammar_that_cannot_be_used_is_refused(checker: Any, run: Run, fields: Any, message: str) -> None:
     with pytest.raises(VLLMValidationError, match=message) as raised:
         check(checker, run, **fields)
     assert str(raised.value.parameter).startswith("structured_outputs")
@@ -127,14 +120,6 @@ def test_a_client_that_leaves_leaves_the_work_to_the_next(checker: GrammarChecke
         return await checker.check(grammar)
 
     assert run(leave()).regex == "leave+"
-
-
-def test_a_process_that_is_lost_is_started_again(checker: GrammarChecker, run: Run) -> None:
-    pid = checker.pid
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    assert check(checker, run, regex="anew").regex == "anew"
-    assert checker.pid not in (pid, None)
 
 
 def test_two_that_wait_for_a_lost_process_start_one_in_its_place(

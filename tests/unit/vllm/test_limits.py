@@ -31,15 +31,8 @@ def config(target_dir: Path, head_dir: Path, environment: None) -> Any:
 @pytest.fixture(scope="module")
 def processor(config: Any) -> InputProcessor:
     """vLLM's own, as a guarded client has it."""
-    client = SimpleNamespace(
-        input_processor=None,
-        vllm_config=config,
-        model_config=config.model_config,
-        output_processor=None,
-        renderer=None,
-        generate=None,
-        shutdown=None,
-    )
+    unused = dict.fromkeys(["input_processor", "output_processor", "renderer", "generate", "shutdown"])
+    client = SimpleNamespace(vllm_config=config, model_config=config.model_config, **unused)
     guard(client, GrammarChecker(config, GrammarLimits()))
     return client.input_processor
 
@@ -60,10 +53,7 @@ def test_a_token_id_beyond_the_vocabulary_is_refused(processor: InputProcessor) 
     [
         ({"allowed_token_ids": list(range(1025))}, "allowed_token_ids: 1025 token ids were given, at most 1024"),
         ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias: 1025 token ids"),
-        (
-            {"min_tokens": 2, "stop_token_ids": list(range(200, 329))},
-            "stop_token_ids with min_tokens: 1",
-        ),
+        ({"min_tokens": 2, "stop_token_ids": list(range(200, 329))}, "stop_token_ids with min_tokens: 1"),
         ({"bad_words": [f"{n} and more words " * 30 for n in range(20)]}, r"bad_words: \d+ token ids"),
         ({"bad_words": [f"w{n}" for n in range(200)]}, "Too many bad words after tokenization"),
         ({"bad_words": ["a" * 10**7]}, "bad_words: the words are about 625000 tokens"),
@@ -81,16 +71,12 @@ def test_a_token_id_beyond_the_vocabulary_is_refused(processor: InputProcessor) 
         ({"logprobs": 3, "logprob_token_ids": [1, 2, 3]}, "logprob_token_ids: not possible here"),
     ],
 )
-def test_a_list_that_ends_a_worker_is_refused(
-    processor: InputProcessor, sampling: dict[str, Any], message: str
-) -> None:
+def test_a_list_that_ends_a_worker_is_refused(processor: InputProcessor, sampling: Any, message: str) -> None:
     with pytest.raises(VLLMValidationError, match=message):
         send(processor, [1], **sampling)
 
 
-def test_a_grammar_that_was_not_checked_reaches_neither_vllms_validation_nor_the_engine(
-    processor: InputProcessor,
-) -> None:
+def test_a_grammar_that_was_not_checked_reaches_neither_vllms_validation_nor_the_engine(processor: Any) -> None:
     with pytest.raises(VLLMValidationError, match="structured_outputs: not checked"):
         send(processor, [1], structured_outputs=StructuredOutputsParams(regex="a"))
 

@@ -143,9 +143,8 @@ def test_requests_do_not_wait_for_each_other() -> None:
     engine = Engine("a", "b")
     for name, num_tokens in (("a", 1), ("b", 2), ("a", 5), ("b", 4), ("a", 2), ("b", 3), ("a", 3)):
         engine.step(name, num_tokens)
-    assert [(output.request_id, len(output.new_token_ids)) for output in engine.sent] == [
-        ("a", 1), ("b", 2), ("a", 7), ("b", 7),
-    ]  # fmt: skip
+    sizes = [(output.request_id, len(output.new_token_ids)) for output in engine.sent]
+    assert sizes == [("a", 1), ("b", 2), ("a", 7), ("b", 7)]
     for name in "ab":
         engine.step(name, 0, finish_reason=FinishReason.STOP)
         tokens = [token for output in engine.sent if output.request_id == name for token in output.new_token_ids]

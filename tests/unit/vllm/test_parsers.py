@@ -64,9 +64,7 @@ def test_every_config_of_a_large_model_names_its_parser() -> None:
 
 
 @pytest.mark.parametrize(("config", "output"), [(name, one) for name, found in OUTPUTS.items() for one in found])
-def test_calls_and_reasoning_are_found_in_a_whole_answer_and_in_a_stream(
-    config: str, output: tuple[str, tuple[str, dict[str, Any]], str, str], target_dir: Path
-) -> None:
+def test_calls_and_reasoning_are_found_in_a_whole_answer_and_in_a_stream(config: str, output: Any, target_dir: Path):
     engine = yaml.safe_load((CONFIGS / config).read_text())["applications"][0]["args"]["engine"]
     is_harmony = config.startswith("gpt-oss")
     text, (name, arguments), *rest = output
@@ -97,9 +95,8 @@ def test_calls_and_reasoning_are_found_in_a_whole_answer_and_in_a_stream(
             piece, is_last = "" if is_harmony else tokenizer.decode(part), start + step >= len(ids)
             delta = stream.parse_delta(piece, part, asked, prompt_token_ids=[], finished=is_last)
             deltas += [] if delta is None else [delta]
-        assert [
-            "".join(getattr(one, kind) or "" for one in deltas).strip() for kind in ("reasoning", "content")
-        ] == rest
+        texts = ["".join(getattr(one, kind) or "" for one in deltas) for kind in ("reasoning", "content")]
+        assert [text.strip() for text in texts] == rest
         functions = [call.function for delta in deltas for call in delta.tool_calls or () if call.function]
         said = "".join(function.arguments or "" for function in functions)
         assert ([one.name for one in functions if one.name], json.loads(said)) == ([name], arguments)

@@ -43,7 +43,7 @@ class OneDrafter:
         return True
 
 
-def send(members: list[int], num_sent: list[int], num_heads: int = 1) -> OneDrafter:
+def send(members: list[int], num_sent: list[int], num_heads: int) -> OneDrafter:
     """A step of four requests of 3, 1, 4 and 2 rows, of which `NUM_VALID` stay; their heads go round."""
     pool, ends = OneDrafter(members), np.cumsum(NUM_ROWS).astype(np.int32)
     step = EngineStep(
@@ -65,31 +65,25 @@ def send(members: list[int], num_sent: list[int], num_heads: int = 1) -> OneDraf
 
 
 @pytest.mark.parametrize(
-    ("members", "rows", "offsets"),
+    ("members", "num_sent", "rows", "offsets"),
     [
-        ([0, 1, 2, 3], [0, 1, 3, 4, 5, 6, 7, 8], [0, 2, 3, 7]),
-        ([2, 0], [4, 5, 6, 7, 0, 1], [0, 4]),
-        ([3], [8], [0]),
+        ([0, 1, 2, 3], NUM_VALID, [0, 1, 3, 4, 5, 6, 7, 8], [0, 2, 3, 7]),
+        ([0, 1, 2, 3], NUM_ROWS, list(range(10)), [0, 3, 4, 8]),  # a whole step, as it stands
+        ([2, 0], NUM_VALID, [4, 5, 6, 7, 0, 1], [0, 4]),
+        ([3], NUM_VALID, [8], [0]),
     ],
 )
 @pytest.mark.parametrize("num_heads", [1, 2])
 def test_rejected_rows_and_rows_of_others_stay_behind_and_each_is_projected_for_its_head(
-    members: list[int], rows: list[int], offsets: list[int], num_heads: int
+    members: list[int], num_sent: list[int], rows: list[int], offsets: list[int], num_heads: int
 ) -> None:
-    found = send(members, NUM_VALID, num_heads=num_heads)
+    found = send(members, num_sent, num_heads)
     assert found.descriptor.row_offset_B.tolist() == offsets
     assert found.descriptor.num_rows == len(rows)
     assert (found.tokens_R.tolist(), found.start_M.tolist()) == (rows, members)
     aux_RX, heads_R = torch.cat(AUX, dim=-1), np.repeat(np.arange(4) % num_heads, NUM_ROWS)
     expected = [PROJECTIONS[heads_R[row]].project(aux_RX[row][None])[0] for row in rows]
     torch.testing.assert_close(found.hidden_RH, torch.stack(expected))
-
-
-def test_a_whole_step_travels_as_it_stands() -> None:
-    found = send([0, 1, 2, 3], NUM_ROWS)
-    assert found.descriptor.row_offset_B.tolist() == [0, 3, 4, 8]
-    assert found.tokens_R.tolist() == list(range(10))
-    torch.testing.assert_close(found.hidden_RH, PROJECTIONS[0].project(torch.cat(AUX, dim=-1)))
 
 
 @pytest.mark.parametrize("head", [2**31, 2**62, -(2**40)])

@@ -80,9 +80,7 @@ def chat(num_messages: int, text: Any) -> list[dict[str, Any]]:
         (chat(1, "Yes."), {"more": LONG}, False),
     ],
 )
-def test_a_chat(
-    config: Any, counting: Counting, messages: list[dict[str, Any]], kwargs: dict[str, Any], is_short: bool
-) -> None:
+def test_a_chat(config: Any, counting: Counting, messages: Any, kwargs: dict[str, Any], is_short: bool) -> None:
     alone = Counting(config)
     assert counting.chat(messages, **kwargs) == alone.chat(messages, **kwargs)
     assert (counting.num_handed_over, alone.num_handed_over) == (0 if is_short else 2, 2)
@@ -96,9 +94,7 @@ def test_a_chat(
         ([{"prompt": "A prime is"}, {"prompt": LONG}], False),
     ],
 )
-def test_prompts_of_a_completion(
-    config: Any, counting: Counting, prompts: list[dict[str, Any]], is_short: bool
-) -> None:
+def test_prompts_of_a_completion(config: Any, counting: Counting, prompts: Any, is_short: bool) -> None:
     alone = Counting(config)
     copies = [dict(prompt) for prompt in prompts]
     assert counting.completion(prompts) == alone.completion(copies)

@@ -42,14 +42,13 @@ def test_all_requests_of_a_client_that_has_ended_are_aborted_at_once(config: Any
 def test_each_request_has_its_k(config: Any, is_async: bool) -> None:
     """A wrong K is clamped or absent."""
     run = SchedulerRun(config, is_async=is_async)
-    given = {"none": None, "two": 2, "zero": 0, "less": -1, "more": 99, "text": "3", "bias": 5}
-    for name, k in given.items():
-        run.add(name, k, logit_bias={3: 1.0} if name == "bias" else None)
+    given = {"two": (2, 2), "none": (None, 7), "zero": (0, 0), "less": (-1, 0), "more": (99, 7), "text": ("3", 7)}
+    for name, (k, _) in given.items():
+        run.add(name, k)
+    run.add("bias", 5, logit_bias={3: 1.0})
     assert set(run.step().drafts.values()) == {0}
     for _ in range(3):
-        assert run.step().drafts == {
-            "none": 7, "two": 2, "zero": 0, "less": 0, "more": 7, "text": 7, "bias": 0,
-        }  # fmt: skip
+        assert run.step().drafts == {"bias": 0} | {name: num_drafts for name, (_, num_drafts) in given.items()}
 
 
 @BOTH

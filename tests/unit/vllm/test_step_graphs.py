@@ -51,9 +51,7 @@ def splits(count: int, longest: int) -> list[list[int]]:
 
 @pytest.mark.parametrize(("k_max", "num_loras"), [(K_MAX, 0), (0, 0), (0, 2)])
 @pytest.mark.parametrize("max_num_seqs", [1, MAX_REQUESTS])
-def test_every_step_has_a_full_graph_with_room_for_it(
-    config: Any, k_max: int, num_loras: int, max_num_seqs: int
-) -> None:
+def test_every_step_has_a_full_graph_with_room_for_it(config: Any, k_max: int, num_loras: int, max_num_seqs: int):
     """With a drafter, without, and with adapters. A replay is planned for what was captured: steps that only decode for
     as many rows as a request has there, others, however short, for all rows."""
     config.scheduler_config.max_num_seqs = max_num_seqs
@@ -84,9 +82,7 @@ def test_a_mode_without_full_graphs_is_left_alone(config: Any) -> None:
 
 @pytest.mark.parametrize("longest", [1 + K_MAX, 40, 400])
 @pytest.mark.parametrize(("is_ragged", "packs_prompts"), [(True, True), (True, False), (False, False)])
-def test_every_pass_has_a_graph_with_room_for_it(
-    config: Any, longest: int, is_ragged: bool, packs_prompts: bool
-) -> None:
+def test_every_pass_has_a_graph_with_room_for_it(config: Any, longest: int, is_ragged: bool, packs_prompts: bool):
     graphs = draft_graphs(config, is_ragged=is_ragged, packs_prompts=packs_prompts)
     draw, kinds = random.Random(longest), set()
     for rows in splits(300, longest):

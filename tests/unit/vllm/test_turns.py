@@ -27,12 +27,9 @@ def test_a_request_of_one_sequence_waits_for_one_of_each_other_request() -> None
     assert names(order_by_turns(waiting, running)) == ["b0", "plain", "plain too", "b1", "a0", "b2", "a1", "a2"]
 
 
-def test_requests_of_one_sequence_keep_their_order() -> None:
-    waiting = [sequence(str(number)) for number in range(5)]
-    assert order_by_turns(waiting, waiting[:2]) == waiting
-
-
-def test_a_preempted_sequence_stays_first() -> None:
+def test_requests_of_one_sequence_keep_their_order_and_a_preempted_sequence_stays_first() -> None:
+    single = [sequence(str(number)) for number in range(5)]
+    assert order_by_turns(single, single[:2]) == single
     preempted = sequence("a9", "a", RequestStatus.PREEMPTED)
     waiting = [preempted, sequence("plain")]
     assert order_by_turns(waiting, [sequence("a0", "a")]) == waiting

@@ -14,11 +14,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 from vllm import SamplingParams
-from vllm.config import (
-    DeviceConfig,
-    VllmConfig,
-    set_current_vllm_config,
-)
+from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
@@ -103,7 +99,7 @@ def test_engine_kwargs_on_a_gpu(head: Path) -> None:
     assert "cudagraph_capture_sizes" not in engine_kwargs(None, head, on_cpu=False, extra=own)
 
 
-def test_a_remote_drafter_on_a_cpu(head: Path) -> None:
+def test_an_engine_with_a_remote_drafter_has_another_worker_which_knows_the_head(head: Path) -> None:
     remote = RemoteSettings(max_deadline_s=2.0)
     kwargs = engine_kwargs("/target", head, on_cpu=True, remote=remote)
     about = kwargs["additional_config"][REMOTE_KEY]
@@ -113,19 +109,19 @@ def test_a_remote_drafter_on_a_cpu(head: Path) -> None:
     }
     assert (about["hidden_size"], about["aux_layer_ids"]) == (CONFIG.hidden_size, list(CONFIG.aux_layer_ids))
     assert about.items() >= dataclasses.asdict(remote).items()
-
-
-def test_a_remote_drafter_on_a_gpu(head: Path) -> None:
     extra = {"additional_config": {"other": 1}}
-    kwargs = engine_kwargs("/target", head, on_cpu=False, remote=RemoteSettings(), extra=extra)
+    kwargs = engine_kwargs("/target", head, on_cpu=False, remote=remote, extra=extra)
     assert (kwargs["worker_cls"], kwargs["scheduler_cls"]) == (REMOTE_GPU_WORKER, ASYNC_SCHEDULER)
     assert kwargs["additional_config"].keys() == {"other", REMOTE_KEY}
 
 
-def test_an_eagle3_head_is_refused_for_a_remote_drafter(tmp_path: Path) -> None:
-    head = write_head(tmp_path, ptd_token_id=None)
+def test_a_head_without_a_mask_token_drafts_one_after_another_and_not_remotely(tmp_path: Path) -> None:
+    for mask_token, parallel in (({"pard_token": 9}, True), ({}, False)):
+        head = write_head(tmp_path, ptd_token_id=None, **mask_token)
+        kwargs = engine_kwargs("/target", head, on_cpu=True)
+        assert kwargs["speculative_config"]["parallel_drafting"] == parallel
     with pytest.raises(ValueError, match="is an EAGLE-3 head: a remote drafter runs P-EAGLE heads"):
-        engine_kwargs("/t", head, on_cpu=True, remote=RemoteSettings())
+        engine_kwargs("/target", head, on_cpu=True, remote=RemoteSettings())
 
 
 def test_engines_that_a_remote_drafter_cannot_serve() -> None:
@@ -167,42 +163,19 @@ def test_rope_is_vllm_s(given: dict[str, Any]) -> None:
     assert torch.equal(torch.cat([cos[0, 0, :, :16], sin[0, 0, :, :16]], dim=-1), expected)
 
 
-@pytest.mark.parametrize(("mask_token", "parallel"), [({"pard_token": 9}, True), ({}, False)])
-def test_a_head_without_a_mask_token_drafts_one_after_another(
-    tmp_path: Path, mask_token: dict[str, Any], parallel: bool
-) -> None:
-    head = write_head(tmp_path, ptd_token_id=None, **mask_token)
-    kwargs = engine_kwargs("/target", head, on_cpu=True)
-    assert kwargs["speculative_config"]["parallel_drafting"] == parallel
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        *(
-            ({"max_draft_tokens": wrong}, f"max_draft_tokens must be an integer from 1 to 7.*not {wrong!r}")
-            for wrong in (0, 8, "5", True)
-        ),
-        ({"head_dir": Path("/nowhere")}, "does not exist"),
-    ],
-)
-def test_wrong_arguments_are_refused(head: Path, change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        engine_kwargs(**{"target_dir": "/target", "head_dir": head, "on_cpu": True, **change})
+def test_wrong_arguments_are_refused(head: Path) -> None:
+    for wrong in (0, 8, "5", True):
+        with pytest.raises(ValueError, match=f"max_draft_tokens must be an integer from 1 to 7.*not {wrong!r}"):
+            engine_kwargs("/target", head, max_draft_tokens=wrong, on_cpu=True)
+    with pytest.raises(ValueError, match="does not exist"):
+        engine_kwargs("/target", Path("/nowhere"), on_cpu=True)
 
 
 def make_request(internal_id: str, external_id: str, **extra_args: Any) -> EngineCoreRequest:
+    params = SamplingParams(extra_args=extra_args, detokenize=False)
+    unused = dict.fromkeys(["mm_features", "pooling_params", "lora_request", "cache_salt", "data_parallel_rank"])
     return EngineCoreRequest(
-        request_id=internal_id,
-        external_req_id=external_id,
-        prompt_token_ids=[1],
-        mm_features=None,
-        sampling_params=SamplingParams(extra_args=extra_args, detokenize=False),
-        pooling_params=None,
-        arrival_time=0.0,
-        lora_request=None,
-        cache_salt=None,
-        data_parallel_rank=None,
+        internal_id, [1], sampling_params=params, arrival_time=0.0, external_req_id=external_id, **unused
     )
 
 
@@ -214,10 +187,6 @@ def last_output(internal_id: str, steps: list[tuple[int, ...]]) -> EngineCoreOut
         finish_reason=FinishReason.LENGTH,
         trace_headers={"traceparent": "00-1", STEPS_HEADER: steps_text(VerifiedStep(*step) for step in steps)},
     )
-
-
-def num_steps(recorder: DraftingRecorder) -> dict[str, int]:
-    return {name: counts.counts.num_steps for name, counts in recorder.workloads().items()}
 
 
 @pytest.fixture
@@ -271,7 +240,7 @@ def test_bounds_of_the_recorder(processor: OutputProcessor) -> None:
         processor.add_request(make_request(str(index), str(index), **{WORKLOAD_KEY: f"w{index}"}), None)
         processor.process_outputs([last_output(str(index), [(1, 1)])])
     assert [recorder.pop(str(index)) is not None for index in range(4)] == [False, False, True, True]
-    assert num_steps(recorder) == {"w2": 1, "w3": 1}
+    assert {name: one.counts.num_steps for name, one in recorder.workloads().items()} == {"w2": 1, "w3": 1}
 
 
 def test_a_recorder_adds_up_what_those_of_other_clients_have_counted(
@@ -299,33 +268,21 @@ def test_a_recorder_adds_up_what_those_of_other_clients_have_counted(
     assert total.workloads().keys() == {"default", "code", "a fourth"}, "those without sequences make room"
 
 
-@pytest.mark.parametrize(
-    ("reason", "is_kept"),
-    [
-        (FinishReason.STOP, True),
-        (FinishReason.LENGTH, True),
-        (FinishReason.ERROR, False),
-        (FinishReason.REPETITION, False),
-        (None, False),
-    ],
-)
-def test_complete_answers_of_those_who_opted_in_are_kept(
-    processor: OutputProcessor, reason: FinishReason | None, is_kept: bool
-) -> None:
+COMPLETE = [FinishReason.STOP, FinishReason.LENGTH]
+
+
+@pytest.mark.parametrize("reason", [*COMPLETE, FinishReason.ERROR, FinishReason.REPETITION, None])
+def test_complete_answers_of_those_who_opted_in_are_kept(processor: OutputProcessor, reason: Any) -> None:
     """`None`: aborted before its last output."""
     kept = []
     recorder = DraftingRecorder(on_answer=lambda *answer: kept.append(answer))
     recorder.attach(SimpleNamespace(output_processor=processor))
     for name, extra in (("a", {LEARN_KEY: "web", WORKLOAD_KEY: "code"}), ("b", {}), ("c", {LEARN_KEY: 3})):
         processor.add_request(make_request(name, name, **extra), None)
-        outputs = [
-            EngineCoreOutput(request_id=name, new_token_ids=[5, 6]),
-            EngineCoreOutput(request_id=name, new_token_ids=[7], finish_reason=reason),
-        ]
-        processor.process_outputs(outputs[:1])
-        processor.process_outputs(outputs[1:])
+        for output in (EngineCoreOutput(name, [5, 6]), EngineCoreOutput(name, [7], finish_reason=reason)):
+            processor.process_outputs([output])
     processor.abort_requests(["a", "b", "c"], internal=True)
-    assert kept == ([("code", "web", [1], [5, 6, 7])] if is_kept else [])
+    assert kept == ([("code", "web", [1], [5, 6, 7])] if reason in COMPLETE else [])
 
 
 @pytest.mark.parametrize("group", compat.PATCH_POINTS)
