@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import hypothesis
 import pytest
 import torch
-from hypothesis import HealthCheck
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
 from peagle.embedded import DEFAULT_TARGET, prepare_target
@@ -21,11 +20,8 @@ if TYPE_CHECKING:
     from tests.support.service_harness import Service
 
 # The same cases in every run, however slow the machine is at the moment.
-hypothesis.settings.register_profile(
-    "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
-hypothesis.settings.load_profile("suite")
-
+settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
 
 FOLDERS = ["service", "engine", "kernels"]
 """What takes long comes first. The first two start engines."""

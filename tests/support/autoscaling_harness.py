@@ -2,6 +2,7 @@
 with replicas of a test's choosing."""
 
 import asyncio
+import inspect
 import json
 import time
 from collections.abc import Iterable
@@ -23,18 +24,14 @@ TARGET, DRAFTER = DeploymentID("target", "app"), DeploymentID("drafter", "app")
 
 def scaled_settings(**autoscaling: Any) -> ClusterSettings:
     """Targets of 32 requests at a time with a drafter; remote where the number of drafters has bounds."""
-    return ClusterSettings.model_validate(
-        {
-            "model": {"source": "org/tiny"},
-            "drafter": {
-                "head": "org/head",
-                "placement": "remote" if "drafter" in autoscaling else "colocated",
-                "max_draft_tokens": 3,
-            },
-            "engine": {"dtype": "float32", "max_num_seqs": 32},
-            "autoscaling": {"policy": "acceptance", "target": {"min": 1, "max": 20}, **autoscaling},
-        }
-    )
+    placement = "remote" if "drafter" in autoscaling else "colocated"
+    args = {
+        "model": {"source": "org/tiny"},
+        "drafter": {"head": "org/head", "placement": placement, "max_draft_tokens": 3},
+        "engine": {"dtype": "float32", "max_num_seqs": 32},
+        "autoscaling": {"policy": "acceptance", "target": {"min": 1, "max": 20}, **autoscaling},
+    }
+    return ClusterSettings.model_validate(args)
 
 
 class MemoryChannel(KVChannel):
@@ -126,7 +123,8 @@ def ask(policy: ReplicaPolicy, ctx: AutoscalingContext) -> int:
 
 
 def context(deployment: DeploymentID, ids: Iterable[ReplicaID], wanted: int, **changes: Any) -> AutoscalingContext:
-    known: dict[str, Any] = {
+    known: dict[str, Any] = dict.fromkeys(inspect.signature(AutoscalingContext).parameters)
+    known |= {
         "deployment_id": deployment,
         "deployment_name": deployment.name,
         "app_name": deployment.app_name,
@@ -135,13 +133,9 @@ def context(deployment: DeploymentID, ids: Iterable[ReplicaID], wanted: int, **c
         "running_replicas": list(ids),
         "total_num_requests": 4.0,
         "total_queued_requests": 0.0,
-        "aggregated_metrics": None,
-        "raw_metrics": None,
         "capacity_adjusted_min_replicas": 1,
         "capacity_adjusted_max_replicas": 20,
         "policy_state": {},
-        "last_scale_up_time": None,
-        "last_scale_down_time": None,
         "current_time": time.time(),
         "config": AutoscalingConfig(min_replicas=1, max_replicas=20),
     }

@@ -4,8 +4,6 @@ A target's hidden state is a function of the tokens before it, as a real one's i
 from a request's tokens alone, by `peagle.draft.DraftSession`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import random

@@ -39,25 +39,15 @@ class Job:
     sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def params(self) -> SamplingParams:
-        sampling = dict(self.sampling)
+        channel = {MAX_K_KEY: self.k, WORKLOAD_KEY: self.workload, SURVIVAL_KEY: self.survival}
+        channel[CONTINUATION_KEY] = self.continuation
+        sampling: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": self.max_tokens}
+        sampling |= self.sampling
+        kind = RequestOutputKind.FINAL_ONLY if "n" in sampling else RequestOutputKind.CUMULATIVE
         if "regex" in sampling:
             sampling["structured_outputs"] = StructuredOutputsParams(regex=sampling.pop("regex"))
-        channel = {
-            MAX_K_KEY: self.k,
-            WORKLOAD_KEY: self.workload,
-            CONTINUATION_KEY: self.continuation,
-            SURVIVAL_KEY: self.survival,
-        }
-        return SamplingParams(
-            **{
-                "temperature": 0.0,
-                "ignore_eos": True,
-                "max_tokens": self.max_tokens,
-                "output_kind": RequestOutputKind.FINAL_ONLY if "n" in sampling else RequestOutputKind.CUMULATIVE,
-                **sampling,
-            },
-            extra_args={key: value for key, value in channel.items() if value is not None} or None,
-        )
+        extra_args = {key: value for key, value in channel.items() if value is not None}
+        return SamplingParams(**{"output_kind": kind, **sampling}, extra_args=extra_args or None)
 
 
 @dataclasses.dataclass(frozen=True)

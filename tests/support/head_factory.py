@@ -1,7 +1,5 @@
 """Small head directories for tests, and ways to damage them behind the checks' back."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

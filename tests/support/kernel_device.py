@@ -1,10 +1,7 @@
 """Where a kernel's test runs: on a GPU, or on the CPU under Triton's interpreter (tests/kernels/test_kernels.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,8 +11,7 @@ from peagle.drafter.rows import INTERPRETED
 
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 needs_kernel = pytest.mark.skipif(
-    DEVICE == "cpu" and not INTERPRETED,
-    reason="needs a kernel: run by test_kernels.py under the interpreter",
+    DEVICE == "cpu" and not INTERPRETED, reason="needs a kernel: run by test_kernels.py under the interpreter"
 )
 
 
@@ -23,11 +19,9 @@ def twin(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function with its plain code in place of the kernel, wherever its tensors are."""
 
     def plain(*arguments: Any, **options: Any) -> Any:
-        with (
-            mock.patch.object(rows, "uses_kernel", return_value=False),
-            mock.patch.object(attention, "uses_kernel", return_value=False),
-            mock.patch.object(shared_memory, "uses_kernel", return_value=False),
-        ):
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (rows, attention, shared_memory):
+                patch.setattr(module, "uses_kernel", lambda *_: False)
             return function(*arguments, **options)
 
     return plain

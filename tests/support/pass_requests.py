@@ -1,7 +1,5 @@
 """Requests that a parallel pass and `DraftSession`s of the same drafter are given step by step."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from typing import Any
@@ -66,11 +64,7 @@ class Requests:
         self.payloads: list[Tensor] = []  # a batch names addresses in them
 
     def new_pass(
-        self,
-        device: str = "cpu",
-        dtype: torch.dtype | None = None,
-        max_num_requests: int | None = None,
-        **settings: Any,
+        self, device: str = "cpu", dtype: torch.dtype | None = None, max_num_requests: int = 0, **settings: Any
     ) -> ParallelPass:
         limits = PassLimits(
             max_num_requests=max_num_requests or len(self.tokens), max_num_rows=256, max_draft_tokens=MAX_DEPTH,

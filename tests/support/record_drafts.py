@@ -9,8 +9,6 @@ The drafts of a random head are hardly ever accepted, so after writing them down
 answer's next tokens, m going round from 0 to K: all acceptance lengths, and rejected rows after them, are exercised.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

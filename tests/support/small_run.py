@@ -12,23 +12,16 @@ from peagle.train.recipe import Recipe
 from peagle.train.trainer import Trainer
 
 PROMPT_TOKENS = 6
+EAGLE3 = ("drafter.method=eagle3", "drafter.ptd_token_id=null", "drafter.num_layers=1")
+"""Overrides of the recipe."""
 
 
 def write_small_run(folder: Path, **shape: int) -> Path:
     """Writes target/, data/ and recipe.yaml; returns the folder. shape: of the target."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=7,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        initializer_range=0.2,
-        **shape,
-    )
-    model = LlamaForCausalLM(config).eval()
+    shape |= dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=7)
+    shape |= dict(num_attention_heads=4, num_key_value_heads=2)
+    model = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=True, initializer_range=0.2)).eval()
     model.save_pretrained(folder / "target")
     prompts = np.random.default_rng(0).integers(2, 64, (24, PROMPT_TOKENS))
     written = model.generate(torch.from_numpy(prompts), max_new_tokens=24, do_sample=False, eos_token_id=None)
@@ -51,9 +44,12 @@ def write_small_run(folder: Path, **shape: int) -> Path:
     return folder
 
 
+def trainer_of(folder: Path, output: str | Path, *overrides: str) -> Trainer:
+    """Of the folder's recipe, with an output of its own."""
+    return Trainer(Recipe.load(folder / "recipe.yaml", [f"output={folder / output}", *overrides]))
+
+
 def write_small_head(folder: Path) -> Path:
     """The same, and run/head, which knows little of these answers; returns the folder."""
-    write_small_run(folder)
-    overrides = [f"output={folder / 'run'}", "schedule.max_steps=5", "evaluate.data=null"]
-    Trainer(Recipe.load(folder / "recipe.yaml", overrides)).run()
+    trainer_of(write_small_run(folder), "run", "schedule.max_steps=5", "evaluate.data=null").run()
     return folder

@@ -1,8 +1,6 @@
 """Drafters in processes of their own, real ones with the small random head of `draft_engine_harness`, and targets that
 feed them through links as an engine does."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -11,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -104,7 +102,7 @@ class DrafterProcess:
         self.process.kill()
         self.process.join()
 
-    def __enter__(self) -> DrafterProcess:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -12,8 +12,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 @pytest.mark.parametrize(
-    ("lock", "extras"),
-    [("requirements-cpu.txt", ("embedded", "dev")), ("requirements-gpu.txt", ("gpu",))],
+    ("lock", "extras"), [("requirements-cpu.txt", ("embedded", "dev")), ("requirements-gpu.txt", ("gpu",))]
 )
 @pytest.mark.parametrize("python", ["3.11", "3.12"])
 def test_a_lock_holds_what_the_project_asks_for(lock: str, extras: tuple[str, ...], python: str) -> None:

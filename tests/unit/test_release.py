@@ -1,6 +1,5 @@
 """A release: one version, a wheel that holds what the product needs, and configs of the version before."""
 
-import copy
 import email
 import re
 import shutil
@@ -22,14 +21,11 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("peagle", "cluster", "deployments")
 BEFORE = "ebd37ec31ad83fbcd4a0e2cd796f63916ec185a6"
 """The commit of the version before, 0.1.0."""
+HAS_HISTORY = subprocess.run(["git", "cat-file", "-e", BEFORE], cwd=ROOT, capture_output=True).returncode == 0
 
 
 def git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-
-
-def has_history() -> bool:
-    return subprocess.run(["git", "cat-file", "-e", BEFORE], cwd=ROOT, capture_output=True).returncode == 0
 
 
 def test_images_and_the_changelog_have_the_version() -> None:
@@ -65,12 +61,10 @@ def test_a_wheel_has_the_metadata_and_files_of_the_project(wheel: Path) -> None:
         assert archive.read(f"{info}/entry_points.txt").decode().split("\n")[1] == "peagle = deployments.cli:main"
     assert (metadata["Name"], metadata["Version"]) == ("peagle-serve", __version__)
     assert (metadata["Requires-Python"], metadata["License-Expression"]) == ("<3.13,>=3.11", "Apache-2.0")
-    extras = {None: project["dependencies"], **project["optional-dependencies"]}
-    asked = [
-        Requirement(one if extra is None else f"{one}; extra == '{extra}'") for extra in extras for one in extras[extra]
-    ]
-    assert set(map(Requirement, metadata.get_all("Requires-Dist"))) == set(asked)
-    assert set(metadata.get_all("Provides-Extra")) == project["optional-dependencies"].keys()
+    extras = project["optional-dependencies"]
+    asked = project["dependencies"] + [f"{one}; extra == '{extra}'" for extra in extras for one in extras[extra]]
+    assert set(map(Requirement, metadata.get_all("Requires-Dist"))) == set(map(Requirement, asked))
+    assert set(metadata.get_all("Provides-Extra")) == extras.keys()
     tracked = {name for package in PACKAGES for name in git("ls-files", "-co", "--exclude-standard", package).split()}
     assert {name for name in names if ".dist-info/" not in name} == tracked
     assert f"{info}/licenses/LICENSE" in names
@@ -101,7 +95,7 @@ def gone() -> dict[str, str]:
     return dict(re.findall(r"^\| `([\w.]+)` \| (.+) \|$", text, re.MULTILINE))
 
 
-@pytest.mark.skipif(not has_history(), reason="needs the repository's history")
+@pytest.mark.skipif(not HAS_HISTORY, reason="needs the repository's history")
 def test_configs_of_the_version_before_need_what_the_changelog_says(tmp_path: Path, capsys: Any) -> None:
     refused = {}
     for name in git("ls-tree", "--name-only", BEFORE, "configs/").split():
@@ -113,16 +107,14 @@ def test_configs_of_the_version_before_need_what_the_changelog_says(tmp_path: Pa
     problem = f"  - autoscaling.warmup_s is no setting any more: {gone()['autoscaling.warmup_s']}\n"
     assert refused == {"local-autoscale.yaml": f"error: 1 problem in the settings:\n{problem}"}
     path = tmp_path / "local-autoscale.yaml"
-    config = yaml.safe_load(path.read_text())
-    del config["applications"][0]["args"]["autoscaling"]["warmup_s"]
-    path.write_text(yaml.safe_dump(config))
+    path.write_text(re.sub(r"\n *warmup_s:.*", "", path.read_text()))
     assert main(["check", str(path)]) == 0
 
 
 @pytest.mark.parametrize("setting", gone())
 def test_a_setting_that_is_gone_says_what_stands_in_its_place(setting: str, tmp_path: Path, capsys: Any) -> None:
     name = "local-autoscale" if setting.startswith("autoscaling") else "local"
-    config = copy.deepcopy(yaml.safe_load((ROOT / f"configs/{name}.yaml").read_text()))
+    config = yaml.safe_load((ROOT / f"configs/{name}.yaml").read_text())
     section = config["applications"][0]["args"]
     *sections, key = setting.split(".")
     for one in sections:

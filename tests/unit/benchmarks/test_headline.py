@@ -7,15 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.headline import (
-    Counts,
-    command,
-    parse_arm,
-    parse_counters,
-    prepare,
-    speculative_config,
-    verification,
-)
+from benchmarks.headline import Counts, command, parse_arm, parse_counters, prepare, speculative_config, verification
 from benchmarks.humaneval import pass_at_1
 from benchmarks.prompts import COMPLETE, human_eval_problems
 from deployments.up import read_config
@@ -33,9 +25,8 @@ def test_every_arm_becomes_one_of_vllms_settings_or_a_service(tmp_path: Path, ta
     found = {text: parse_arm(text, given) for text in ("none", "eagle3-3", "stock-7", "ngram-5", "eagle3-3x4")}
     settings = {text: speculative_config(arm, "/x") for text, arm in found.items()}
     assert settings["none"] == {}
-    assert settings["eagle3-3"] == {
-        "method": "eagle3", "model": "/x", "num_speculative_tokens": 3, "parallel_drafting": False,
-    }  # fmt: skip
+    one_by_one = {"method": "eagle3", "model": "/x", "num_speculative_tokens": 3, "parallel_drafting": False}
+    assert settings["eagle3-3"] == one_by_one
     assert settings["stock-7"]["parallel_drafting"]
     assert settings["ngram-5"]["prompt_lookup_max"] >= settings["ngram-5"]["prompt_lookup_min"]
     line = command(given, found["stock-7"], 8000)

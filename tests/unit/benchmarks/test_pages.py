@@ -66,15 +66,10 @@ def test_every_key_has_one_sentence(model: type[BaseModel]) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_somewhere_and_files_that_a_page_names_exist(page: Path) -> None:
     assert broken_links(page) == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_files_that_a_page_names_exist(page: Path) -> None:
-    named = re.findall(
-        r"`((?:peagle|cluster|deployments|benchmarks|tests|configs|k8s)/[\w./-]+)`", page.read_text("utf-8")
-    )
+    folders = "peagle|cluster|deployments|benchmarks|tests|configs|k8s"
+    named = re.findall(rf"`((?:{folders})/[\w./-]+)`", page.read_text("utf-8"))
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 

@@ -23,8 +23,10 @@ MEASURED = {name: TableEngine.load(path) for name, path in ENGINES.items()}
 ENGINE = {"gpu": gpu, "slow cpu": cpu, "dear cpu": dear_drafter, **MEASURED}
 
 
-def pools(mix: str) -> dict[str, list[Answer]]:
-    return {name: select(ANSWERS, *kind) for name, kind in MIXES[mix].items()}
+def share(engine: str, mix: str, load: Load) -> float:
+    """Of learned K, in the best fixed K's rate."""
+    answers = {name: select(ANSWERS, *kind) for name, kind in MIXES[mix].items()}
+    return learned_share(compare(ENGINE[engine], answers, load, lambda: Learned("cpu" not in engine)))
 
 
 @pytest.mark.parametrize(
@@ -39,23 +41,19 @@ def pools(mix: str) -> dict[str, list[Answer]]:
 def test_from_the_guess_alone_learned_k_is_near_the_best_fixed_k_after_its_first_steps(engine, concurrency, mix):
     """0.95 of it from the 50th step on."""
     load = Load(concurrency, num_requests=60 + 6 * concurrency, warm_share=0.0, warm_steps=50)
-    rates = compare(ENGINE[engine], pools(mix), load, lambda: Learned("cpu" not in engine))
-    assert learned_share(rates) > 0.95
+    assert share(engine, mix, load) > 0.95
 
 
 @pytest.mark.parametrize(("engine", "concurrency", "mix"), [("gpu", 64, "chat"), ("slow cpu", 16, "code-chat")])
 def test_in_the_long_run_learned_k_is_the_best_fixed_k_or_better(engine, concurrency, mix):
-    load = Load(concurrency, num_requests=10 * concurrency)
-    rates = compare(ENGINE[engine], pools(mix), load, lambda: Learned("cpu" not in engine))
-    assert learned_share(rates) > (1.03 if mix == "code-chat" else 0.98)
+    found = share(engine, mix, Load(concurrency, num_requests=10 * concurrency))
+    assert found > (1.03 if mix == "code-chat" else 0.98)
 
 
 @pytest.mark.parametrize(("concurrency", "least"), [(2, 1.1), (4, 1.04), (8, 0.98)])
 def test_steps_without_drafts_are_run_where_they_are_faster(concurrency, least):
     """The best fixed K is 4 at 2 requests and 0 at 4 and 8, where drafting is half of a step."""
-    load = Load(concurrency, num_requests=80)
-    rates = compare(dear_drafter, pools("code-chat"), load, lambda: Learned(on_gpu=False))
-    assert learned_share(rates) > least
+    assert share("dear cpu", "code-chat", Load(concurrency, num_requests=80)) > least
 
 
 def test_a_run_counts_the_tokens_of_the_answers():

@@ -1,7 +1,5 @@
 """Head directories: round trips in both forms, tables that must agree, and writes that fail half-way."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -12,11 +10,6 @@ from peagle.checkpoint import build_drafter, load_head, save_head
 from peagle.config import HeadError
 from tests.support.disk import full_disk
 from tests.support.head_factory import CONFIG, REDUCED, head_tensors, rewrite
-
-
-@pytest.fixture
-def head(tmp_path: Path) -> Path:
-    return save_head(tmp_path / "head", CONFIG, head_tensors(CONFIG))
 
 
 def test_shipped_head_round_trip_and_its_tables_come_from_the_target(tmp_path: Path) -> None:
@@ -41,7 +34,6 @@ def test_vocabulary_tables_must_agree(tmp_path: Path) -> None:
         load_head(path)
 
     offsets = head_tensors(REDUCED)["d2t"]
-    ids = offsets + torch.arange(10)
     load_with()
     load_with(d2t=offsets.int())
     with pytest.raises(HeadError, match=r"d2t\[6\] = 94 leads to target token 100, outside 0..99 \(1 such entries"):
@@ -49,7 +41,7 @@ def test_vocabulary_tables_must_agree(tmp_path: Path) -> None:
     with pytest.raises(HeadError, match="d2t leads 10 draft tokens to only 9 different target tokens"):
         load_with(d2t=offsets.index_put((torch.tensor([1]),), offsets[0] - 1))
     with pytest.raises(HeadError, match="t2d does not mark the 10 target tokens that d2t leads to"):
-        load_with(d2t=ids)  # token ids where offsets belong, all in range here
+        load_with(d2t=offsets + torch.arange(10))  # token ids where offsets belong, all in range here
     with pytest.raises(HeadError, match="t2d does not mark the 10 target tokens that d2t leads to, and no others"):
         load_with(t2d=head_tensors(REDUCED)["t2d"].index_fill(0, torch.tensor([0]), True))
 
@@ -62,7 +54,8 @@ def test_save_refuses_what_load_would(tmp_path: Path) -> None:
     assert not (tmp_path / "head").exists()
 
 
-def test_a_full_disk_leaves_the_old_head_whole(head: Path) -> None:
+def test_a_full_disk_leaves_the_old_head_whole(tmp_path: Path) -> None:
+    head = save_head(tmp_path / "head", CONFIG, head_tensors(CONFIG))
     config, before = load_head(head)
     with full_disk(20_000), pytest.raises(OSError, match="model.safetensors"):
         save_head(head, config, {name: torch.zeros_like(tensor) for name, tensor in before.items()})

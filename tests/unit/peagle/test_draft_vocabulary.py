@@ -1,7 +1,5 @@
 """Heads with a reduced draft vocabulary, and the tables that are left to the target."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -11,10 +9,8 @@ from peagle.checkpoint import build_drafter, is_plain, load_head, save_drafter, 
 from peagle.draft import Drafts, DraftSession
 from peagle.model import Drafter
 from peagle.train.data import Conversations, answer_token_counts, frequent_tokens
-from peagle.train.recipe import Recipe
 from peagle.train.target import Target
-from peagle.train.trainer import Trainer
-from tests.support.small_run import write_small_run
+from tests.support.small_run import trainer_of, write_small_run
 
 
 def test_most_frequent_tokens_ascending_and_ties_to_the_lower_id() -> None:
@@ -33,8 +29,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_trained_head_drafts_the_same_after_saving(small: Path, tmp_path: Path) -> None:
-    settings = ["drafter.draft_vocab_size=24", "schedule.max_steps=12"]
-    trainer = Trainer(Recipe.load(small / "recipe.yaml", [f"output={tmp_path / 'run'}", "evaluate={}", *settings]))
+    settings = ["drafter.draft_vocab_size=24", "schedule.max_steps=12", "evaluate={}"]
+    trainer = trainer_of(small, tmp_path / "run", *settings)
     before = {name: value.detach().clone() for name, value in trainer.drafter.trainable().items()}
     head = trainer.run()
     live = trainer.drafter

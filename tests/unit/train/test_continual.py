@@ -8,6 +8,7 @@ import pytest
 
 from peagle.checkpoint import is_plain, load_head
 from peagle.config import HeadError
+from peagle.heads import shipped_heads
 from peagle.train.continual import HeadInTraining, continual_recipe
 from peagle.train.data import Conversations
 from peagle.train.target import Target
@@ -57,7 +58,5 @@ def test_settings_of_a_round_are_checked() -> None:
 
 
 def test_an_eagle3_head_is_refused(small: Path) -> None:
-    from peagle.heads import shipped_heads
-
     with pytest.raises(HeadError, match="EAGLE-3"):
         HeadInTraining({}, Target(small / "target"), shipped_heads()["smollm2-135m-instruct-eagle3"])

@@ -17,6 +17,7 @@ from peagle.train import evaluate as program
 from peagle.train.data import Conversations, write_manifest
 from peagle.train.evaluate import AnswerCounts, figures, replay, walk
 from peagle.train.target import Target
+from tests.support.head_factory import random_drafter
 
 VOCABULARY, PROMPT_TOKENS, NUM_DEPTHS = 6, 4, 3
 """So few tokens that an untrained drafter is often right."""
@@ -35,11 +36,7 @@ def target(tmp_path_factory) -> Target:
 def new_drafter(target: Target, **changes) -> Drafter:
     """P-EAGLE with the mask token 5, by default."""
     values = dict(num_layers=2, num_depths=NUM_DEPTHS, ptd_token_id=VOCABULARY - 1) | changes
-    torch.manual_seed(1)
-    drafter = Drafter(DrafterConfig.for_target(target.config, **values))
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter.add_(torch.randn(parameter.shape) * 0.3)
+    drafter = random_drafter(DrafterConfig.for_target(target.config, **values), seed=1).float()
     drafter.share_target(target.embed_VS, target.lm_head_VS)
     return drafter.eval()
 

@@ -1,7 +1,5 @@
 """Chunked losses against their plain twins in float64, where rounding cannot hide an error, and their labels."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -23,7 +21,7 @@ class Problem:
     target_ids_V: Tensor
 
     @classmethod
-    def draw(cls, reduced: bool = False, num_rows: int = 37, num_tokens: int = 11, size: int = 8) -> Problem:
+    def draw(cls, reduced: bool = False, num_rows: int = 37, num_tokens: int = 11, size: int = 8) -> "Problem":
         generator = torch.Generator().manual_seed(num_rows)
         draw = {"generator": generator, "dtype": torch.float64}
         return cls(
@@ -41,9 +39,8 @@ class Problem:
 
     def score(self, loss: ChunkedLoss, hidden_RH: Tensor, weight_R=None) -> tuple[Tensor, Tensor]:
         labels = loss.labels(self.target_NH, self.lm_head_VH, self.target_ids_V)
-        return loss(
-            hidden_RH, self.draft_VH, labels, self.label_R, lambda _: self.weight_R if weight_R is None else weight_R
-        )
+        weight_R = self.weight_R if weight_R is None else weight_R
+        return loss(hidden_RH, self.draft_VH, labels, self.label_R, lambda _: weight_R)
 
     def plain(self, hidden_RH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(losses_R, correct_R, outside_R), a row at a time where the vocabularies meet."""
@@ -77,17 +74,13 @@ def test_loss_and_gradient_equal_the_plain_twin(reduced: bool) -> None:
 def test_bfloat16_rows_keep_their_gradient() -> None:
     """Weights as small as those of a big batch must cost a row's gradient no more than bfloat16's own rounding."""
     problem = Problem.draw()
-    narrow = dataclasses.replace(
-        problem, lm_head_VH=problem.lm_head_VH.bfloat16(), target_NH=problem.target_NH.bfloat16()
-    )
-    wide = dataclasses.replace(narrow, lm_head_VH=narrow.lm_head_VH.double(), target_NH=narrow.target_NH.double())
+    lm_head_VH, target_NH = problem.lm_head_VH.bfloat16(), problem.target_NH.bfloat16()
+    narrow = dataclasses.replace(problem, lm_head_VH=lm_head_VH, target_NH=target_NH)
+    wide = dataclasses.replace(problem, lm_head_VH=lm_head_VH.double(), target_NH=target_NH.double())
     grads = []
-    for one, scale in ((narrow, 1e-6), (wide, 1)):
-        hidden_RH = problem.hidden_RH.bfloat16().float().requires_grad_()
-        loss = ChunkedLoss(8)
-        if scale == 1:
-            hidden_RH = hidden_RH.detach().double().requires_grad_()
-        one.score(loss, hidden_RH, problem.weight_R * scale)[0].backward()
+    for one, dtype, scale in ((narrow, torch.float32, 1e-6), (wide, torch.float64, 1)):
+        hidden_RH = problem.hidden_RH.bfloat16().to(dtype).requires_grad_()
+        one.score(ChunkedLoss(8), hidden_RH, problem.weight_R * scale)[0].backward()
         grads.append(hidden_RH.grad.double() / scale)
     # Logits around 8 are rounded to 1/32 in bfloat16, so probabilities are off by some percent.
     torch.testing.assert_close(*grads, rtol=0.1, atol=0.05)
@@ -145,5 +138,4 @@ def test_compiled_loss_equals_plain_torch_on_a_gpu() -> None:
         hidden_RH = problem.hidden_RH.clone().requires_grad_()
         problem.score(ChunkedLoss(96, compiled), hidden_RH)[0].backward()
         grads.append(hidden_RH.grad)
-    for grad in grads[1:]:
-        torch.testing.assert_close(grad, grads[0], rtol=1e-10, atol=1e-13)
+    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-13)

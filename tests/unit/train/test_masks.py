@@ -1,12 +1,13 @@
 """The two forms of the COD mask against its definition, and against each other."""
 
+import itertools
+
 import pytest
 import torch
+from torch.nn import functional as F
 
 from peagle.train.cod import CodRows, attend_under, chain_lengths, sample_rows
 from peagle.train.masks import AttentionMask
-
-MAX_TOKENS = 48
 
 
 def rows_and_documents(num_tokens: int, num_depths: int, ratio: float, seed: int) -> tuple[CodRows, torch.Tensor]:
@@ -32,77 +33,51 @@ def by_definition(rows: CodRows, document_BN: torch.Tensor) -> torch.Tensor:
     return (in_cache | in_pass) & (document_BT[:, :, None] == document_BT[:, None])
 
 
-def segment(rows: CodRows, start: int, stop: int, num_blanks: int) -> tuple[list[int], int]:
-    """Numbers of the keys of one segment, -1 for blanks, and how many of the last are its queries: rows of offset 0
-    before `start` seen only as keys, those after it hidden, then own rows and blanks.
-    """
-    anchors = rows.anchor_BT[0].tolist()
-    own = [number for number, anchor in enumerate(anchors) if start <= anchor < stop]
-    keys = [number if number < start else -1 for number in range(rows.num_tokens)]
-    return [*keys, *own, *[-1] * num_blanks], len(own) + num_blanks
-
-
 @pytest.mark.parametrize(("num_depths", "ratio"), [(1, 0.5), (4, 0.7), (8, 0.8), (3, 1.0)])
 def test_dense_masks_equal_the_definition(num_depths: int, ratio: float) -> None:
-    for num_tokens in (5, 16, 31, MAX_TOKENS):
+    for num_tokens in (5, 16, 31, 48):
         rows, document_BN = rows_and_documents(num_tokens, num_depths, ratio, seed=num_tokens)
-        wanted = by_definition(rows, document_BN)
-        assert torch.equal(AttentionMask.from_rows(rows, document_BN).dense(), wanted)
+        assert torch.equal(AttentionMask.from_rows(rows, document_BN).dense(), by_definition(rows, document_BN))
 
 
-def test_segment_sees_what_its_rows_see_in_the_whole_pass() -> None:
-    rows, document_BN = rows_and_documents(24, 4, 1.0, seed=1)
-    whole = by_definition(rows, document_BN)
-    keys, num_queries = segment(rows, 7, 15, num_blanks=3)
-    found = AttentionMask.from_rows(rows, document_BN).select(torch.tensor(keys), num_queries).dense()
-    first = len(keys) - num_queries
-    for q, row in enumerate(keys[first:]):
-        for k, other in enumerate(keys):
-            wanted = whole[:, row, other] if row >= 0 and other >= 0 else torch.tensor([k == first + q] * 2)
-            assert torch.equal(found[:, q, k], wanted), (row, other)
-
-
-def check_tiles(attention_mask: AttentionMask, tile: int) -> tuple[float, float]:
-    """What is skipped holds no visible pair, what is full holds nothing else. Returns the shares visited and full."""
+def check_tiles(attention_mask: AttentionMask, tile: int) -> float:
+    """What is skipped holds no visible pair, what is full holds nothing else. Returns the share visited."""
     dense, block = attention_mask.dense(), attention_mask.block(tile)
     batch, num_queries, num_keys = dense.shape
-    sizes = (batch, -(-num_queries // tile), -(-num_keys // tile))
-    partial, full = torch.zeros(2, *sizes, dtype=torch.bool)
-    for tiles, counts, order in (
-        (partial, block.kv_num_blocks, block.kv_indices),
-        (full, block.full_kv_num_blocks, block.full_kv_indices),
-    ):
-        for b in range(batch):
-            for row in range(sizes[1]):
-                tiles[b, row, order[b, 0, row, : counts[b, 0, row]].long()] = True
-    assert not (partial & full).any()
-    partial_pairs, full_pairs = (
-        tiles.repeat_interleave(tile, 1).repeat_interleave(tile, 2)[:, :num_queries, :num_keys]
-        for tiles in (partial, full)
-    )
-    assert not (dense & ~partial_pairs & ~full_pairs).any(), "a pair that the rule allows lies in a skipped tile"
-    assert dense[full_pairs].all(), "a full tile holds a pair that the rule forbids"
-    for count, length in ((1, num_queries), (2, num_keys)):
-        assert not (length % tile and full.select(count, -1).any()), "a full tile beyond the last row"
+    visited = block.to_dense()[:, 0].bool()
+    full = torch.zeros_like(visited)
+    assert (block.kv_num_blocks + block.full_kv_num_blocks).sum() == visited.sum(), "a tile is visited twice"
+    for b, row in itertools.product(range(batch), range(visited.shape[1])):
+        full[b, row, block.full_kv_indices[b, 0, row, : block.full_kv_num_blocks[b, 0, row]].long()] = True
+    padded = F.pad(dense, (0, -num_keys % tile, 0, -num_queries % tile))
+    pairs = padded.unflatten(2, (-1, tile)).unflatten(1, (-1, tile))
+    assert not (pairs.any(4).any(2) & ~visited).any(), "a pair that the rule allows lies in a skipped tile"
+    assert pairs.all(4).all(2)[full].all(), "a full tile holds a pair that the rule forbids, or lies beyond the rows"
     b = torch.arange(batch)[:, None, None]
     query, key = torch.arange(num_queries)[None, :, None], torch.arange(num_keys)[None, None, :]
     assert torch.equal(block.mask_mod(b, b * 0, query, key), dense)
-    assert torch.equal(block.to_dense()[:, 0].bool(), partial | full)
-    return float((partial | full).float().mean()), float(full.float().mean())
+    return float(visited.float().mean())
 
 
 @pytest.mark.parametrize(("num_tokens", "num_depths", "tile"), [(64, 4, 8), (50, 8, 8), (128, 8, 16)])
 def test_tiles_of_the_block_mask(num_tokens: int, num_depths: int, tile: int) -> None:
     rows, document_BN = rows_and_documents(num_tokens, num_depths, 0.8, seed=tile)
-    visited, _ = check_tiles(AttentionMask.from_rows(rows, document_BN), tile)
-    assert visited < 0.7, "nearly no tile is skipped"
+    assert check_tiles(AttentionMask.from_rows(rows, document_BN), tile) < 0.7, "nearly no tile is skipped"
 
 
-def test_tiles_of_a_segment() -> None:
-    rows, document_BN = rows_and_documents(128, 4, 1.0, seed=5)
-    keys, num_queries = segment(rows, 63, 101, num_blanks=40)
-    attention_mask = AttentionMask.from_rows(rows, document_BN)
-    check_tiles(attention_mask.select(torch.tensor(keys), num_queries), 16)
+def test_segment_sees_what_its_rows_see_in_the_whole_pass() -> None:
+    rows, document_BN = rows_and_documents(24, 4, 1.0, seed=1)
+    whole = by_definition(rows, document_BN)
+    # Of the segment from 7 to 15: earlier rows of offset 0 as keys alone, later ones hidden (-1), its own rows, blanks.
+    own = [number for number, anchor in enumerate(rows.anchor_BT[0].tolist()) if 7 <= anchor < 15]
+    keys, num_queries = [*range(7), *[-1] * (rows.num_tokens - 7), *own, *[-1] * 3], len(own) + 3
+    attention_mask = AttentionMask.from_rows(rows, document_BN).select(torch.tensor(keys), num_queries)
+    found, first = attention_mask.dense(), len(keys) - num_queries
+    for q, row in enumerate(keys[first:]):
+        for k, other in enumerate(keys):
+            wanted = whole[:, row, other] if row >= 0 and other >= 0 else torch.tensor([k == first + q] * 2)
+            assert torch.equal(found[:, q, k], wanted), (row, other)
+    assert check_tiles(attention_mask, 4) < 0.7, "nearly no tile is skipped"
 
 
 def test_flex_attention_under_block_mask_equals_dense_attention() -> None:

@@ -1,7 +1,5 @@
 """A sequence trained in segments has the gradient of the whole pass, and its chains stay whole."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -15,6 +13,7 @@ from peagle.train.cod import CodRows, chain_lengths, draft_rows, sample_rows
 from peagle.train.masks import AttentionMask
 from peagle.train.partition import PackedSequence, Partition
 from tests.support.head_factory import CONFIG, random_drafter
+from tests.unit.train.test_unroll import random_batch
 
 LONG = dataclasses.replace(CONFIG, num_hidden_layers=3)
 NUM_TOKENS = 45
@@ -24,25 +23,15 @@ DOCUMENTS = (17, 2, 20)
 
 def packed_sequence(config: DrafterConfig, ratio: float, seed: int = 0) -> PackedSequence:
     """One sequence with documents, a prompt, padding and dropped rows."""
+    batch, aux_BNX = random_batch(DOCUMENTS, NUM_TOKENS - sum(DOCUMENTS), seed)
     random = torch.Generator().manual_seed(seed)
-    document_1N = torch.full((1, NUM_TOKENS), -1)
-    position_1N = torch.zeros(1, NUM_TOKENS, dtype=torch.int64)
-    start = 0
-    for number, length in enumerate(DOCUMENTS):
-        document_1N[0, start : start + length] = number
-        position_1N[0, start : start + length] = torch.arange(length)
-        start += length
     wanted_1N = torch.rand(1, NUM_TOKENS, generator=random) < 0.7
     wanted_1N[:, :12] = False  # a prompt: rows of offset 0 alone
+    document_1N = batch.document_BN[:1]
     chain_1N = chain_lengths(document_1N, wanted_1N, config.num_depths)
     rows = sample_rows(chain_1N, config.num_depths, ratio, generator=random)
-    return PackedSequence(
-        tokens_1N=torch.randint(0, config.vocab_size, (1, NUM_TOKENS), generator=random),
-        document_1N=document_1N,
-        aux_1NX=torch.randn(1, NUM_TOKENS, config.fc_input_size, generator=random).double(),
-        rows=rows,
-        position_1T=position_1N.gather(1, rows.anchor_BT) + rows.offset_BT,
-    )
+    position_1T = batch.position_BN[:1].gather(1, rows.anchor_BT) + rows.offset_BT
+    return PackedSequence(batch.tokens_BN[:1], document_1N, aux_BNX[:1], rows, position_1T)
 
 
 class SoftLoss:
@@ -100,35 +89,30 @@ def test_segments_have_the_gradient_of_the_whole_pass(ratio: float, switches: di
         assert worst_difference(gradients(drafter), wanted) < 1e-12
 
 
-class CountedLoss(SoftLoss):
-    """Bytes that the graph of each segment holds when its loss is asked for, parameters left out."""
+def greatest_graph(num_segments: int) -> int:
+    """Bytes that autograd holds when the loss of a segment is asked for, parameters left out; at most."""
+    drafter, sequence = random_drafter(LONG), packed_sequence(LONG, 0.8)
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in drafter.parameters()}
+    held: dict[int, int] = {}
+    found, loss_of = [], SoftLoss(drafter, sequence)
 
-    def __init__(self, drafter: Drafter, sequence: PackedSequence) -> None:
-        super().__init__(drafter, sequence)
-        self.found: list[int] = []
-        self._held = {parameter.untyped_storage().data_ptr(): 0 for parameter in drafter.parameters()}
-
-    def pack(self, saved: Tensor) -> Tensor:
+    def pack(saved: Tensor) -> Tensor:
         storage = saved.untyped_storage()
-        self._held.setdefault(storage.data_ptr(), storage.nbytes())
+        if storage.data_ptr() not in parameters:
+            held[storage.data_ptr()] = storage.nbytes()
         return saved
 
-    def __call__(self, normed_RH: Tensor, index_R: Tensor) -> Tensor:
-        self.found.append(sum(self._held.values()))
-        self._held = {pointer: 0 for pointer, size in self._held.items() if size == 0}
-        return super().__call__(normed_RH, index_R)
+    def counted_loss(normed_RH: Tensor, index_R: Tensor) -> Tensor:
+        found.append(sum(held.values()))
+        held.clear()
+        return loss_of(normed_RH, index_R)
 
-
-def greatest_graph(num_segments: int) -> int:
-    drafter, sequence = random_drafter(LONG), packed_sequence(LONG, 0.8)
-    counted = CountedLoss(drafter, sequence)
-    with torch.autograd.graph.saved_tensors_hooks(counted.pack, lambda saved: saved):
-        Partition(num_segments, tile=1).backward(drafter, sequence, counted)
-    return max(counted.found)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        Partition(num_segments, tile=1).backward(drafter, sequence, counted_loss)
+    return max(found)
 
 
 def test_memory_falls_with_the_segments() -> None:
-    """What autograd holds."""
     assert greatest_graph(4) < greatest_graph(1) / 2.5
 
 

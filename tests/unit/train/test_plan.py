@@ -20,9 +20,7 @@ GB = 10**9
         ((), 10, None),
     ],
 )
-def test_a_target_is_spread_over_all_gpus_with_room_for_the_others_on_the_first(
-    free: tuple[int, ...], others: int, expected: dict[int, int] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_is_spread_with_room_for_the_others_on_the_first_gpu(free, others, expected, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (free[index] * GB, 80 * GB))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)

@@ -29,38 +29,32 @@ def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-def write(path, *records) -> None:
+def write(folder: Path, *records) -> Path:
+    path = folder / "lines.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
 
 
 def test_every_form_of_a_line(tmp_path, caplog) -> None:
-    file = tmp_path / "prompts.jsonl"
-    write(
-        file,
-        {"prompt": "one", "task_id": 7},
-        {"turns": ["two", "later"], "category": "c"},
-        {"prompt": "three", "answer": "3"},
-        {"messages": [{"role": "system", "content": "s"}, user("a"), assistant("b"), user("c")]},
-        {"messages": [user("a"), assistant("b"), user("c"), assistant("d")]},
-    )
-    read = read_prompts(file)
-    assert [[one["content"] for one in prompt.messages] for prompt in read] == [
-        ["one"],
-        ["two"],
-        ["three"],
-        ["s", "a", "b", "c"],
-        ["a", "b", "c"],
+    chat = [user("a"), assistant("b"), user("c")]
+    forms = [
+        ({"prompt": "one", "task_id": 7}, ["one"], None),
+        ({"turns": ["two", "later"], "category": "c"}, ["two"], None),
+        ({"prompt": "three", "answer": "3"}, ["three"], assistant("3")),
+        ({"messages": [{"role": "system", "content": "s"}, *chat]}, ["s", "a", "b", "c"], None),
+        ({"messages": [*chat, assistant("d")]}, ["a", "b", "c"], assistant("d")),
     ]
-    assert [prompt.answer for prompt in read] == [None, None, assistant("3"), None, assistant("d")]
+    read = read_prompts(write(tmp_path, *(line for line, *_ in forms)))
+    for prompt, (_, said, answer) in zip(read, forms, strict=True):
+        assert ([one["content"] for one in prompt.messages], prompt.answer) == (said, answer)
     assert [prompt.category for prompt in read] == ["default", "c", "default", "default", "default"]
     assert "columns that are not read: task_id\n" in caplog.text
 
 
 def test_sharegpt_and_alpaca(tmp_path) -> None:
-    file = tmp_path / "chats.jsonl"
     said = [("system", "s"), ("human", "a"), ("gpt", "b"), ("human", "c"), ("gpt", "d"), ("human", "e")]
-    write(
-        file,
+    file = write(
+        tmp_path,
         {"conversations": [{"from": name, "value": text} for name, text in said], "prompt": "not this"},
         {"instruction": "Translate.", "input": "Haus", "output": "house"},
         {"instruction": "Say hello.", "input": "", "output": "hello"},
@@ -73,11 +67,10 @@ def test_sharegpt_and_alpaca(tmp_path) -> None:
 
 
 def test_a_few_wrong_rows_are_named_and_left_out(tmp_path, caplog) -> None:
-    file = tmp_path / "chats.jsonl"
-    write(file, *({"prompt": str(number)} for number in range(39)), {"prompt": ""})
+    file = write(tmp_path, *[{"prompt": "a"}] * 39, {"prompt": ""})
     assert len(read_prompts(file)) == 39
     assert f"1 of 40 rows are wrong\n  {file}:40: messages.0.content" in caplog.text
-    write(file, *({"prompt": str(number)} for number in range(18)), {"prompt": ""})
+    write(tmp_path, *[{"prompt": "a"}] * 18, {"prompt": ""})
     with pytest.raises(ValueError, match="1 of 19 rows are wrong"):
         read_prompts(file)
 
@@ -127,9 +120,8 @@ def test_line_ends_that_json_allows_inside_a_string(tmp_path) -> None:
         (b'{"messages": [{"role": "user", "content": "a", "reasoning": "b"}]}', "did you mean reasoning_content?"),
         (b'{"prompt": "a", "tools": "["}', "tools must be JSON"),
         (
-            b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": '
-            b'[{"function": {"name": "f", "arguments": "{"}}]}]}',
-            "messages.1.tool_calls.0.function.arguments must be JSON",
+            b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}',
+            "messages.0.tool_calls.0.function.arguments must be JSON",
         ),
         (b'{"messages": [{"role": "assistant", "content": "a"}]}', "needs a user's message"),
     ],
@@ -144,8 +136,7 @@ def test_a_wrong_line_is_named(tmp_path, line: bytes, message: str) -> None:
 
 
 def test_missing_answers_and_empty_files(tmp_path) -> None:
-    file = tmp_path / "prompts.jsonl"
-    write(file, {"prompt": "a", "answer": "b"}, {"prompt": "a"}, {"messages": [user("a")]})
+    file = write(tmp_path, {"prompt": "a", "answer": "b"}, {"prompt": "a"}, {"messages": [user("a")]})
     with pytest.raises(ValueError, match=r"2 of 3 rows.*\n.*:2: no answer.*\n.*:3: no answer"):
         read_prompts(file, need_answers=True)
     file.write_text("")
@@ -186,52 +177,40 @@ TOOL_TEMPLATE = """
 """
 
 
-@pytest.fixture
-def tool_target(target_dir, tmp_path) -> Path:
-    """The target, with a chat template that takes tools and reasoning."""
-    folder = Path(shutil.copytree(target_dir, tmp_path / "target", ignore=shutil.ignore_patterns("*.safetensors")))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = TOOL_TEMPLATE
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 def tokenized(target: Path, folder: Path, *lines: dict[str, Any]) -> tuple[list[tuple[str, str]], dict[str, int]]:
     """Prompt and answer of each line, as text, and the totals."""
     folder.mkdir()
-    write(folder / "lines.jsonl", *lines)
-    totals = tokenize_source(target, folder / "lines.jsonl", folder / "data")
+    totals = tokenize_source(target, write(folder, *lines), folder / "data")
     tokenizer = AutoTokenizer.from_pretrained(target)
     documents = Conversations.load(folder / "data").documents()
     return [(tokenizer.decode(ids[:begin]), tokenizer.decode(ids[begin:])) for ids, begin in documents], totals
 
 
-def test_tools_and_reasoning_are_written_by_the_template(tool_target: Path, tmp_path: Path) -> None:
+def test_tools_and_reasoning_are_written_by_the_template(target_dir: Path, tmp_path: Path) -> None:
+    target = Path(shutil.copytree(target_dir, tmp_path / "target", ignore=shutil.ignore_patterns("*.safetensors")))
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer.chat_template = TOOL_TEMPLATE
+    tokenizer.save_pretrained(target)
     asked = [user("Rain?"), {"role": "assistant", "content": None, "reasoning_content": "ask", "tool_calls": [CALL]}]
     answered = [*asked, {"role": "tool", "tool_call_id": "call-1", "content": "no"}]
     answered.append({"role": "assistant", "content": "No.", "reasoning_content": "dry", "refusal": None})
-    found, totals = tokenized(
-        tool_target,
-        tmp_path / "run",
-        {"messages": asked, "tools": TOOLS},
-        {"messages": answered, "tools": TOOLS},
-        {"messages": [*answered, user("Sure?"), assistant("Yes.")]},
+    with_tools = [{"messages": messages, "tools": TOOLS} for messages in (asked, answered)]
+    without = {"messages": [*answered, user("Sure?"), assistant("Yes.")]}
+    found, totals = tokenized(target, tmp_path / "run", *with_tools, without)
+    begin = (
+        f"<|im_start|>system\n{json.dumps(TOOLS)}<|im_end|>\n<|im_start|>user\nRain?<|im_end|>\n<|im_start|>assistant\n"
     )
-    system = (
-        '<|im_start|>system\n[{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]'
-    )
-    begin = f"{system}<|im_end|>\n<|im_start|>user\nRain?<|im_end|>\n<|im_start|>assistant\n"
     call = "<think>ask</think>\n<call>weather Oslo</call><|im_end|>"
     assert found[0] == (begin, call)
-    assert found[1][0] == f"{begin}{call}\n<|im_start|>tool\nno<|im_end|>\n<|im_start|>assistant\n"
-    assert found[1][1] == "<think>dry</think>\nNo.<|im_end|>"
+    result = "\n<|im_start|>tool\nno<|im_end|>\n<|im_start|>assistant\n"
+    assert found[1] == (f"{begin}{call}{result}", "<think>dry</think>\nNo.<|im_end|>")
     assert "dry" not in found[2][0], "as the target will not see it"
     assert found[2][1] == "Yes.<|im_end|>"
     data = Conversations.load(tmp_path / "run" / "data")
     assert totals["num_answer_tokens"] == data.num_answer_tokens
-    check_data_fits(tmp_path / "run" / "data", tool_target)
+    check_data_fits(tmp_path / "run" / "data", target)
     with pytest.raises(ValueError, match="holds data already"):
-        tokenize_source(tool_target, tmp_path / "run" / "lines.jsonl", tmp_path / "run" / "data")
+        tokenize_source(target, tmp_path / "run" / "lines.jsonl", tmp_path / "run" / "data")
 
 
 def test_an_answer_of_weight_0_is_not_trained_on(target_dir: Path, tmp_path: Path) -> None:
@@ -249,21 +228,15 @@ def test_an_answer_of_weight_0_is_not_trained_on(target_dir: Path, tmp_path: Pat
     [
         ({"tools": TOOLS}, "tools"),
         ({"messages": [user("a"), {**assistant("b"), "reasoning_content": "c"}]}, "answer.reasoning_content"),
-        (
-            {"messages": [user("a"), {**assistant("b"), "tool_calls": [CALL]}, user("c"), assistant("d")]},
-            "messages.1.tool_calls",
-        ),
+        ({"messages": [{**assistant("b"), "tool_calls": [CALL]}, user("c"), assistant("d")]}, "messages.0.tool_calls"),
         ({"messages": [{**user("a"), "name": "Ann"}, assistant("b")]}, "messages.0.name"),
     ],
 )
-def test_what_the_template_writes_nothing_of_is_refused(
-    target_dir: Path, tmp_path: Path, changes: dict[str, Any], lost: str
-) -> None:
+def test_what_the_template_writes_nothing_of_is_refused(target_dir, tmp_path, changes, lost: str) -> None:
     """SmolLM2's template knows no tools and no reasoning."""
     line = {"messages": [user("a"), assistant("b")]} | changes
-    with pytest.raises(
-        ValueError, match=rf"lines.jsonl:2: .*chat template writes nothing of {lost}: leave out the line"
-    ):
+    message = rf"lines.jsonl:2: .*chat template writes nothing of {lost}: leave out the line"
+    with pytest.raises(ValueError, match=message):
         tokenized(target_dir, tmp_path / "run", {"prompt": "a", "answer": "b"}, line)
     assert not (tmp_path / "run/data").exists()
 
@@ -271,19 +244,10 @@ def test_what_the_template_writes_nothing_of_is_refused(
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (
-            "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}",
-            "chat_template: .*no system",
-        ),
-        (
-            "{{ messages[0].content + 1 }}",
-            r"chat_template: .* \(roles user\).*; change the messages, or chat_template in",
-        ),
+        ("{{ raise_exception('no system') }}", "chat_template: .*no system"),
+        ("{{ messages[0].content + 1 }}", r": .* \(roles user\).*; change the messages, or chat_template in"),
         ("always the same", "it writes a message 0 times, expected once"),
-        (
-            "{% for m in messages %}{{ m.content }}{% endfor %}",
-            "it has no eos_token, and its chat_template ends .*: set eos",
-        ),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "it has no eos_token, and .* ends .*: set eos"),
         (None, "it has no chat template, .*: put chat_template.jinja beside it"),
     ],
 )

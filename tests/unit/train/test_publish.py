@@ -16,8 +16,6 @@ from tests.support.head_factory import CONFIG, head_tensors
 
 REPO, BASE = "org/small-P-EAGLE", "org/target"
 NAMED = dataclasses.replace(CONFIG, num_depths=8)
-
-
 SHIPPED = shipped_heads()["smollm2-135m-instruct"]
 
 
@@ -46,25 +44,24 @@ def test_the_card_says_how_the_head_was_made_what_it_brings_and_how_to_use_it(he
     assert f"{provenance['training']['num_answer_tokens']:,} answer tokens" in text
     assert provenance["made"]["commit"] in text
     serve = next(line for line in text.splitlines() if line.startswith("vllm serve"))
-    speculative = json.loads(serve.split("'")[1])
-    assert speculative == {
-        "method": "eagle3", "model": REPO, "num_speculative_tokens": 7, "parallel_drafting": True,
-    }  # fmt: skip
+    speculative = {"method": "eagle3", "model": REPO, "num_speculative_tokens": 7, "parallel_drafting": True}
+    assert json.loads(serve.split("'")[1]) == speculative
     here = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
     assert here["drafter"] == {"head": REPO, "max_draft_tokens": 7}
 
 
 def test_what_cannot_be_published_is_named(head: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["publish", str(head), "--repo", REPO, "--dry-run"]) == 1
-    assert "'smollm2-135m-instruct' is no Hugging Face id: name it with --base-model" in capsys.readouterr().err
-    assert main(["publish", str(head), "--repo", "small", "--base-model", BASE, "--dry-run"]) == 1
-    assert "--repo 'small' is no Hugging Face id" in capsys.readouterr().err
+    def refused(folder: Path, *more: str, repo: str = REPO) -> str:
+        assert main(["publish", str(folder), "--repo", repo, "--dry-run", *more]) == 1
+        return capsys.readouterr().err
+
+    assert "'smollm2-135m-instruct' is no Hugging Face id: name it with --base-model" in refused(head)
+    assert "--repo 'small' is no Hugging Face id" in refused(head, "--base-model", BASE, repo="small")
     shipped = shutil.copytree(SHIPPED, head.with_name("shipped"))
-    assert main(["publish", str(shipped), "--repo", REPO, "--base-model", BASE, "--dry-run"]) == 1
-    assert f"is not in the form that vLLM loads: `peagle convert {shipped} OUT --target DIR`" in capsys.readouterr().err
+    message = f"is not in the form that vLLM loads: `peagle convert {shipped} OUT --target DIR`"
+    assert message in refused(shipped, "--base-model", BASE)
     (head / "provenance.json").unlink()
-    assert main(["publish", str(head), "--repo", REPO, "--base-model", BASE, "--dry-run"]) == 1
-    assert "provenance.json does not exist" in capsys.readouterr().err
+    assert "provenance.json does not exist" in refused(head, "--base-model", BASE)
 
 
 def test_a_head_is_uploaded_as_it_is(head: Path, monkeypatch: pytest.MonkeyPatch) -> None:

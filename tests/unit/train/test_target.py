@@ -4,53 +4,36 @@ import json
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GptOssConfig,
-    LlamaConfig,
-    MistralConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from peagle.config import read_target_config
 from peagle.train.target import Target
 
-SHAPE = dict(
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=8,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    initializer_range=0.3,
-    pad_token_id=0,
-)
+SIZES = dict(vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=8, head_dim=8)
+SHAPE = SIZES | dict(num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3, pad_token_id=0)
 KINDS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"] * 2
-CONFIGS = {
-    "llama": LlamaConfig(**SHAPE),
-    "mistral": MistralConfig(**SHAPE, sliding_window=6),
-    "qwen2": Qwen2Config(**SHAPE, tie_word_embeddings=True),
-    "qwen3": Qwen3Config(**SHAPE),
-    "gemma3": Gemma3TextConfig(**SHAPE, sliding_window=6, layer_types=KINDS, query_pre_attn_scalar=8),
-    "gpt-oss": GptOssConfig(**SHAPE, sliding_window=6, layer_types=KINDS, num_local_experts=4, num_experts_per_tok=2),
+WINDOWS = dict(sliding_window=6, layer_types=KINDS)
+SETTINGS = {
+    "llama": {},
+    "mistral": dict(sliding_window=6),
+    "qwen2": dict(tie_word_embeddings=True),
+    "qwen3": {},
+    "gemma3_text": WINDOWS | dict(query_pre_attn_scalar=8),
+    "gpt_oss": WINDOWS | dict(num_local_experts=4, num_experts_per_tok=2),
 }
 LENGTHS = (13, 3, 16)
 TAPS = (1, 4, 7)
 
 
-def saved(folder, config):
+def saved(folder, kind, **settings):
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SHAPE, **settings)).save_pretrained(folder)
     return folder
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=SETTINGS)
 def target(request, tmp_path_factory) -> Target:
-    return Target(saved(tmp_path_factory.mktemp(request.param), CONFIGS[request.param]))
+    return Target(saved(tmp_path_factory.mktemp(request.param), request.param, **SETTINGS[request.param]))
 
 
 def test_packed_documents_are_read_as_if_alone(target: Target) -> None:
@@ -79,10 +62,9 @@ def test_layer_that_the_target_lacks(target: Target) -> None:
 
 def test_capped_logits_are_refused(tmp_path) -> None:
     """Gemma 2 caps its logits: softened targets made without the cap would be others."""
-    config = Gemma2Config(**SHAPE, sliding_window=6, layer_types=KINDS, query_pre_attn_scalar=8)
-    config.final_logit_softcapping = 1.0
+    folder = saved(tmp_path, "gemma2", **WINDOWS, query_pre_attn_scalar=8, final_logit_softcapping=1.0)
     with pytest.raises(ValueError, match="it caps, scales or biases them"):
-        Target(saved(tmp_path, config))
+        Target(folder)
 
 
 def test_unusual_shapes_are_named(tmp_path) -> None:
@@ -90,7 +72,7 @@ def test_unusual_shapes_are_named(tmp_path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(raw))
         return read_target_config(tmp_path)
 
-    plain = LlamaConfig(**SHAPE).to_dict()
+    plain = AutoConfig.for_model("llama", **SHAPE).to_dict()
     assert read({"model_type": "wrapper", "text_config": plain})["num_hidden_layers"] == 8
     with pytest.raises(ValueError, match=r"config.json: intermediate_size = \[64, 64\]: a target needs whole numbers"):
         read(plain | {"intermediate_size": [64, 64]})
@@ -110,7 +92,7 @@ def test_layers_go_over_gpus_within_the_bytes_given_and_never_onto_the_host(tmp_
         model.hf_device_map = dict(enumerate(places))
         return model
 
-    saved(tmp_path, CONFIGS["llama"])
+    saved(tmp_path, "llama")
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
     spread = Target(tmp_path, gpu_bytes={0: 5, 1: 9})
     assert asked == [("auto", {0: 5, 1: 9})]

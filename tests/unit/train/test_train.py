@@ -1,7 +1,6 @@
 """The trainer end to end on a small random target: it learns, resumes exactly, and its head is what evaluation says."""
 
 import json
-import re
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from peagle.train.evaluate import evaluate, load_answers
 from peagle.train.recipe import Recipe
 from peagle.train.target import Target
 from peagle.train.trainer import Trainer
+from tests.support.small_run import EAGLE3, trainer_of
 
 
 def accuracies(folder) -> list[list[float]]:
@@ -19,22 +19,17 @@ def accuracies(folder) -> list[list[float]]:
     return [record["accuracy"] for record in records if "accuracy" in record]
 
 
-class Killed(Exception):
-    """Stands for the signal that ends a run."""
-
-
 class KilledTrainer(Trainer):
     """Ends right after its first checkpoint."""
 
     def save(self) -> None:
         super().save()
-        raise Killed
+        raise InterruptedError
 
 
 def test_learns_saves_and_resumes_exactly(small) -> None:
     def run(name: str, *overrides: str) -> Trainer:
-        recipe = Recipe.load(small / "recipe.yaml", [f"output={small / name}", "log_every_steps=10", *overrides])
-        trainer = Trainer(recipe)
+        trainer = trainer_of(small, name, "log_every_steps=10", *overrides)
         trainer.run()
         return trainer
 
@@ -54,25 +49,21 @@ def test_learns_saves_and_resumes_exactly(small) -> None:
     (shown,) = (small / "straight" / "tensorboard").iterdir()
     assert all(name in shown.read_bytes() for name in (b"train/accuracy/1", b"train/lr", b"train/tokens_per_s"))
     recipe = Recipe.load(small / "recipe.yaml", [f"output={small / 'broken'}", "log_every_steps=10"])
-    with pytest.raises(Killed):
+    with pytest.raises(InterruptedError):
         KilledTrainer(recipe).run()
-    resumed = run("broken")
+    resumed = run("broken").drafter.trainable()
     for name, value in straight.drafter.trainable().items():
-        torch.testing.assert_close(
-            resumed.drafter.trainable()[name], value, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(resumed[name], value, msg=name)
     assert run("broken").step == 60, "a finished run goes on"
     with pytest.raises(ValueError, match="drafter"):
         run("broken", "drafter.num_layers=1")
 
 
-@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
-def test_joined_passes_read_the_conversations_before(small, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [(), EAGLE3], ids=["p-eagle", "eagle3"])
+def test_joined_passes_read_the_conversations_before(small, kind: tuple[str, ...], monkeypatch) -> None:
     """In a joined pass, and in no other, the loss of later conversations depends on the first one's hidden states."""
-    method_only = ["drafter.method=eagle3", "drafter.ptd_token_id=null"] if method == "eagle3" else []
     for share, depends in ((0.0, False), (1.0, True)):
-        overrides = [f"output={small / 'joined'}", f"batch.joined_share={share}", *method_only]
-        trainer = Trainer(Recipe.load(small / "recipe.yaml", overrides))
+        trainer = trainer_of(small, "joined", f"batch.joined_share={share}", *kind)
         batch = next(trainer.batches())
         first_BN = (batch.document_BN == 0) & (torch.arange(len(batch.document_BN)) == 0)[:, None]
         batch.answer_BN[first_BN] = False  # no loss of its own
@@ -92,8 +83,7 @@ def test_joined_passes_read_the_conversations_before(small, method: str, monkeyp
 def test_segments_train_the_same_drafter(small) -> None:
     def weights(name: str, *overrides: str) -> dict[str, torch.Tensor]:
         settings = ["schedule.max_steps=4", "evaluate.data=null", "loss.reach=0.5", "optimizer.name=adamw"]
-        settings += ["optimizer.lr=0.001", f"output={small / name}", *overrides]
-        trainer = Trainer(Recipe.load(small / "recipe.yaml", settings))
+        trainer = trainer_of(small, name, *settings, "optimizer.lr=0.001", *overrides)
         trainer.run()
         return {key: value.detach() for key, value in trainer.drafter.trainable().items()}
 
@@ -103,8 +93,7 @@ def test_segments_train_the_same_drafter(small) -> None:
 
 
 def test_eagle3_trains_from_a_recipe_and_beats_chance(small) -> None:
-    settings = ["drafter.method=eagle3", "drafter.ptd_token_id=null", "drafter.num_layers=1", "log_every_steps=10"]
-    head = Trainer(Recipe.load(small / "recipe.yaml", [f"output={small / 'eagle3'}", *settings])).run()
+    head = trainer_of(small, "eagle3", "log_every_steps=10", *EAGLE3).run()
     first, *_, last = accuracies(small / "eagle3")
     assert len(last) == 4
     assert all(late > early + 0.05 for early, late in zip(first, last, strict=True)), (first, last)
@@ -114,21 +103,14 @@ def test_eagle3_trains_from_a_recipe_and_beats_chance(small) -> None:
     assert found["4"] > 1.2, f"AL {found}: one token in 64 right by chance would be 1.02"
 
 
-def test_held_out_conversations_are_evaluated_on_and_kept_for_peagle_evaluate(
-    small, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    overrides = [f"output={small / 'held'}", "evaluate.data=null", "evaluate.held_out=0.4", "schedule.max_steps=12"]
-    head = Trainer(Recipe.load(small / "recipe.yaml", overrides)).run()
+def test_held_out_conversations_are_evaluated_on_and_kept_for_peagle_evaluate(small) -> None:
+    overrides = ["evaluate.data=null", "evaluate.held_out=0.4", "schedule.max_steps=12"]
+    head = trainer_of(small, "held", *overrides).run()
     training = json.loads((head / "provenance.json").read_text())
     answers = load_answers(small / "held/held-out")
     assert 0 < len(answers.data) == 24 - training["training"]["num_conversations"]
     assert training["acceptance_offline"]["all"]["num_answers"] == len(answers.data)
     assert set(answers.categories) <= {"even", "odd"}
-    found = re.search(r"data +(\d+) conversations, .*; held out: (\d+)", caplog.text)
-    assert found is not None
-    assert int(found[1]) + int(found[2]) == 24
-    assert "M trainable parameters" in caplog.text
     with pytest.raises(ValueError, match=r"evaluate.held_out goes without .data"):
         Recipe.load(small / "recipe.yaml", ["evaluate.held_out=0.1"])
 

@@ -37,9 +37,8 @@ def test_out_of_memory_names_the_settings(small) -> None:
         def run_pass(self, batch: Batch, *kept: Tensor | None) -> PassReport:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    with pytest.raises(
-        torch.OutOfMemoryError, match=r"num_segments.*num_sequences \(now 4.*max_tokens \(now 64.*chunk"
-    ):
+    message = r"num_segments.*num_sequences \(now 4.*max_tokens \(now 64.*chunk"
+    with pytest.raises(torch.OutOfMemoryError, match=message):
         Full(load(small, "full")).run()
 
 
@@ -58,21 +57,15 @@ def test_a_damaged_checkpoint_is_named(small) -> None:
         Trainer(load(small, "damaged")).run()
 
 
-def test_a_checkpoint_of_another_run_is_refused(small) -> None:
+def test_a_checkpoint_of_another_run_or_of_other_data_is_refused(small, tmp_path) -> None:
     Trainer(load(small, "first", "schedule.max_steps=2")).run()
+    # Other conversations make other batches, of which a resumed run would pass over the first.
+    shutil.copytree(small / "data", tmp_path / "data")
+    Conversations.from_lists([[2, 3]], [[4, 5, 6]]).save_part(tmp_path / "data", "01")
     for override, message in (
         ("seed=1", r"seed = 0, the recipe says 1"),
         ("optimizer.name=adamw", r"optimizer\.name = muon, the recipe says adamw"),
+        (f"data={tmp_path / 'data'}", r"other data: the conversations in .*data have changed"),
     ):
         with pytest.raises(ValueError, match=message):
             Trainer(load(small, "first", override)).run()
-
-
-def test_a_checkpoint_of_other_data_is_refused(small, tmp_path) -> None:
-    """Other conversations make other batches, of which a resumed run would pass over the first."""
-    shutil.copytree(small / "data", tmp_path / "data")
-    changed = ["schedule.max_steps=2", f"data={tmp_path / 'data'}"]
-    Trainer(load(small, "data-run", *changed)).run()
-    Conversations.from_lists([[2, 3]], [[4, 5, 6]]).save_part(tmp_path / "data", "01")
-    with pytest.raises(ValueError, match=r"other data: the conversations in .*data have changed"):
-        Trainer(load(small, "data-run", *changed)).run()

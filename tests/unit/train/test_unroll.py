@@ -1,18 +1,14 @@
-"""The unroll of EAGLE-3 against a twin that drafts from one anchor at a time with a KV cache; what rows may not see."""
-
-from __future__ import annotations
+"""The unroll of EAGLE-3 against a twin that drafts from one anchor at a time; what rows may not see."""
 
 import dataclasses
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from peagle.config import DrafterConfig
-from peagle.draft import KVCache
 from peagle.model import Drafter
-from peagle.train.cod import chain_lengths
+from peagle.train.cod import attend_under, chain_lengths
 from peagle.train.data import Batch
 from peagle.train.passes import Eagle3Pass, States, block_masks, unrolled_rows
 from peagle.train.recipe import Recipe
@@ -21,15 +17,16 @@ from tests.support.plain_losses import plain_losses
 
 NUM_STEPS = 4
 CONFIG = DrafterConfig.for_target(TARGET, num_layers=2, num_depths=NUM_STEPS, fc_norm=True)
+FOLDERS = dict(target="", data="", output="")
 LENGTHS = (9, 5, 7)  # documents of each sequence; three tokens of padding follow
 
 
-def random_batch() -> tuple[Batch, Tensor]:
+def random_batch(lengths: tuple[int, ...] = LENGTHS, num_padding: int = 3, seed: int = 0) -> tuple[Batch, Tensor]:
     """Two sequences of the same documents and target hidden states [2, N, C * S]."""
-    generator = torch.Generator().manual_seed(0)
-    document_N = torch.cat([torch.full((length,), number) for number, length in enumerate(LENGTHS)])
-    document_BN = torch.cat([document_N, torch.full((3,), -1)]).expand(2, -1)
-    position_N = torch.cat([torch.arange(length) for length in (*LENGTHS, 3)])
+    generator = torch.Generator().manual_seed(seed)
+    document_N = torch.tensor([*range(len(lengths)), -1]).repeat_interleave(torch.tensor([*lengths, num_padding]))
+    document_BN = document_N.expand(2, -1)
+    position_N = torch.cat([torch.arange(length) for length in (*lengths, num_padding)])
     tokens_BN = torch.randint(0, 100, document_BN.shape, generator=generator)
     index_BN = torch.arange(tokens_BN.numel()).view_as(tokens_BN).where(document_BN >= 0, -1)
     batch = Batch(tokens_BN, document_BN, position_N.expand(2, -1), document_BN >= 0, index_BN)
@@ -38,27 +35,18 @@ def random_batch() -> tuple[Batch, Tensor]:
 
 
 def draft_alone(drafter: Drafter, token_ids: list[int], aux_AX: Tensor, num_steps: int) -> list[Tensor]:
-    """Normed rows [H] of one chain, drafted as an engine does.
+    """Normed rows [H] of one chain, each step with all rows from the beginning.
 
     aux_AX: hidden states of the target up to the anchor, from the beginning of its document. token_ids: the tokens
     after each of these rows, then those that the chain reads.
     """
-    cache = KVCache(drafter.config.num_hidden_layers)
-
-    def attend(layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = cache.append(layer_index, k, v)
-        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
-
-    num_rows = len(aux_AX)
-    position, hidden = torch.arange(num_rows), drafter.project_inputs(aux_AX)
-    embeds, normed = drafter.embed(torch.tensor(token_ids[:num_rows])), []
-    for step in range(num_steps):
-        row, stream = drafter(embeds[None], hidden[None], position[None], attend)
-        normed.append(row[0, -1])
-        if step + 1 < num_steps:
-            next_id = token_ids[num_rows + step]
-            embeds, hidden, position = drafter.embed(torch.tensor([next_id])), stream[0, -1:], position[-1:] + 1
+    hidden, normed = list(drafter.project_inputs(aux_AX)), []
+    for row in range(len(aux_AX) - 1, len(aux_AX) - 1 + num_steps):
+        embeds, position = drafter.embed(torch.tensor(token_ids[: row + 1])), torch.arange(row + 1)
+        attend = attend_under(torch.ones(1, row + 1, row + 1, dtype=torch.bool).tril())
+        rows, stream = drafter(embeds[None], torch.stack(hidden)[None], position[None], attend)
+        normed.append(rows[0, row])
+        hidden.append(stream[0, row])
     return normed
 
 
@@ -70,8 +58,7 @@ def chains(batch: Batch, num_steps: int) -> list[tuple[int, int, int, int]]:
 
 
 @pytest.mark.parametrize(
-    "switches",
-    [{}, {"norm_before_residual": True}, {"norm_output": True}, {"num_hidden_layers": 1}],
+    "switches", [{}, {"norm_before_residual": True}, {"norm_output": True}, {"num_hidden_layers": 1}]
 )
 def test_rows_and_gradients_equal_one_chain_at_a_time(switches: dict[str, object]) -> None:
     drafter = random_drafter(dataclasses.replace(CONFIG, **switches))
@@ -87,20 +74,16 @@ def test_rows_and_gradients_equal_one_chain_at_a_time(switches: dict[str, object
             together = together + rows_BKNH[b, step, anchor] @ weight.double()
             alone, num_rows = alone + expected @ weight.double(), num_rows + 1
     assert num_rows == 2 * sum(sum(min(NUM_STEPS, length - 2 - a) for a in range(length - 2)) for length in LENGTHS)
-    names = list(drafter.trainable())
-    ours, twin = (torch.autograd.grad(total, list(drafter.trainable().values())) for total in (together, alone))
-    for name, one, other in zip(names, ours, twin, strict=True):
+    owned = drafter.trainable()
+    ours, twin = (torch.autograd.grad(total, list(owned.values())) for total in (together, alone))
+    for name, one, other in zip(owned, ours, twin, strict=True):
         # Norms and rotation work in float32 inside a drafter of float64.
-        torch.testing.assert_close(
-            one, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()), msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()), msg=name)
         assert one.abs().max() > 1e-3, f"{name} gets no gradient: nothing compared"
 
 
 def test_the_pass_forms_the_gradient_of_the_weighted_loss() -> None:
-    recipe = Recipe(
-        target="", data="", output="", drafter={"method": "eagle3", "num_depths": NUM_STEPS}, loss={"offset_decay": 0.8}
-    )
+    recipe = Recipe(**FOLDERS, drafter={"method": "eagle3", "num_depths": NUM_STEPS}, loss={"offset_decay": 0.8})
     drafter = random_drafter(CONFIG)
     batch, aux_BNX = random_batch()
     batch = dataclasses.replace(batch, answer_BN=batch.position_BN >= 3)
@@ -125,8 +108,7 @@ def test_the_pass_forms_the_gradient_of_the_weighted_loss() -> None:
 
 
 def test_recipes_that_do_not_fit_are_refused() -> None:
-    common = dict(target="", data="", output="")
-    recipe = Recipe(**common, drafter={"method": "eagle3"}, batch={"num_segments": 2})
+    recipe = Recipe(**FOLDERS, drafter={"method": "eagle3"}, batch={"num_segments": 2})
     with pytest.raises(ValueError, match="num_segments = 2: method eagle3 has no segments, write 1"):
         Eagle3Pass(recipe, compiled=False)
 
