@@ -34,8 +34,11 @@ class Terminal:
         os.close(slave)
         self.shown = ""
 
-    def type(self, keys: str) -> None:
+    def type(self, keys: str, *patterns: str) -> None:
+        """Type, and read on to each of `patterns`."""
         os.write(self._master, keys.encode())
+        for pattern in patterns:
+            self.wait_for(pattern)
 
     def wait_for(self, pattern: str, timeout_s: float = 120) -> None:
         """Read on, from the last match, to the next of `pattern`."""

@@ -52,6 +52,12 @@ class Requests:
         self._doors[name].set()
         await settle()
 
+    async def run_alone(self, *names: str) -> None:
+        """Of these one runs at a time, in this order."""
+        for name in names:
+            assert self.running == [name]
+            await self.end(name)
+
     async def leave(self, name: str) -> None:
         """The client goes away, also while it waits."""
         self._tasks[name].cancel()
@@ -64,45 +70,40 @@ async def settle() -> None:
 
 
 def test_tokens_of_a_day_are_refused_until_midnight_and_counted_on_all_replicas() -> None:
-    day, now_s = 20_000, [20_000 * DAY_S + 3600.5]
+    day, now_s = 20_000, 20_000 * DAY_S + 3600.5
     caller = Caller("web", tokens_per_day=100)
-    trackers, replicas = SpendingTracker(), [Admission(4, 4, day_clock=lambda: now_s[0]) for _ in range(2)]
+    tracker, replicas = SpendingTracker(), {name: Admission(4, 4, day_clock=lambda: now_s) for name in "ab"}
 
-    def tell(uptime_s: float = 60.0) -> None:
-        named = zip("ab", replicas, strict=True)
-        trackers.observe(
-            [TargetReport(name, spent=dict(one.spent), uptime_s=uptime_s) for name, one in named], now_s[0]
-        )
-        for one in replicas:
-            one.spending = trackers.today
+    def tell(uptime_s: float = 60.0) -> dict[str, int]:
+        reports = [TargetReport(name, spent=dict(one.spent), uptime_s=uptime_s) for name, one in replicas.items()]
+        tracker.observe(reports, now_s)
+        for one in replicas.values():
+            one.spending = tracker.today
+        return tracker.today.tokens
 
-    replicas[0].charge_tokens("web", 60)
+    replicas["a"].charge_tokens("web", 60)
     tell()
     tell()
-    replicas[1].count_request(caller)
-    replicas[1].charge_tokens("web", 40)
-    replicas[1].charge_tokens("job", 1)
-    tell()
-    assert trackers.today == DaySpending(day, {"web": 100, "job": 1})
-    for one in replicas:
+    replicas["b"].count_request(caller)
+    replicas["b"].charge_tokens("web", 40)
+    replicas["b"].charge_tokens("job", 1)
+    assert tell() == {"web": 100, "job": 1}
+    for one in replicas.values():
         with pytest.raises(ApiError, match="web has used up its 100 tokens a day, until 0:00 UTC") as raised:
             one.count_request(caller)
         assert raised.value.retry_after_s == DAY_S - 3600
         one.count_request(Caller("job"))
     # A router that starts again goes on where the last one stopped; a replica that starts again begins at 0.
-    trackers = msgspec.json.decode(msgspec.json.encode(trackers), type=SpendingTracker)
-    replicas[1].charge_tokens("web", 5)
-    replicas[0].spent.clear()
-    tell()
-    assert trackers.today.tokens["web"] == 105
-    now_s[0] += DAY_S
-    replicas[0].count_request(caller)
+    tracker = msgspec.json.decode(msgspec.json.encode(tracker), type=SpendingTracker)
+    replicas["b"].charge_tokens("web", 5)
+    replicas["a"].spent.clear()
+    assert tell()["web"] == 105
+    now_s += DAY_S
+    replicas["a"].count_request(caller)
     tell(uptime_s=2 * DAY_S)
-    assert trackers.today == DaySpending(day + 1, {"web": 0, "job": 0})
-    # What a replica used on an unknown day is not counted.
-    trackers = SpendingTracker()
-    tell(uptime_s=2 * DAY_S)
-    assert trackers.today.tokens == {"web": 0, "job": 0}
+    assert tracker.today == DaySpending(day + 1, {"web": 0, "job": 0})
+    tracker = SpendingTracker()
+    assert tell(uptime_s=2 * DAY_S) == {"web": 0, "job": 0}, "what was used on an unknown day is not counted"
 
 
 async def test_places_are_shared_evenly_between_callers_that_wait() -> None:
@@ -148,17 +149,10 @@ async def test_callers_without_keys_take_turns_by_address_and_leave_nothing_behi
     assert len(pickle.dumps(requests.admission)) <= size + 4, "one number more is longer"
 
 
-@pytest.mark.parametrize(
-    ("address", "network"),
-    [
-        ("192.0.2.1", "192.0.2.1"),
-        ("::ffff:192.0.2.1", "192.0.2.1"),
-        ("2001:db8::ffff:1", "2001:db8::/64"),
-        ("unknown", ""),
-    ],
-)
-def test_a_client_is_told_apart_by_what_it_cannot_choose_of_its_address(address: str, network: str) -> None:
-    assert client_network(address) == network
+def test_a_client_is_told_apart_by_what_it_cannot_choose_of_its_address() -> None:
+    networks = {"192.0.2.1": "192.0.2.1", "::ffff:192.0.2.1": "192.0.2.1", "2001:db8::ffff:1": "2001:db8::/64"}
+    assert {address: client_network(address) for address in networks} == networks
+    assert client_network("unknown") == ""
 
 
 def test_bodies_are_held_up_to_a_bound_of_which_one_caller_has_half() -> None:
@@ -182,39 +176,15 @@ def test_bodies_are_held_up_to_a_bound_of_which_one_caller_has_half() -> None:
         body(2 * large)
 
 
-async def test_who_leaves_the_queue_gives_up_its_turn_and_no_place_is_lost() -> None:
-    requests = Requests(max_running=1, max_queued=10)
-    for name in ("first", "second", "third"):
-        await requests.send(name, WEB)
-    await requests.leave("second")
-    assert requests.admission.num_queued == 1
-    await requests.leave("first")
-    assert requests.running == ["third"]
-    await requests.end("third")
-    assert (requests.admission.num_running, requests.admission.num_queued) == (0, 0)
-
-
-async def test_a_callers_own_limit_holds_up_only_itself() -> None:
-    requests = Requests(max_running=10, max_queued=10)
-    limited = Caller("limited", max_running_requests=1)
-    for name in ("a", "b"):
-        await requests.send(name, limited)
-    await requests.send("other", WEB)
-    assert requests.running == ["a", "other"]
-    await requests.end("a")
-    assert requests.running == ["other", "b"]
-
-
-async def test_a_callers_limit_counts_sequences_and_what_weighs_more_runs_alone() -> None:
+async def test_a_callers_limit_counts_its_own_sequences_and_what_weighs_more_runs_alone() -> None:
     requests = Requests(max_running=10, max_queued=10)
     limited = Caller("limited", max_running_requests=3)
     for name, weight in (("two", 2), ("four", 4), ("one", 1)):
         await requests.send(name, limited, weight)
-    assert requests.running == ["two"]
-    await requests.end("two")
-    assert requests.running == ["four"]
-    await requests.end("four")
-    assert requests.running == ["one"]
+    await requests.send("other", WEB)
+    assert requests.running == ["two", "other"]
+    await requests.end("other")
+    await requests.run_alone("two", "four", "one")
 
 
 async def test_a_full_queue_refuses_the_last_request_of_the_caller_with_the_most() -> None:
@@ -224,11 +194,7 @@ async def test_a_full_queue_refuses_the_last_request_of_the_caller_with_the_most
     assert len(requests.refused) == 1, "the crowd's own"
     await requests.send("late", JOB)
     assert len(requests.refused) == 2
-    for name in ("crowd-0", "late", "crowd-1"):
-        assert requests.running == [name]
-        await requests.end(name)
-    await requests.end("crowd-2")
-    assert (requests.running, requests.admission.num_running, requests.admission.num_queued) == ([], 0, 0)
+    await requests.run_alone("crowd-0", "late", "crowd-1", "crowd-2")
 
 
 async def test_a_request_that_does_not_fit_into_the_queue_takes_no_other_with_it() -> None:
@@ -238,9 +204,7 @@ async def test_a_request_that_does_not_fit_into_the_queue_takes_no_other_with_it
     await requests.send("late", Caller("late"))
     await requests.send("wide", Caller("a"), 4)
     assert len(requests.refused) == 2, "equal callers that wait longer stay"
-    for name in "abcd":
-        assert requests.running == [name]
-        await requests.end(name)
+    await requests.run_alone(*"abcd")
 
 
 async def test_a_request_wider_than_the_queue_that_waits_alone_stays() -> None:
@@ -248,8 +212,7 @@ async def test_a_request_wider_than_the_queue_that_waits_alone_stays() -> None:
     for name, weight in (("running", 1), ("wide", 5), ("light", 1)):
         await requests.send(name, Caller(name), weight)
     assert len(requests.refused) == 1
-    await requests.end("running")
-    assert requests.running == ["wide"]
+    await requests.run_alone("running", "wide")
 
 
 async def test_rates_are_refused_with_the_time_to_wait_and_come_back() -> None:

@@ -27,10 +27,7 @@ KEY_ERRORS: dict[str, tuple[Any, list[str]]] = {
     "a plain key": ({"web": {"key": SECRET, **OTHER}}, ["callers.web.key: keys do not stand in the settings"]),
     "a key for a digest": ({"web": {"key_sha256": SECRET}}, ["callers.web.key_sha256", "64 hexadecimal digits"]),
     "a number for a digest": ({"web": {"key_sha256": 31415926535}}, ["callers.web.key_sha256", "in quotes"]),
-    "the digest of nothing": (
-        {"web": {"key_sha256": hashlib.sha256(b"").hexdigest()}},
-        ["callers.web.key_sha256", "empty key"],
-    ),
+    "the digest of nothing": ({"web": {"key_sha256": hash_key("")}}, ["callers.web.key_sha256", "empty key"]),
     "a key for a variable": ({"web": {"key_env": SECRET}}, ["callers.web.key_env", "name of an environment variable"]),
     "a variable that is not set": ({"web": {"key_env": "NO_KEY"}}, ["callers.web.key_env", "NO_KEY is not set here"]),
     "a variable of two words": ({"web": {"key_env": "WORDS"}}, ["callers.web.key_env", "the key in WORDS has blanks"]),
@@ -40,7 +37,7 @@ KEY_ERRORS: dict[str, tuple[Any, list[str]]] = {
         ["callers web and job have the same key"],
     ),
 }
-ENV = {"WEB_KEY": f"{SECRET}\n", "EMPTY": " ", "WORDS": f"{SECRET} {SECRET}"}
+ENV = {"WEB_KEY": f"{SECRET}\n", "WORDS": f"{SECRET} {SECRET}"}
 
 
 @pytest.mark.parametrize("name", KEY_ERRORS)
@@ -54,10 +51,10 @@ def test_bad_callers_are_named_without_repeating_a_key(name: str) -> None:
     assert "31415926535" not in problem
 
 
-def service(raw: Any, **ingress: Any) -> ClusterSettings:
-    args = {"model": {"source": "org/tiny", "id": "tiny"}, "callers": raw, "ingress": ingress}
+def service(raw: Any) -> ClusterSettings:
     drafter = {"head": "org/head", "max_draft_tokens": 7}
-    return load_settings({**args, "drafter": drafter}, Catalog((), Path("nowhere"), read_head_config), ENV)
+    args = {"model": {"source": "org/tiny", "id": "tiny"}, "callers": raw, "drafter": drafter}
+    return load_settings(args, Catalog((), Path("nowhere"), read_head_config), ENV)
 
 
 def test_a_key_by_digest_and_by_variable_are_the_same_caller_and_stay_secret() -> None:

@@ -12,13 +12,12 @@ STEPS = st.lists(
 )
 
 
-def workload(steps, num_started=0, num_finished=0, num_aborted=0):
-    counts = counts_of(steps)
-    return WorkloadCounts(num_started, num_finished, num_aborted, 10 * num_finished, 5 * num_finished, counts)
+def workload(steps, num_started=0):
+    return WorkloadCounts(num_started, counts=counts_of(steps))
 
 
-def report(replica="a", head="h", *, trial_head="", **workloads):
-    return TargetReport(replica, head, trial_head or head, workloads)
+def report(replica="a", head="h", **workloads):
+    return TargetReport(replica, head, head, workloads)
 
 
 @given(STEPS)
@@ -26,9 +25,7 @@ def test_counts_are_the_definition_step_by_step(steps):
     counts = counts_of(steps)
     depths = range(1, max((verified for verified, _ in steps), default=0) + 1)
     assert counts.drafted == [sum(verified >= depth for verified, _ in steps) for depth in depths]
-    assert counts.reached == [
-        sum(verified >= depth and taken >= depth - 1 for verified, taken in steps) for depth in depths
-    ]
+    assert counts.reached == [sum(verified >= n and taken >= n - 1 for verified, taken in steps) for n in depths]
     assert counts.accepted == [sum(taken >= depth for _, taken in steps) for depth in depths]
     assert counts.num_steps == sum(verified > 0 for verified, _ in steps)
     assert counts.num_draft_tokens == sum(verified for verified, _ in steps)
@@ -85,9 +82,8 @@ def test_heads_are_counted_side_by_side_and_the_majority_is_current():
     tracker = DeltaTracker()
     assert tracker.update([report("a", "")]).head == ""
     assert tracker.update([report("a", "old", x=workload([(1, 1)] * 3))]).by_head == {}  # whose they are is not known
-    assert tracker.update([report("a", "old", x=workload([(1, 1)] * 9))]).by_head == {
-        "old": {"x": Counts([6], [6], [6])}
-    }
+    old = tracker.update([report("a", "old", x=workload([(1, 1)] * 9))]).by_head
+    assert old == {"old": {"x": Counts([6], [6], [6])}}
     assert tracker.update([report("a", "new", x=workload([(1, 1)] * 10))]).by_head == {}
     for head in ("old", "new", "old", "new"):
         deltas = tracker.update([report("a", head, x=workload([(1, 1)] * 10)), report("b", "new")])

@@ -8,23 +8,15 @@ from cluster.request import ANYONE, Caller, Drafting, KRules, resolve
 POLICY = KRules(max_draft_tokens=7, max_k=6, default_k=5, by_workload={"code": 6, "chat": 2, "prose": 0})
 
 
-def test_default_applies_when_nothing_is_asked():
-    assert resolve(POLICY) == Drafting("default", 5, "default")
-    assert (
-        resolve(POLICY, {}) == resolve(POLICY, {"k": None, "workload": None}) == resolve(POLICY, None, {"Accept": "*"})
-    )
-
-
-def test_workload_table_decides_and_a_requests_k_wins_over_it():
+def test_k_is_the_requests_else_that_of_its_workload_else_the_default():
+    for nothing in ((), ({},), ({"k": None, "workload": None},), (None, {"Accept": "*"})):
+        assert resolve(POLICY, *nothing) == Drafting("default", 5, "default")
     assert resolve(POLICY, {"workload": "chat"}) == Drafting("chat", 2, "workload")
     assert resolve(POLICY, None, {"x-drafting-workload": "prose"}) == Drafting("prose", 0, "workload")
     assert resolve(POLICY, {"workload": "chat", "k": 4}) == Drafting("chat", 4, "request")
     assert resolve(POLICY, {"workload": "never-seen"}) == Drafting("never-seen", 5, "default")
-
-
-def test_header_and_body_may_each_give_one_part_and_may_agree():
     assert resolve(POLICY, {"k": 3}, {"X-Drafting-Workload": "chat"}) == Drafting("chat", 3, "request")
-    assert resolve(POLICY, {"k": 3}, {"X-DRAFTING-K": " 3 "}) == Drafting("default", 3, "request")
+    assert resolve(POLICY, {"k": 3}, {"X-DRAFTING-K": " 3 "}) == Drafting("default", 3, "request"), "they agree"
 
 
 @pytest.mark.parametrize(

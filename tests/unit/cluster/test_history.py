@@ -23,15 +23,9 @@ class Service:
 
     def report(self, name: str) -> TargetReport:
         steps = self.steps[name]
-        counts = Counts([steps] * 3, [steps] * 3, [steps, steps, 0])
-        return TargetReport(
-            name,
-            workloads={"code": WorkloadCounts(num_started=2, counts=counts)},
-            num_output_tokens=3 * steps,
-            uptime_s=self.now_s,
-            num_queued=1,
-            node="host",
-        )
+        workloads = {"code": WorkloadCounts(num_started=2, counts=counts_of([(3, 2)] * steps))}
+        about = {"uptime_s": self.now_s, "num_queued": 1, "node": "host"}
+        return TargetReport(name, workloads=workloads, num_output_tokens=3 * steps, **about)
 
     def run(self, seconds: int, steps: int = 10, load: float = 2.0) -> None:
         for _ in range(seconds):

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from cluster.counts import Counts, TargetReport, WorkloadCounts
 from cluster.k_policy import EXPLORED_STEPS, MAX_REPORT_AGE_S, MIN_GAIN, Demand, KPolicy, best_ks, steady_ks
 from cluster.request import Drafting, KRules, resolve
-from cluster.step_latency import StepLatency
 from deployments.view import as_text
 from tests.support.step_tables import LINES, MS, TABLES, Table, latency_of, survivals
 
@@ -45,9 +44,11 @@ def optimum(demands, table) -> tuple[float, float]:
 
 
 @settings(max_examples=200)
-@given(LINES, LOADS)
-def test_best_ks_is_the_optimum_where_each_draft_takes_the_same_time(line, loads):
+@given(LINES, LOADS, st.none() | st.integers(0, 3))
+def test_best_ks_is_the_optimum_where_each_draft_takes_the_same_time_also_beside_a_pinned_workload(line, loads, pinned):
     demands = [Demand(str(index), *load) for index, load in enumerate(loads)]
+    if pinned is not None:
+        demands.append(Demand("pinned", 2, CODE, 3).pinned(pinned))
     plan = best_ks(demands, line)
     assert score(demands, plan.ks.values(), line) == pytest.approx(optimum(demands, line), rel=1e-8)
     assert plan.tokens_per_s == pytest.approx(optimum(demands, line)[1], rel=1e-8)
@@ -82,34 +83,11 @@ def test_on_staircases_and_with_limits_best_ks_is_nearly_the_optimum_of_all_assi
     assert np.mean(gaps) < 0.015
 
 
-def test_pinned_workloads_stay_and_others_are_best_beside_them():
-    table = Table(10 * MS, 1 * MS)
-    demands = [Demand("a", 4, CODE, 5).pinned(2), Demand("b", 4, CHAT, 5)]
-    plan = best_ks(demands, table)
-    assert plan.ks["a"] == 2
-    assert plan.tokens_per_s == pytest.approx(optimum(demands, table)[1])
-
-
-def test_without_any_draft_the_drafters_pass_is_not_paid():
-    assert best_ks([Demand("a", 4, CHAT, 5)], Table(10 * MS, 0.01 * MS, pass_s=1 * MS)).ks == {"a": 3}
-    plan = best_ks([Demand("a", 4, CHAT, 5)], Table(10 * MS, 0.01 * MS, pass_s=12 * MS))
-    assert plan.ks == {"a": 0}
-    assert "no draft pays" in plan.reason
-
-
-def test_a_tpot_limit_cuts_the_drafts_that_bring_least():
-    def plan(limit_s: float):
-        return best_ks([Demand("code", 4, CODE, 5), Demand("chat", 4, CHAT, 5, max_tpot_s=limit_s)], table)
-
-    table = Table(10 * MS, 2 * MS)
-    free = plan(math.inf)
-    held = plan(0.9 * free.tpot_s["chat"])
-    assert (held.excess, held.tpot_s["chat"] <= 0.9 * free.tpot_s["chat"]) == (1.0, True)
-    assert held.reason.endswith("; within the TPOT limits")
-    assert held.tokens_per_s < free.tokens_per_s
-    missed = plan(1 * MS)
-    assert missed.excess > 1.0
-    assert "; no K meets 1 ms per token of chat, the fastest gives " in missed.reason
+def test_a_tpot_limit_that_no_k_keeps_is_named_with_the_fastest():
+    limited = Demand("chat", 4, CHAT, 5, max_tpot_s=1 * MS)
+    plan = best_ks([Demand("code", 4, CODE, 5), limited], Table(10 * MS, 2 * MS))
+    assert plan.excess > 1.0
+    assert "; no K meets 1 ms per token of chat, the fastest gives " in plan.reason
 
 
 def test_a_fraction_of_a_request_lies_between_whole_ones():
@@ -159,26 +137,29 @@ K_MAX = 7
 POLICY = KRules(K_MAX, K_MAX, 3, {"pinned": 2})
 
 
-def linear_latency(per_token_s: float) -> StepLatency:
-    """A step costs 10 ms and so much for each row."""
-    return latency_of(0.010, row_s=per_token_s, num_steps=1000)
-
-
 def counts(acceptance: float, num_steps: int, num_running: int = 4) -> WorkloadCounts:
     """Steps at K_max whose drafts are each accepted with this probability, in expectation."""
     accepted = [round(num_steps * acceptance**position) for position in range(1, K_MAX + 1)]
     return WorkloadCounts(num_running, counts=Counts([num_steps] * K_MAX, [num_steps, *accepted[:-1]], accepted))
 
 
-def report(
-    replica: str = "a", head: str = "h", num_steps: int = 5000, per_token_s: float = 0.001, **more
-) -> TargetReport:
-    workloads = {"code": counts(0.95, num_steps), "chat": counts(0.2, num_steps)}
-    return replace(TargetReport(replica, head, head, workloads, linear_latency(per_token_s)), **more)
+def report(replica: str = "a", per_token_s: float = 0.001, **more) -> TargetReport:
+    """Of an engine whose steps cost 10 ms and so much for each row."""
+    latency = latency_of(0.010, row_s=per_token_s, num_steps=1000)
+    workloads = {"code": counts(0.95, 5000), "chat": counts(0.2, 5000)}
+    return replace(TargetReport(replica, "h", "h", workloads, latency), **more)
 
 
-def k_policy(**options) -> KPolicy:
-    return KPolicy(POLICY, **options)
+def observed(*reports: TargetReport, rules: KRules = POLICY, **options) -> KPolicy:
+    """What has learned from a first reading."""
+    found = KPolicy(rules, **options)
+    found.observe(reports, 0.0)
+    return found
+
+
+def told(*, on_gpu: bool = False, **workloads: WorkloadCounts) -> KPolicy:
+    """From a report with these workloads."""
+    return observed(report(workloads=workloads), on_gpu=on_gpu)
 
 
 def choose(found: KPolicy, workload: str, max_k: int = K_MAX) -> Drafting:
@@ -191,20 +172,16 @@ def k_of(found: KPolicy, workload: str) -> int:
 
 
 def test_k_follows_what_each_workload_accepts_and_what_a_row_costs() -> None:
-    dear, free = k_policy(), k_policy()
-    dear.observe([report()], 0.0)
+    dear = observed(report())
     assert k_of(dear, "code") > 3 > k_of(dear, "chat")
-    free.observe([report(per_token_s=0.0)], 0.0)
-    assert k_of(free, "chat") == K_MAX
+    assert k_of(observed(report(per_token_s=0.0)), "chat") == K_MAX
 
 
 def test_without_steps_k_rests_on_the_prior_and_is_at_least_1() -> None:
     """At K = 0 nothing would ever be measured."""
     by_load = {}
     for num in (1, 8, 64):
-        found = k_policy()
-        found.observe([report(workloads={"new": WorkloadCounts(num)})], 0.0)
-        choice = choose(found, "new")
+        choice = choose(told(new=WorkloadCounts(num)), "new")
         assert choice.source == "prior"
         assert choice.reason.startswith("few steps measured yet: ")
         by_load[num] = choice.k
@@ -212,31 +189,28 @@ def test_without_steps_k_rests_on_the_prior_and_is_at_least_1() -> None:
 
 
 def test_a_choice_says_why_and_the_engine_may_verify_more() -> None:
-    found = k_policy()
-    found.observe([report(workloads={"code": counts(0.6, 5000)})], 0.0)
-    choice = choose(found, "code")
+    choice = choose(told(code=counts(0.6, 5000)), "code")
     assert choice.source == "learned"
     assert "tokens/s" in choice.reason
     assert len(choice.survival) == K_MAX
     assert choice.expected_tpot_s is not None
     assert 0 < choice.k < choice.max_k == K_MAX
-    for engines, max_k in ((k_policy(), K_MAX), (k_policy(on_gpu=True), 0)):
-        engines.observe([report(workloads={"chat": counts(0.01, 5000)})], 0.0)
-        choice = choose(engines, "chat")
+    for on_gpu, max_k in ((False, K_MAX), (True, 0)):
+        choice = choose(told(on_gpu=on_gpu, chat=counts(0.01, 5000)), "chat")
         assert (choice.k, choice.max_k) == (0, max_k), "on a GPU a step that may draft runs the drafter's pass"
+        assert "no draft pays" in choice.reason
 
 
 def test_with_a_tpot_limit_steps_usually_verify_no_more_than_k() -> None:
-    found = KPolicy(replace(POLICY, max_tpot_ms={"chat": 50}))
-    found.observe([report(workloads={"chat": counts(0.6, 5000)})], 0.0)
+    rules = replace(POLICY, max_tpot_ms={"chat": 50})
+    found = observed(report(workloads={"chat": counts(0.6, 5000)}), rules=rules)
     choice = choose(found, "chat")
     assert 0 < len(choice.survival) == choice.k < choice.max_k == K_MAX
     assert "within the TPOT limits" in choice.reason
 
 
 def test_at_k_0_few_requests_explore_so_that_acceptance_stays_known() -> None:
-    router = k_policy(on_gpu=True)
-    router.observe([report(workloads={"chat": counts(0.01, 5000, 8), "code": counts(0.01, 5000, 2)})], 0.0)
+    router = told(on_gpu=True, chat=counts(0.01, 5000, 8), code=counts(0.01, 5000, 2))
     drawn = [choose(router, "chat") for _ in range(20_000)]
     explored = [each for each in drawn if each.source == "probe"]
     assert {(each.k, each.max_k, each.survival) for each in explored} == {(K_MAX, K_MAX, ())}
@@ -247,30 +221,27 @@ def test_at_k_0_few_requests_explore_so_that_acceptance_stays_known() -> None:
 
 def test_beside_requests_that_draft_each_step_decides_for_all() -> None:
     """The drafter's pass runs anyway."""
-    router = k_policy(on_gpu=True)
-    router.observe([report(workloads={"chat": counts(0.01, 5000, 8), "code": counts(0.6, 5000, 2)})], 0.0)
+    router = told(on_gpu=True, chat=counts(0.01, 5000, 8), code=counts(0.6, 5000, 2))
     assert (choose(router, "chat").k, choose(router, "chat").max_k) == (0, K_MAX)
     assert {choose(router, name).source for name in ("chat", "code") for _ in range(5000)} == {"learned"}
 
 
 def test_a_workload_that_becomes_good_again_is_found_by_its_exploration() -> None:
-    found, before = k_policy(on_gpu=True), counts(0.01, 5000)
-    found.observe([report(workloads={"chat": before})], 0.0)
+    before = counts(0.01, 5000)
+    found = told(on_gpu=True, chat=before)
     assert choose(found, "chat").max_k == 0
     found.observe([report(workloads={"chat": before + replace(counts(0.9, 9000), num_started=0)})], 1.0)
     assert choose(found, "chat").k > 3
 
 
 def test_what_the_request_or_the_operator_fixed_stays() -> None:
-    found = k_policy()
-    found.observe([report()], 0.0)
+    update = observed(report()).make_update(1)
     for drafting in (resolve(POLICY, {"k": 6}), resolve(POLICY, {"workload": "pinned"})):
-        assert found.make_update(1).choose(drafting, K_MAX) == drafting
+        assert update.choose(drafting, K_MAX) == drafting
 
 
-def test_the_limit_of_a_caller_caps_k() -> None:
-    found = k_policy()
-    found.observe([report()], 0.0)
+def test_the_limits_of_a_caller_and_of_later_settings_cap_k() -> None:
+    found = observed(report())
     for limit in (0, 1, 4):
         choice = choose(found, "code", limit)
         assert choice.k == choice.max_k == limit
@@ -278,18 +249,15 @@ def test_the_limit_of_a_caller_caps_k() -> None:
         assert choice.expected_tpot_s is None
     roomy = choose(found, "chat", 6)
     assert (roomy.max_k, roomy.k) == (6, k_of(found, "chat"))
-
-
-def test_before_the_first_report_the_default_stands() -> None:
-    found = k_policy()
-    assert choose(found, "code") == Drafting("code", 3, "default")
-    assert found.observe([], 0.0) is None
+    found.rules = KRules(K_MAX, 3, 2)
+    found.observe([report()], 1.0)
+    choice = choose(found, "code", 3)
+    assert (choice.source, choice.k, len(choice.survival)) == ("learned", 3, 3)
 
 
 def test_the_fixed_policy_chooses_nothing_and_shows_what_is_accepted() -> None:
     """Fault 8: `/drafting` and the view showed 0 requests, 0 steps and no AL under a fixed K."""
-    found = k_policy()
-    found.observe([report()], 0.0)
+    found = observed(report())
     found.rules = replace(POLICY, is_adaptive=False)
     found.observe([report()], 1.0)
     assert choose(found, "code") == Drafting("code", 3, "default")
@@ -307,8 +275,7 @@ def test_the_fixed_policy_chooses_nothing_and_shows_what_is_accepted() -> None:
 
 
 def test_the_latency_of_replicas_that_are_gone_ends() -> None:
-    found = k_policy()
-    found.observe([report("a", per_token_s=0.0), report("b", step_latency=None)], 0.0)
+    found = observed(report("a", per_token_s=0.0), report("b", step_latency=None))
     assert k_of(found, "chat") == K_MAX
     assert "learned over 1000 steps of 1 engine" in found.document(0.0)["step_times"]
     for now_s in range(1, int(MAX_REPORT_AGE_S) + 20):
@@ -318,7 +285,8 @@ def test_the_latency_of_replicas_that_are_gone_ends() -> None:
 
 
 def test_load_follows_the_readings_and_is_a_mean_over_replicas() -> None:
-    found = k_policy()
+    found = observed()
+    assert found.observe([], 0.0) is None
     for now_s in range(10):
         found.observe([report("a"), report("b", workloads={"code": counts(0.95, 5000, 12)})], float(now_s))
     rows = {row["workload"]: row["num_requests"] for row in found.document(10.0)["workloads"]}
@@ -328,37 +296,22 @@ def test_load_follows_the_readings_and_is_a_mean_over_replicas() -> None:
 
 def test_what_waits_in_an_engine_is_no_load_of_its_steps() -> None:
     """A front end hands over twice as many sequences as run."""
-    limited, twice = k_policy(max_num_seqs=64), k_policy()
     full = {"code": counts(0.95, 5000, num_running=96), "chat": counts(0.2, 5000, num_running=32)}
     half = {"code": counts(0.95, 5000, num_running=48), "chat": counts(0.2, 5000, num_running=16)}
-    limited.observe([report(workloads=full)], 0.0)
-    twice.observe([report(workloads=half)], 0.0)
-    assert limited.document(0.0)["workloads"] == twice.document(0.0)["workloads"]
+    limited = observed(report(workloads=full), max_num_seqs=64)
+    assert limited.document(0.0)["workloads"] == told(**half).document(0.0)["workloads"]
 
 
 def test_thin_traffic_is_decided_alone() -> None:
     """Half a request each: they never share a step, and one that accepts nothing costs the other nothing."""
-    alone, thin = k_policy(), k_policy()
-    alone.observe([report(workloads={"code": counts(0.7, 5000, 1)})], 0.0)
     halves = [report("a", workloads={"code": counts(0.7, 5000, 1), "none": counts(0.0, 5000, 0)})]
-    thin.observe([*halves, report("b", workloads={"none": counts(0.0, 5000, 1)})], 0.0)
-    assert k_of(thin, "code") == k_of(alone, "code") > 0
+    thin = observed(*halves, report("b", workloads={"none": counts(0.0, 5000, 1)}))
+    assert k_of(thin, "code") == k_of(told(code=counts(0.7, 5000, 1)), "code") > 0
     assert k_of(thin, "none") == 0
 
 
 def test_an_update_tells_targets_what_the_router_chose() -> None:
-    router = k_policy()
-    router.observe([report()], 0.0)
-    update = pickle.loads(pickle.dumps(router.make_update(3)))
+    update = pickle.loads(pickle.dumps(observed(report()).make_update(3)))
     assert (update.num_targets, update.workloads) == (3, ("chat", "code"))
     unseen = update.choose(Drafting("never-seen", 3, "default"), K_MAX)
     assert (unseen.workload, unseen.source) == ("never-seen", "learned"), "judged like all traffic together"
-
-
-def test_after_a_change_of_settings_what_was_learned_stays() -> None:
-    found = k_policy()
-    found.observe([report()], 0.0)
-    found.rules = KRules(K_MAX, 3, 2)
-    found.observe([report()], 1.0)
-    choice = choose(found, "code", 3)
-    assert (choice.source, choice.k, len(choice.survival)) == ("learned", 3, 3)

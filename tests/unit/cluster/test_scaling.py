@@ -2,6 +2,7 @@
 
 import math
 import random
+from typing import Any
 
 import pytest
 
@@ -25,30 +26,22 @@ class Service:
     def __init__(self, num_replicas: int = 2, **changes: object) -> None:
         self.policy, self.k_policy = ScalingPolicy(settings(**changes)), k_policy()
         self.replicas = [FakeReplica(f"r{index}") for index in range(num_replicas)]
-        self.now_s = 0.0
+        self.now_s, self.num_running = 0.0, num_replicas
 
-    def decide(self, target: Pool | None = None, drafter: Pool | None = None, head: str = "head") -> Decision:
+    def decide(self, target: Pool, drafter: Pool | None = None, head: str = "h") -> Decision:
         """A round of reports, and a decision."""
         reports = [replica.report(self.now_s, head) for replica in self.replicas]
         deltas = self.k_policy.observe(reports, self.now_s)
         self.policy.observe(deltas, reports, self.now_s)
-        pool = target or Pool(len(reports), len(reports))
-        return self.policy.decide(self.now_s, pool, drafter, self.k_policy)
+        return self.policy.decide(self.now_s, target, drafter, self.k_policy)
 
-    def run(
-        self,
-        ticks: int,
-        rate: float = 1.0,
-        survival: tuple[float, ...] = GOOD,
-        wanted: int | None = None,
-        head: str = "h",
-    ) -> Decision:
-        num = len(self.replicas)
+    def run(self, ticks: int, rate: float = 1.0, survival: Any = GOOD, wanted: int = 0, head: str = "h") -> Decision:
+        """`wanted`: replicas that Serve wants, else those that run."""
         for _ in range(ticks):
             self.now_s += 10.0
             for replica in self.replicas:
                 replica.serve("chat", round(10 * rate), survival)
-            decision = self.decide(Pool(num, wanted or num), head=head)
+            decision = self.decide(Pool(self.num_running, wanted or self.num_running), head=head)
         return decision
 
 
@@ -99,33 +92,25 @@ def test_missing_data_leaves_the_target_to_the_queue_and_takes_no_drafter_away()
     assert "only 0 of 4 replicas report, so by queue length and never down" in decision.reason
 
 
-@pytest.mark.parametrize("latency", [None, guessed_latency(on_gpu=False)])
-def test_a_step_latency_that_nobody_measured_decides_nothing(latency: object) -> None:
-    service = Service(2)
-    service.replicas = [FakeReplica("a", latency), FakeReplica("b", latency)]
-    decision = service.run(30)
-    assert (decision.target, decision.source) == (None, "queue_length")
-    assert "knows yet what its steps take" in decision.reason
-
-
-def test_few_verified_steps_decide_nothing() -> None:
+def test_few_verified_steps_and_a_step_latency_that_nobody_measured_decide_nothing() -> None:
     service = Service(2)
     service.run(30)
-    decision = service.run(1, rate=0.1, head="a new head")  # its first steps are those between two reports of it
-    assert (decision.target, decision.source) == (None, "queue_length")
-    assert "tell too little of acceptance" in decision.reason
+    few = service.run(1, rate=0.1, head="a new head")  # its first steps are those between two reports of it
+    assert "tell too little of acceptance" in few.reason
     assert service.run(6, head="a new head").source == "acceptance"
+    for latency in (None, guessed_latency(on_gpu=False)):
+        service = Service(2)
+        service.replicas = [FakeReplica("a", latency), FakeReplica("b", latency)]
+        unmeasured = service.run(30)
+        assert "knows yet what its steps take" in unmeasured.reason
+        assert [(each.target, each.source) for each in (few, unmeasured)] == [(None, "queue_length")] * 2
 
 
 def test_silent_replicas_count_as_the_others_and_forbid_scaling_down() -> None:
     service = Service(4)
     full = service.run(60, rate=2.0)
     del service.replicas[-1]
-    for _ in range(60):
-        service.now_s += 10.0
-        for replica in service.replicas:
-            replica.serve("chat", 20)
-        decision = service.decide(Pool(4, 4))
+    decision = service.run(60, rate=2.0)
     assert decision.demand_tokens_per_s == pytest.approx(full.demand_tokens_per_s, rel=0.02)
     assert decision.target >= (full.target or 0)
 
@@ -154,7 +139,7 @@ def test_scaled_to_zero_and_back() -> None:
 
     def target(seconds: float, pool: Pool) -> int | None:
         service.now_s += seconds
-        return service.decide(pool, head="h").target
+        return service.decide(pool).target
 
     assert target(5, Pool(0, 0)) == 0
     service.policy.note_waiting(service.now_s)
@@ -258,8 +243,8 @@ def test_only_what_was_counted_in_the_last_minute_has_arrived() -> None:
     assert arrived(4010.0) == 7, "all of a replica that has just started"
 
 
-def add(history: TrafficHistory, num: int, queued: float, now_s: float) -> None:
-    history.add({"chat": WorkloadCounts(num, num, 0, num * 200, num * 100)}, queued, now_s)
+def add(history: TrafficHistory, num: int, now_s: float) -> None:
+    history.add({"chat": WorkloadCounts(num, num, 0, num * 200, num * 100)}, 0.0, now_s)
 
 
 def test_a_steady_rate_is_averaged_and_a_jump_is_seen_within_a_minute() -> None:
@@ -267,20 +252,20 @@ def test_a_steady_rate_is_averaged_and_a_jump_is_seen_within_a_minute() -> None:
     history = TrafficHistory()
     rates = []
     for index in range(180):
-        add(history, sum(rng.random() < 0.2 for _ in range(100)), 0.0, 10.0 * index)
+        add(history, sum(rng.random() < 0.2 for _ in range(100)), 10.0 * index)
         rates.append(history.by_workload().get("chat", (0.0, 0.0, 0.0)))
     assert all(rate == pytest.approx((2.0, 200.0, 100.0), rel=0.2) for rate in rates[-90:])
     for index in range(180, 186):
-        add(history, 60, 0.0, 10.0 * index)
+        add(history, 60, 10.0 * index)
     assert history.by_workload()["chat"].requests_per_s > 4.0
 
 
 def test_after_a_gap_the_history_begins_anew() -> None:
     history = TrafficHistory()
     for index in range(20):
-        add(history, 20, 0.0, 10.0 * index)
+        add(history, 20, 10.0 * index)
     assert history.history_s(190.0) == 190.0
-    add(history, 5000, 0.0, 900.0)
+    add(history, 5000, 900.0)
     assert (history.history_s(905.0), history.by_workload()) == (5.0, {})
     history.add(CounterDeltas().workloads, 0.0, 910.0)
     assert history.idle_s(910.0) == 10.0

@@ -66,10 +66,9 @@ def catalog(tmp_path: Path) -> Catalog:
     return Catalog({"embedded-model"}, tmp_path / "heads", read_head_config, ENGINE_TYPES, DRAFT_TYPES)
 
 
-def write_head(folder: Path, config: Any) -> str:
+def write_head(folder: Path, config: Any) -> None:
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
-    return str(folder)
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def changed(**paths: Any) -> dict[str, Any]:
@@ -121,15 +120,12 @@ def test_defaults_come_from_the_head_and_the_source(catalog: Catalog) -> None:
 
 
 def test_without_a_drafter_nothing_is_drafted(catalog: Catalog) -> None:
-    for args in (changed(drafter=..., depth=...), changed(drafter=None, depth=...)):
+    for args in (BARE, changed(drafter=None, depth=...)):
         settings = load_settings(args, catalog)
-        assert settings.drafter is None
-        assert settings.k_rules().max_draft_tokens == 0
+        assert (settings.drafter, settings.k_rules().max_draft_tokens) == (None, 0)
 
 
-def test_a_directory_becomes_an_absolute_path(
-    catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_becomes_an_absolute_path(catalog: Catalog, tmp_path: Path, monkeypatch) -> None:
     write_head(tmp_path / "checkpoint", {})
     monkeypatch.chdir(tmp_path)
     settings = load_settings(changed(model__source="./checkpoint", model__id=...), catalog)
@@ -179,10 +175,7 @@ BAD_INPUTS: list[tuple[Any, ...]] = [
     (changed(drafter__links={}), "drafter.links", "placement: colocated"),
     (remote(drafter__head="eagle3", drafter__max_draft_tokens=...), "drafter.placement", "eagle3 is an EAGLE-3 head"),
     (remote(drafter__engine_options={"draft_tensor_parallel_size": 2}), "(draft_tensor_parallel_size)"),
-    (
-        changed(drafter__engine_options={"enable_adaptive_verification": True}),
-        "drafter.engine_options.enable_adaptive_verification",
-    ),
+    (changed(drafter__engine_options={"enable_adaptive_verification": True}), "drafter.engine_options.enable_adap"),
     (remote(engine={"dtype": "half", "pipeline_parallel_size": 2}), "engine.pipeline_parallel_size is 2"),
     (remote(engine={"dtype": "fp8"}), "engine.dtype is 'fp8'", "bfloat16"),
     (changed(learning={"workloads": "all"}), "learning needs heads that can be swapped", "drafter.placement: remote"),
@@ -198,10 +191,7 @@ BAD_INPUTS: list[tuple[Any, ...]] = [
     (scaled(policy="acceptance"), "needs engine.max_num_seqs"),
     (changed(autoscaling=QUEUE), "target.num_replicas fixes what autoscaling decides"),
     (changed(drafter={"method": "dflash", "max_draft_tokens": 7}), "drafter.head"),
-    (
-        changed(drafter={"method": "dflash", "head": "org/head"}),
-        "drafter.max_draft_tokens is missing: with method: dfl",
-    ),
+    (changed(drafter={"method": "dflash", "head": "org/head"}), "drafter.max_draft_tokens is missing: with method"),
     (changed(drafter={"method": "mtp", "head": "a/b", "max_draft_tokens": 6}), "has no files of its own: leave it out"),
     (remote(drafter__method="eagle", drafter__head="org/head"), "drafter.placement: remote is for P-EAGLE heads"),
     (asked(method="medusa"), "medusa"),
@@ -212,6 +202,10 @@ BAD_INPUTS: list[tuple[Any, ...]] = [
     (asked(quantization="mxfp4"), "quantization is 'mxfp4', but must be fp8 here"),
     (asked(model=None), "missing key speculative_config.model"),
     (asked(num_speculative_tokens="x"), "drafter.max_draft_tokens"),
+    ({**GOOD, "speculative_config": SPECULATIVE_CONFIG}, "speculative_config", "contradict"),
+    (changed(drafter__engine_options={"model": "other"}), "engine_options.model is not yours to set"),
+    (remote(autoscaling=QUEUE, target__num_replicas=...), "autoscaling.drafter is missing"),
+    (changed(drafter={"head": "amazon/some-p-eagle-head"}), "drafter.max_draft_tokens is missing"),
 ]
 
 
@@ -223,9 +217,8 @@ def test_bad_input_is_named_with_its_path_and_remedy(case: Any, catalog: Catalog
 
 
 def test_a_remote_drafter_scales_too(catalog: Catalog) -> None:
-    args = remote(autoscaling=QUEUE, target__num_replicas=...)
-    assert any("autoscaling.drafter is missing" in problem for problem in problems_of(args, catalog))
-    settings = load_settings({**args, "autoscaling": {**QUEUE, "drafter": {"min": 1, "max": 2}}}, catalog)
+    scaling = {**QUEUE, "drafter": {"min": 1, "max": 2}}
+    settings = load_settings(remote(autoscaling=scaling, target__num_replicas=...), catalog)
     assert (settings.max_num_targets, settings.max_num_drafters) == (3, 2)
 
 
@@ -273,8 +266,8 @@ def test_vllms_other_drafters_are_passed_on_unread(catalog: Catalog) -> None:
 
 
 def test_checkpoints_in_object_stores_are_streamed(catalog: Catalog) -> None:
-    args = {**GOOD, "model": {"source": "s3://bucket/my-model"}}
-    args["drafter"] = {"head": "gs://bucket/head", "max_draft_tokens": 7}
+    drafter = {"head": "gs://bucket/head", "max_draft_tokens": 7}
+    args = changed(model={"source": "s3://bucket/my-model"}, drafter=drafter)
     settings = load_settings({**args, "engine": {"load_format": "runai_streamer"}}, catalog)
     assert (settings.model.source, settings.model.id) == ("s3://bucket/my-model", "my-model")
     assert settings.drafter.head == "gs://bucket/head"
@@ -283,41 +276,29 @@ def test_checkpoints_in_object_stores_are_streamed(catalog: Catalog) -> None:
             load_settings({**args, "engine": engine}, catalog)
 
 
-def test_a_head_that_is_not_here_yet_needs_its_k_max(catalog: Catalog) -> None:
-    args = changed(drafter={"head": "amazon/some-p-eagle-head"})
-    assert "drafter.max_draft_tokens is missing" in problems_of(args, catalog)[0]
-    args["drafter"]["max_draft_tokens"] = 7
-    assert load_settings(args, catalog).max_draft_tokens == 7
-
-
 def test_vllms_speculative_config_stands_for_the_drafter(catalog: Catalog) -> None:
-    bare = changed(drafter=..., depth=...)
-    from_args = load_settings({**bare, "speculative_config": SPECULATIVE_CONFIG}, catalog)
+    from_args = load_settings(asked(), catalog)
     env = {"SM_VLLM_SPECULATIVE_CONFIG": json.dumps(SPECULATIVE_CONFIG)}
-    assert load_settings(bare, catalog, env) == from_args
-    assert load_settings({**bare, "speculative_config": SPECULATIVE_CONFIG}, catalog, env) == from_args
+    assert load_settings(BARE, catalog, env) == load_settings(asked(), catalog, env) == from_args
     assert from_args.drafter.head == "amazon/some-p-eagle-head"
     assert from_args.k_rules().default_k == 5
     # A config file of vLLM's own has it as JSON in a string.
-    assert load_settings({**bare, "speculative_config": json.dumps(SPECULATIVE_CONFIG)}, catalog) == from_args
-    further = {**SPECULATIVE_CONFIG, "draft_tensor_parallel_size": 1}
-    drafter = drafter_of({**bare, "speculative_config": further}, catalog)
+    assert load_settings({**BARE, "speculative_config": json.dumps(SPECULATIVE_CONFIG)}, catalog) == from_args
+    drafter = drafter_of(asked(draft_tensor_parallel_size=1), catalog)
     assert drafter.engine_options == {"draft_tensor_parallel_size": 1}
 
 
 @pytest.mark.parametrize(
     ("args", "in_env", "words"),
     [
-        ({**GOOD, "speculative_config": SPECULATIVE_CONFIG}, None, "contradict"),
         (GOOD, json.dumps(SPECULATIVE_CONFIG), "contradict"),
         (BARE, "{", "is not JSON"),
         (BARE, "3", "must be an object"),
-        (changed(drafter__engine_options={"model": "other"}), None, "engine_options.model is not yours to set"),
     ],
 )
-def test_one_place_names_the_drafter(args: Any, in_env: str | None, words: str, catalog: Catalog) -> None:
-    env = {} if in_env is None else {"SM_VLLM_SPECULATIVE_CONFIG": in_env}
-    assert any(words in problem for problem in problems_of(args, catalog, env))
+def test_a_wrong_drafter_in_the_environment_is_named(args: Any, in_env: str, words: str, catalog: Catalog) -> None:
+    (problem,) = problems_of(args, catalog, {"SM_VLLM_SPECULATIVE_CONFIG": in_env})
+    assert words in problem
 
 
 # ---- a remote drafter
@@ -330,37 +311,34 @@ def test_a_user_config_swaps_the_head_and_leaves_the_rest(catalog: Catalog) -> N
 
 
 @pytest.mark.parametrize(
-    ("user_config", "words"),
+    ("user_config", "said"),
     [
-        ("same-shape", ["user_config must be a mapping"]),
-        ({"haed": "same-shape"}, ["unknown key haed in user_config", "did you mean head"]),
-        ({"head": "no-head"}, ["user_config.head", "no-head"]),
-        ({"head": "shallow"}, ["max_draft_tokens is 7", "3 depths"]),
+        ("same-shape", "user_config must be a mapping"),
+        ({"haed": "same-shape"}, "unknown key haed in user_config.*did you mean head"),
+        ({"head": "no-head"}, "user_config.head.*no-head"),
+        ({"head": "shallow"}, "max_draft_tokens is 7.*3 depths"),
     ],
 )
-def test_a_user_config_that_cannot_be_is_refused(user_config: Any, words: list[str], catalog: Catalog) -> None:
+def test_a_user_config_that_cannot_be_is_refused(user_config: Any, said: str, catalog: Catalog) -> None:
     drafter = drafter_of(remote(), catalog)
-    with pytest.raises(ValueError, match=".") as raised:
+    with pytest.raises(ValueError, match=said):
         swapped(drafter, user_config, catalog)
-    assert all(word in str(raised.value) for word in words), raised.value
 
 
-BAD_LIVE: list[tuple[Any, list[str]]] = [
-    ("limits", ["user_config must be a mapping with aliases, depth, limits and callers, not 'limits'"]),
-    ({"limit": {}}, ["unknown key user_config.limit", "did you mean limits"]),
-    ({"aliases": {"coder": 3}}, ["user_config.aliases.coder: Input should be a valid string"]),
-    ({"limits": {"max_num_sequences": 0}}, ["user_config.limits.max_num_sequences: Input should be greater"]),
-    ({"callers": {"web": {**KEY, "max_k": -1}}}, ["user_config.callers.web.max_k: Input should be greater"]),
-    ({"engine": {"max_num_seqs": 8}}, ["unknown key user_config.engine"]),
-    ({"callers": {}}, ["user_config.callers is empty"]),
-]
+BAD_LIVE: dict[str, Any] = {
+    "user_config must be a mapping with aliases, depth, limits and callers, not 'limits'": "limits",
+    "unknown key user_config.limit; did you mean limits?": {"limit": {}},
+    "user_config.aliases.coder: Input should be a valid string": {"aliases": {"coder": 3}},
+    "user_config.limits.max_num_sequences: Input should be greater": {"limits": {"max_num_sequences": 0}},
+    "user_config.callers.web.max_k: Input should be greater": {"callers": {"web": {**KEY, "max_k": -1}}},
+    "unknown key user_config.engine": {"engine": {"max_num_seqs": 8}},
+    "user_config.callers is empty": {"callers": {}},
+}
 
 
-@pytest.mark.parametrize(("user_config", "words"), BAD_LIVE)
-def test_live_settings_that_cannot_be_leave_a_running_service_as_it_was(
-    user_config: Any, words: list[str], catalog: Catalog, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("said", BAD_LIVE)
+def test_live_settings_that_cannot_be_leave_a_running_service_as_it_was(said: str, catalog: Catalog, caplog) -> None:
     settings = load_settings(GOOD, catalog)
-    assert settings_with(settings, user_config) is settings
+    assert settings_with(settings, BAD_LIVE[said]) is settings
     (record,) = [record for record in caplog.records if record.name == "deployments.replicas"]
-    assert all(word in record.getMessage() for word in words), record.getMessage()
+    assert said in record.getMessage()

@@ -3,7 +3,6 @@
 import math
 from bisect import bisect_left
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -64,24 +63,12 @@ def test_a_few_steps_teach_what_the_guess_did_not_know(engine, on_gpu):
 
 def test_a_pass_that_grows_with_requests_is_told_from_the_rest_of_a_step():
     """Few steps without it are enough."""
-    model, rng = StepLatencyModel(on_gpu=False), np.random.default_rng(0)
-    for number in range(400):
-        num_requests, k = int(rng.choice([1, 2, 4, 8])), int(rng.integers(1, 8))
-        num_tokens, is_drafted = (num_requests * (1 + k), True) if number % 10 else (num_requests, False)
-        seconds = dear_drafter(num_requests, num_tokens, 0, is_drafted) * float(np.exp(0.03 * rng.standard_normal()))
-        model.observe(TimedStep(seconds, num_requests, num_tokens, 0, is_drafted))
+    model = StepLatencyModel(on_gpu=False)
+    for number in range(40):
+        run(model, dear_drafter, 9, [1, 2, 4, 8], range(1, 8), noise=0.03, seed=number)
+        run(model, dear_drafter, 1, [1, 2, 4, 8], [0], noise=0.03, seed=number)
     for cell in ((1, 1), (2, 2), (4, 4), (8, 8), (8, 32)):
         assert model.latency.seconds(*cell) == pytest.approx(dear_drafter(*cell), rel=0.1)
-
-
-@pytest.mark.parametrize("name", ["h200", "8b", "coder"])
-def test_measured_engines_are_learned_at_the_loads_that_they_had(name):
-    """A GPU has room for some rows; one with many experts has none for the first ones."""
-    engine, model = TableEngine.load(ENGINES[name]), StepLatencyModel(on_gpu=True)
-    sizes = (1, 4, 16, 64, 128)
-    run(model, engine, 3000, sizes=sizes, depths=range(1, 8))
-    off = np.abs(errors(model.latency, engine, sizes=sizes, depths=range(1, 8)))
-    assert off.mean() < 0.08
 
 
 RATES = (0.80, 0.61, 0.46, 0.34, 0.24, 0.17, 0.12)
@@ -105,17 +92,16 @@ def shares_of_best(model: StepLatencyModel, engine, loads, num_steps=400) -> lis
 
 
 @pytest.mark.parametrize("name", ["h200", "8b", "coder"])
-def test_from_the_guess_each_load_gets_its_k(name):
-    engine = TableEngine.load(ENGINES[name])
-    assert min(shares_of_best(StepLatencyModel(on_gpu=True), engine, (8, 64, 256, 32, 128, 64))) > 0.95
-
-
-@pytest.mark.parametrize("name", ["h200", "8b", "coder"])
-def test_an_engine_whose_rows_seemed_free_is_soon_known(name):
-    """While other programs used its GPU all its steps were equally long."""
+def test_measured_engines_are_learned_and_each_load_gets_its_k(name):
+    """A GPU has room for some rows; one with many experts has none for the first ones."""
     engine, model = TableEngine.load(ENGINES[name]), StepLatencyModel(on_gpu=True)
-    run(model, lambda *_: engine(256, 2048), 500)
-    assert min(shares_of_best(model, engine, (64, 128, 256, 32, 64, 128, 256, 64))[4:]) > 0.9
+    sizes, depths = (1, 4, 16, 64, 128), range(1, 8)
+    run(model, engine, 3000, sizes, depths)
+    assert np.abs(errors(model.latency, engine, sizes, depths)).mean() < 0.08
+    assert min(shares_of_best(StepLatencyModel(on_gpu=True), engine, (8, 64, 256, 32, 128, 64))) > 0.95
+    misled = StepLatencyModel(on_gpu=True)  # other programs used its GPU, and all its steps were equally long
+    run(misled, lambda *_: engine(256, 2048), 500)
+    assert min(shares_of_best(misled, engine, (64, 128, 256, 32, 64, 128, 256, 64))[4:]) > 0.9
 
 
 def test_what_the_host_adds_makes_no_draft_dearer():
@@ -148,13 +134,6 @@ def test_a_first_step_that_compiled_and_a_pause_hardly_matter():
     assert model.latency.seconds(8, 32) == pytest.approx(before, rel=0.1)
 
 
-def test_an_engine_that_becomes_slower_is_followed():
-    model = StepLatencyModel(on_gpu=False)
-    run(model, cpu, 500, sizes=[4], depths=[3])
-    run(model, lambda *cell: 1.5 * cpu(*cell), 1500, sizes=[4], depths=[3])
-    assert model.latency.seconds(4, 16) == pytest.approx(1.5 * cpu(4, 16), rel=0.05)
-
-
 def test_large_prompts_make_no_small_steps_free():
     """Whatever steps with 8,192 rows of prompts take."""
     model, rng = StepLatencyModel(on_gpu=True), np.random.default_rng(0)
@@ -184,12 +163,6 @@ def test_a_curve_says_what_single_steps_say(num_requests, k, on_gpu):
     assert len(curve) == num_requests * 20 + 1
     assert curve[num_requests * k] == pytest.approx(latency.seconds(num_requests, num_requests * (1 + k)))
     assert (np.diff(curve[1:]) >= 0).all()
-
-
-def test_a_latency_travels_as_text():
-    model = StepLatencyModel(on_gpu=True)
-    run(model, gpu, 30)
-    assert msgspec.json.decode(msgspec.json.encode(model.latency), type=StepLatency) == model.latency
 
 
 def test_engines_are_averaged_by_their_steps():

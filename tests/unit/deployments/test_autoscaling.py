@@ -29,25 +29,21 @@ def controller() -> Controller:
 # ---- what Serve is given
 
 
-@pytest.mark.parametrize("changes", [{}, {"autoscaling": {**QUEUE, "drafter": {"min": 1, "max": 2}}}])
-def test_a_target_that_goes_may_finish_its_streams(changes: dict[str, Any], catalog: Catalog) -> None:  # noqa: F811
-    number = {"target__num_replicas": ...} if changes else {}
-    options = target_options(load_settings(remote(**changes, **number), catalog))
-    assert options["graceful_shutdown_timeout_s"] == 600.0
-    assert ("num_replicas" in options, "autoscaling_config" in options) == (not changes, bool(changes))
-
-
-def test_a_drafter_has_a_policy_and_room_for_the_requests_of_all_targets_that_may_come(
+def test_a_target_may_finish_its_streams_and_a_drafter_has_room_for_all_targets_that_may_come(
     catalog: Catalog,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("deployments.drafter.target_source", lambda source: "nowhere")
     scaling = {**QUEUE, "drafter": {"min": 1, "max": 2}}
-    settings = load_settings(remote(autoscaling=scaling, target__num_replicas=..., engine__max_num_seqs=8), catalog)
-    config = AutoscalingConfig(**(autoscaling_config(settings, "drafter") or {}))
+    scaled = load_settings(remote(autoscaling=scaling, target__num_replicas=..., engine__max_num_seqs=8), catalog)
+    for settings, number in ((load_settings(remote(), catalog), "num_replicas"), (scaled, "autoscaling_config")):
+        options = target_options(settings)
+        assert options["graceful_shutdown_timeout_s"] == 600.0
+        assert options.keys() & {"num_replicas", "autoscaling_config"} == {number}
+    config = AutoscalingConfig(**(autoscaling_config(scaled, "drafter") or {}))
     assert (config.min_replicas, config.max_replicas) == (1, 2)
     assert config.policy.policy_kwargs == {"deployment": "drafter"}
-    assert HeadLoader(settings).max_num_requests == 3 * 8
+    assert HeadLoader(scaled).max_num_requests == 3 * 8
 
 
 @pytest.mark.parametrize(
@@ -79,13 +75,6 @@ def test_a_decision_is_shown(controller: Controller) -> None:
     assert shown["reason"] in text
 
 
-def test_without_a_record_the_queue_decides_and_nothing_shrinks(controller: Controller) -> None:
-    controller.wanted = 2
-    assert controller.tick(total_num_requests=0.0) == 2
-    controller.now_s += 10
-    assert controller.tick(total_num_requests=100.0) == 7
-
-
 def test_a_stale_record_counts_as_none_until_a_new_one_comes(controller: Controller) -> None:
     controller.wanted, controller.replicas = 3, [FakeReplica(name, started_s=1000.0) for name in "abc"]
     assert controller.serve(400, 0.3, GOOD) == 1
@@ -108,9 +97,15 @@ def test_by_queue_length_the_number_goes_both_ways() -> None:
     assert controller.tick(total_num_requests=4.0) == 3, "the router is silent"
 
 
-def test_the_record_of_a_service_that_has_ended_counts_for_nothing(controller: Controller) -> None:
-    controller.channel.put("replicas", {"time_s": 1.0, "target": 8, "drafter": None})
-    assert controller.tick(total_num_requests=0.0) == 1
+@pytest.mark.parametrize("ended", [None, {"time_s": 1.0, "target": 8, "drafter": None}])
+def test_without_a_record_of_this_service_the_queue_decides_and_nothing_shrinks(
+    controller: Controller, ended: Any
+) -> None:
+    controller.channel.put("replicas", ended)
+    controller.wanted = 3
+    assert controller.tick(total_num_requests=0.0) == 3
+    controller.now_s += 10
+    assert controller.tick(total_num_requests=100.0) == 7
     controller.decide()
     controller.now_s += 1
     controller.channel.put("replicas", {"time_s": 2.0, "target": 2, "drafter": None})

@@ -101,6 +101,7 @@ def type_keys(service: SmallService, keys: str, **options: Any) -> None:
 
 UP, STOP, LEAVE, PASTED = "\x1b[A", "\x03", "\x04", "\x1b[200~two\nlines\x1b[201~"
 PROMPT = r">.*?\x1b\[\?25h"  # the cursor is shown when keys are read
+ANSWERED = f"tokens a step[^>]*{PROMPT}"
 ANSWER = "a\néb!"
 
 
@@ -164,18 +165,13 @@ def test_view_in_a_pipe_is_printed_once_and_no_line_is_broken(service: SmallServ
 def test_in_a_terminal_drafts_are_green_and_ctrl_c_stops_the_answer_alone(service: SmallService) -> None:
     with terminal("chat", "--url", service.url) as shell:
         shell.wait_for(PROMPT)
-        shell.type("one\r")
-        shell.wait_for(r"\x1b\[32mb!?\x1b\[0m")
-        shell.wait_for(f"tokens a step[^>]*{PROMPT}")
-        shell.type("slow\r")
-        shell.wait_for("word word")
+        shell.type("one\r", r"\x1b\[32mb!?\x1b\[0m", ANSWERED)
+        shell.type("slow\r", "word word")
         shell.type(STOP)
         assert service.gone.wait(120)  # the engine must not go on for nobody
         shell.wait_for(PROMPT)
-        shell.type(STOP)
-        shell.wait_for(PROMPT)
-        shell.type("two\r")
-        shell.wait_for(f"tokens a step[^>]*{PROMPT}")
+        shell.type(STOP, PROMPT)
+        shell.type("two\r", ANSWERED)
         shell.type(LEAVE)
         assert shell.ended() == 0
     (_, _, *slow, last) = service.messages[-1]
@@ -189,10 +185,8 @@ def test_the_history_outlasts_the_program_and_is_not_for_others(service: SmallSe
     assert (tmp_path / "cache/chat-history").stat().st_mode & 0o777 == 0o600
     with terminal("chat", "--url", service.url) as shell:
         shell.wait_for(PROMPT)
-        shell.type(UP)
-        shell.wait_for("one")
-        shell.type("!\r")
-        shell.wait_for(f"tokens a step[^>]*{PROMPT}")
+        shell.type(UP, "one")
+        shell.type("!\r", ANSWERED)
         shell.type(LEAVE)
         assert shell.ended() == 0
     assert service.messages == [[("user", "one")], [("user", "one!")]]

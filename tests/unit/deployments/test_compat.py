@@ -2,7 +2,6 @@
 
 import asyncio
 import socket
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,39 +36,33 @@ def test_a_killed_cluster_of_which_ray_keeps_a_note_is_none(tmp_path: Path, monk
     assert compat.local_cluster() is None
 
 
+async def get(app: Any, path: str = "/", **options: Any) -> httpx.Response:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        return await client.get(path, **options)
+
+
 def proxied(answer: Any) -> httpx.Response:
-    app = Starlette(routes=[Route("/", lambda _: answer)], middleware=compat.proxy_middlewares())
-
-    async def ask() -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-            return await client.get("/")
-
-    return asyncio.run(ask())
+    return asyncio.run(get(Starlette(routes=[Route("/", lambda _: answer)], middleware=compat.proxy_middlewares())))
 
 
 async def test_a_header_that_serve_cannot_read_is_the_clients_fault() -> None:
     async def serves(scope: Any, receive: Any, send: Any) -> None:
         b"".join(value for _, value in scope["headers"]).decode("utf-8")
 
-    transport = httpx.ASGITransport(compat.PlainErrors(serves))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        response = await client.get("/", headers=[(b"x-request-id", b"\xff")])
+    response = await get(compat.PlainErrors(serves), headers=[(b"x-request-id", b"\xff")])
     assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
-@pytest.mark.parametrize(
-    ("status", "text", "ours", "code"),
-    [
+def test_errors_of_the_proxy_come_in_openais_form() -> None:
+    """Ray's proxy answers plain text."""
+    for status, text, ours, code in (
         (500, "The actor died unexpectedly before finishing this task.", 503, "server_lost"),
         (404, "Path '/x' not found.", 404, None),
-    ],
-)
-def test_errors_of_the_proxy_come_in_openais_form(status: int, text: str, ours: int, code: str | None) -> None:
-    """Ray's proxy answers plain text."""
-    response = proxied(PlainTextResponse(text, status, headers={"x-kept": "1"}))
-    assert (response.status_code, response.headers["x-kept"]) == (ours, "1")
-    assert response.json()["error"]["code"] == code
-    assert int(response.headers["content-length"]) == len(response.content)
+    ):
+        response = proxied(PlainTextResponse(text, status, headers={"x-kept": "1"}))
+        assert (response.status_code, response.headers["x-kept"]) == (ours, "1")
+        assert response.json()["error"]["code"] == code
+        assert int(response.headers["content-length"]) == len(response.content)
 
 
 def test_what_the_service_answers_passes_as_it_is() -> None:
@@ -88,15 +81,13 @@ class Proxy:
 
     def __init__(self, num_replicas: int, seconds: float = 0.0, deployment: str = "target") -> None:
         self.replicas = dict.fromkeys(range(num_replicas))
-        self.seconds, self.num_asked = seconds, 0
+        self.seconds = seconds
         router = SimpleNamespace(_request_router=SimpleNamespace(curr_replicas=self.replicas))
-        handle = SimpleNamespace(
-            deployment_name=deployment, app_name="app", _router=SimpleNamespace(_asyncio_router=router)
-        )
+        asyncio_router = SimpleNamespace(_asyncio_router=router)
+        handle = SimpleNamespace(deployment_name=deployment, app_name="app", _router=asyncio_router)
         self.proxy_router = SimpleNamespace(match_route=lambda path: ("/", handle, False))
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        self.num_asked += 1
         try:
             while not self.replicas:
                 await asyncio.sleep(0.01)
@@ -107,39 +98,26 @@ class Proxy:
         await PlainTextResponse("fine")(scope, receive, send)
 
 
-async def through(proxy: Proxy, path: str = "/v1/models") -> tuple[httpx.Response, float]:
-    transport = httpx.ASGITransport(compat.NoReplica(proxy))
-    started_s = time.monotonic()
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        return await client.get(path), time.monotonic() - started_s
+async def answered(proxy: Proxy, path: str = "/v1/models", *, gone_s: float, back_s: float = 60.0) -> httpx.Response:
+    """Its answer where the replicas go, and one comes, after this time."""
+    loop = asyncio.get_running_loop()
+    loop.call_later(gone_s, proxy.replicas.clear)
+    loop.call_later(back_s, proxy.replicas.setdefault, 1)
+    return await get(compat.NoReplica(proxy), path)
 
 
 async def test_a_replica_may_take_its_time_also_while_it_takes_new_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "MAX_WAIT_S", 15.0)
-    proxy = Proxy(1, seconds=1.0)
-    answer = asyncio.ensure_future(through(proxy))
-    await asyncio.sleep(0.1)
-    proxy.replicas.clear()
-    await asyncio.sleep(0.7)
-    proxy.replicas[1] = None
-    response, _ = await answer
+    response = await answered(Proxy(1, seconds=1.0), gone_s=0.1, back_s=0.8)
     assert (response.status_code, response.text) == (200, "fine")
 
 
 async def test_one_whose_last_replica_goes_before_its_answer_is_refused_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "MAX_WAIT_S", 0.05)
-    proxy = Proxy(1, seconds=60.0)
-    answer = asyncio.ensure_future(through(proxy))
-    await asyncio.sleep(0.1)
-    proxy.replicas.clear()
-    response, _ = await answer
+    response = await answered(Proxy(1, seconds=60.0), gone_s=0.1)
     assert response.json()["error"]["code"] == "model_not_ready", "and not what the proxy says of the end"
 
 
-def test_other_applications_and_probes_of_the_proxy_are_left_alone() -> None:
-    async def run(proxy: Proxy, path: str) -> int:
-        asyncio.get_running_loop().call_later(0.8, proxy.replicas.setdefault, 1)
-        return (await through(proxy, path))[0].status_code
-
-    assert asyncio.run(run(Proxy(0, deployment="another"), "/v1/models")) == 200
-    assert asyncio.run(run(Proxy(0), "/-/healthz")) == 200
+async def test_other_applications_and_probes_of_the_proxy_are_left_alone() -> None:
+    for proxy, path in ((Proxy(0, deployment="another"), "/v1/models"), (Proxy(0), "/-/healthz")):
+        assert (await answered(proxy, path, gone_s=0.0, back_s=0.8)).status_code == 200

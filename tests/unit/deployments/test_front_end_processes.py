@@ -16,24 +16,16 @@ from cluster.errors import ApiError
 from deployments import front_end_processes
 from deployments.answers import EngineAnswers
 from deployments.front_end import FrontEnd, Usage
-from deployments.front_end_processes import (
-    MAX_RESTARTS,
-    WINDOW,
-    FrontEndProcess,
-    FrontEndProcesses,
-    RemoteGrammarChecker,
-    Task,
-    Wire,
-    Worker,
-)
+from deployments.front_end_processes import MAX_RESTARTS, WINDOW, RemoteGrammarChecker, Wire, Worker
 from peagle.vllm.recorder import DraftingRecorder, RequestDrafting
 from tests.unit.deployments.test_front_end import HELLO, cluster
+from tests.unit.deployments.test_replicas import until
 from tests.unit.deployments.test_target_replica import COUNTS, chunk, endless, events
 
 LAST = [chunk("stop"), "data: [DONE]\n\n"]
 
 
-class NoProcess(FrontEndProcess):
+class NoProcess(front_end_processes.FrontEndProcess):
     """The other side runs on this event loop. Its vLLM answers by `answer`, which a test sets."""
 
     answer: Callable[[Any], Any]
@@ -52,7 +44,7 @@ class NoProcess(FrontEndProcess):
         async def abort(ids: list[str]) -> None:
             self.aborted += ids
 
-        wire = self.theirs = await Wire.open(end, Task)
+        wire = self.theirs = await Wire.open(end, front_end_processes.Task)
         client: Any = SimpleNamespace(errored=False, abort=abort)
         chat: Any = SimpleNamespace(create_chat_completion=ask, create_error_response=create_error_response)
         record = RequestDrafting("x", "default", COUNTS, num_output_tokens=9, num_prompt_tokens=4)
@@ -73,34 +65,29 @@ class NoProcess(FrontEndProcess):
         self._work.cancel()
 
 
-class Replica(FrontEndProcesses):
+class Replica(front_end_processes.FrontEndProcesses):
     def __init__(self, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(front_end_processes, "FrontEndProcess", NoProcess)
         monkeypatch.setattr(front_end_processes, "client_addresses", lambda _, number: [("", "")] * number)
         self.charged: list[Any] = []
         self.kept: list[Any] = []
-        self.lost: list[int] = []
-
-        def charge(*charged: Any) -> None:
-            self.charged.append(charged)
-
-        def keep(*kept: Any) -> None:
-            self.kept.append(kept)
-
-        self.recorder = DraftingRecorder()
-        super().__init__(number, 8, self.recorder, charge, keep)
+        charge = lambda *charged: self.charged.append(charged)  # noqa: E731
+        keep = lambda *kept: self.kept.append(kept)  # noqa: E731
+        super().__init__(number, 8, DraftingRecorder(), charge, keep)
         self.front_end = FrontEnd(cluster())
 
-    async def start(self) -> None:
-        async def abort(index: int) -> None:
-            self.lost.append(index)
+    @classmethod
+    async def started(cls, number: int, monkeypatch: pytest.MonkeyPatch) -> "Replica":
+        async def abort(index: int) -> None: ...
 
         async def find_outcome(fields: Any) -> Any:
             return {"error": f"no {fields}"}
 
-        self.launch(None, Namespace())
-        self.engine_end = asyncio.get_running_loop().create_future()
-        await self.attach(SimpleNamespace(find_outcome=find_outcome), abort, self.engine_end)
+        replica = cls(number, monkeypatch)
+        replica.launch(None, Namespace())
+        replica.engine_end = asyncio.get_running_loop().create_future()
+        await replica.attach(SimpleNamespace(find_outcome=find_outcome), abort, replica.engine_end)
+        return replica
 
     def process(self, place: int) -> Any:
         return self._processes[place]
@@ -109,49 +96,39 @@ class Replica(FrontEndProcesses):
         return self.generate(self.front_end.admit("chat", {"messages": HELLO, "stream": True, **body}))
 
 
-async def soon(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not is_so():
-            await asyncio.sleep(0.001)
-
-
 async def test_requests_go_to_the_process_with_the_fewest_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    replica, asked = Replica(2, monkeypatch), []
+    replica, asked = await Replica.started(2, monkeypatch), list[Any]()
 
-    async def answer(request: Any) -> AsyncIterator[str]:
+    def answer(request: Any) -> AsyncIterator[str]:
         asked.append(request)
-        async for event in endless():
-            yield event
+        return endless()
 
     NoProcess.answer = answer
-    await replica.start()
     streams = [replica.ask(n=3), *(replica.ask(n=1) for _ in range(3))]
     assert [await anext(stream) for stream in streams] == [chunk()] * 4
     assert replica.num_requests == [1, 3]
     assert [(one.n, one.vllm_xargs["peagle_k"]) for one in asked] == [(3, 7), (1, 7), (1, 7), (1, 7)]
     for stream in streams:
         await stream.aclose()
-    await soon(lambda: len(replica.charged) == 4)
+    await until(lambda: len(replica.charged) == 4)
     assert replica.charged[0] == ("anyone", 0, Usage(4, 9, 4))
     assert [len(replica.process(place).aborted) for place in (0, 1)] == [1, 3]
     assert [replica.process(place).sequences.total() for place in (0, 1)] == [0, 0]
 
 
 async def test_an_answer_that_has_ended_is_charged_though_nobody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    replica = Replica(1, monkeypatch)
-    await replica.start()
+    replica = await Replica.started(1, monkeypatch)
     NoProcess.answer = lambda _: events(chunk(), *LAST)
     stream = replica.ask()
     assert await anext(stream) == chunk()
     await asyncio.sleep(0.05)
     await stream.aclose()
-    await soon(lambda: replica.charged)
+    await until(lambda: replica.charged)
     assert [usage for _, _, usage in replica.charged] == [Usage(4, 9, 4)]
 
 
 async def test_answers_and_errors_come_through_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    replica = Replica(1, monkeypatch)
-    await replica.start()
+    replica = await Replica.started(1, monkeypatch)
     NoProcess.answer = lambda _: events(chunk(), *LAST)
     found = [item async for item in replica.ask()]
     assert found[0] == chunk()
@@ -162,18 +139,17 @@ async def test_answers_and_errors_come_through_as_they_are(monkeypatch: pytest.M
     assert isinstance(error, ApiError)
     assert (error.status, error.message, error.code) == (400, "too long", "invalid_value")
     replica.process(0).theirs.send(front_end_processes.Kept("code", "web", [1, 2], [3]))
-    await soon(lambda: replica.kept == [("code", "web", [1, 2], [3])])
+    await until(lambda: replica.kept == [("code", "web", [1, 2], [3])])
     found = await replica.process(0).checker.find_outcome({"regex": "a"})
     assert found == {"error": "no {'regex': 'a'}"}
 
 
 async def test_a_client_that_does_not_read_holds_up_its_own_answer_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    replica, made = Replica(1, monkeypatch), list[int]()
-    await replica.start()
+    replica, made = await Replica.started(1, monkeypatch), list[int]()
     NoProcess.answer = lambda _: endless(made)
     slow = replica.ask()
     assert await anext(slow)
-    await soon(lambda: len(made) >= WINDOW)
+    await until(lambda: len(made) >= WINDOW)
     await asyncio.sleep(0.05)
     assert len(made) == WINDOW
     NoProcess.answer = lambda _: events(*LAST)
@@ -186,13 +162,12 @@ async def test_a_client_that_does_not_read_holds_up_its_own_answer_only(monkeypa
 
 
 async def test_a_replica_that_loses_too_many_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    replica = Replica(1, monkeypatch)
-    await replica.start()
+    replica = await Replica.started(1, monkeypatch)
     for index in range(1, MAX_RESTARTS + 2):
-        await soon(lambda index=index: replica.process(0).index == index and replica.process(0).is_ready)
+        await until(lambda index=index: replica.process(0).index == index and replica.process(0).is_ready)
         assert not replica.problem
         replica.process(0).die()
-    await soon(lambda: bool(replica.problem))
+    await until(lambda: bool(replica.problem))
     assert replica.num_restarts == MAX_RESTARTS
     assert "has ended with -9, and 8 others before it" in replica.problem
     (refused,) = [item async for item in replica.ask()]
@@ -200,8 +175,7 @@ async def test_a_replica_that_loses_too_many_is_given_up(monkeypatch: pytest.Mon
 
 
 async def test_an_engine_that_dies_ends_the_answers_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    replica = Replica(2, monkeypatch)
-    await replica.start()
+    replica = await Replica.started(2, monkeypatch)
     NoProcess.answer = lambda _: endless()
     streams = [replica.ask(), replica.ask()]
     for stream in streams:
@@ -215,8 +189,7 @@ async def test_an_engine_that_dies_ends_the_answers_of_all_processes(monkeypatch
 
 
 async def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    replica = Replica(1, monkeypatch)
-    await replica.start()
+    replica = await Replica.started(1, monkeypatch)
     monkeypatch.setattr(front_end_processes, "REPORT_TIMEOUT_S", 0.01)
     monkeypatch.setattr(front_end_processes, "MAX_SILENCE_S", 0.1)
     for _ in range(3):

@@ -73,20 +73,12 @@ def applied(slots: HeadSlots, **desired: Any) -> list[str]:
     return [head.digest for head in slots.drafting]
 
 
-def test_the_heads_are_those_of_the_last_user_config_whatever_came_before(slots: HeadSlots, tmp_path: Path) -> None:
-    """A replica that starts later gets the last one only, and must have the same heads."""
-    assert configured(slots, {"head": str(tmp_path / "c")}) == ["c"]
-    assert configured(slots, {}) == ["a"]
-
-
-@pytest.mark.parametrize(("name", "words"), [("broken", "KeyError('fc.weight')"), ("unreadable", "num_depths")])
-def test_a_head_that_fails_in_an_unforeseen_way_is_refused_with_the_reason(
-    slots: HeadSlots, tmp_path: Path, name: str, words: str
-) -> None:
-    assert configured(slots, {"head": str(tmp_path / name)}) == ["a"]
-    assert words in slots.refused
-    assert configured(slots, {}) == ["a"]
-    assert slots.refused == ""
+def test_a_head_that_fails_in_an_unforeseen_way_is_refused_with_the_reason(slots: HeadSlots, tmp_path: Path) -> None:
+    for name, words in (("broken", "KeyError('fc.weight')"), ("unreadable", "num_depths")):
+        assert configured(slots, {"head": str(tmp_path / name)}) == ["a"]
+        assert words in slots.refused
+        assert configured(slots, {}) == ["a"]
+        assert slots.refused == ""
 
 
 async def test_a_drafter_that_starts_has_its_new_head_before_it_drafts(
@@ -109,7 +101,7 @@ def test_a_head_that_was_rolled_back_is_replaced_until_the_operator_names_anothe
     assert slots.configured.digest == "c"
     assert configured(slots, {"head": c}) == ["a"], "a replica that starts anew gets the same user_config"
     assert configured(slots, {"head": b}) == ["b"]
-    assert configured(slots, {}) == ["a"]
+    assert configured(slots, {}) == ["a"], "whatever came before: one that starts later gets the last one only"
     assert applied(slots, replaced="a", replacement=HeadRef(c, "another")) == ["a"]
     assert "no longer those of head another" in slots.problems[c]
 

@@ -27,26 +27,20 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(small: Path, **learning: Any) -> ClusterSettings:
+    defaults = {"workloads": "all", "recipe": SETTINGS, "min_held_out": 2, "share": 1}
     args = {
         "model": {"id": "small", "source": str(small / "target")},
         "engine": {"dtype": "float32"},
         "target": {"bundle": {"CPU": 1}},
-        "drafter": {
-            "head": str(small / "run" / "head"),
-            "placement": "remote",
-            "max_draft_tokens": 4,
-            "spare_heads": 1,
-        },
-        "learning": {
-            "workloads": "all",
-            "recipe": SETTINGS,
-            "min_held_out": 2,
-            "heads_dir": str(small / "learned"),
-            "share": 1,
-            **learning,
-        },
+        "drafter": {"head": head_of(small).name, "placement": "remote", "max_draft_tokens": 4, "spare_heads": 1},
+        "learning": {"heads_dir": str(small / "learned"), **defaults, **learning},
     }
     return load_settings(args, Catalog((), small, read_head_config))
+
+
+def head_of(small: Path) -> HeadRef:
+    folder = small / "run" / "head"
+    return HeadRef(str(folder), head_digest(folder))
 
 
 def answers_of(small: Path, workload: str, weights: str = "") -> list[KeptAnswer]:
@@ -60,9 +54,7 @@ def change(state: Any, head: str = "") -> HeadChange:
 
 def test_a_round_is_trained_judged_saved_and_begins_from_the_head_that_drafts(small: Path) -> None:
     answers = pickle.loads(pickle.dumps(answers_of(small, "chat")))  # as they come from a target
-    trainer, weights = HeadTrainer(settings(small)), target_digest(small / "target")
-    name = str(small / "run" / "head")
-    live = HeadRef(name, head_digest(Path(name)))
+    trainer, weights, live = HeadTrainer(settings(small)), target_digest(small / "target"), head_of(small)
     found = trainer.train(live, answers[:20], weights)
     assert found["num_steps"] == 40
     found |= trainer.judge(answers[:20], answers[:20])
@@ -97,10 +89,8 @@ def test_a_head_that_was_not_promoted_leaves_the_cache(small: Path, tmp_path: Pa
 def test_it_rests_after_judging_as_after_each_step(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers, rests = answers_of(small, "chat"), list[float]()
     trainer, weights = HeadTrainer(settings(small, share=0.25)), target_digest(small / "target")
-    name = str(small / "run" / "head")
-    live = HeadRef(name, head_digest(Path(name)))
     monkeypatch.setattr("deployments.learner.time.sleep", rests.append)
-    found = trainer.train(live, answers, weights)
+    found = trainer.train(head_of(small), answers, weights)
     assert len(rests) == found["num_steps"] - 1
     found = trainer.judge(answers, answers)
     assert rests[-1] == pytest.approx(3 * found["judging_s"], abs=0.2)
@@ -112,8 +102,7 @@ def test_after_an_update_of_the_target_the_head_follows(small: Path, tmp_path: P
     changed = settings(small)
     changed = changed.model_copy(update={"model": changed.model.model_copy(update={"source": str(target)})})
     trainer, buffer, old = HeadTrainer(changed), TrafficBuffer(2**20, 3600), target_digest(target)
-    name = str(small / "run" / "head")
-    live = HeadRef(name, head_digest(Path(name)))
+    live = head_of(small)
     before = answers_of(small, "chat", old)
     buffer.add(before, 0)
     kept = buffer.num_answers()["chat"]

@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,37 +48,23 @@ def metrics_in(expression: str) -> set[str]:
     return {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"(?:peagle_|vllm:)\w+", expression)}
 
 
-def labels_of(add: Callable[..., None], *said: Any) -> dict[str, set[str]]:
-    """Labels by metric of what `add` makes of `said`."""
-    add(found := Families(), *said)
-    return exported(prometheus_text(found.values()).decode())
-
-
-def test_metrics_of_autoscaling_are_those_of_the_table() -> None:
+def test_metrics_of_autoscaling_drafters_links_and_the_learner_are_those_of_the_table() -> None:
     scaled = Controller()
     scaled.serve(60, 1.0, GOOD)
-    found = labels_of(add_scaling_metrics, scaled.router.document)
-    assert found == {name: labels for name, labels in documented().items() if name.startswith("peagle_autoscaling_")}
-
-
-def test_every_counter_of_drafters_and_links_is_in_the_table() -> None:
     served = {name.removeprefix("num_"): value for name, value in dataclasses.asdict(ServerStats()).items()}
     served["refused_connections"] = served.pop("refused")  # as a drafter reports it
     replica = DrafterReport("r1", "h:1", (HeadRef("a", "a"),), "", dataclasses.asdict(Counters()) | served)
     about = {"address": "h:1", "state": "up", "path": "tcp", "problem": ""}
     links = link_reports([{"links": [about | dataclasses.asdict(LinkStats())]}])
-    found = labels_of(add_drafter_metrics, [replica], [report("a", "t1", links)])
-    assert found == {
-        name: labels for name, labels in documented().items() if name.startswith(("peagle_drafter_", "peagle_link_"))
-    }
-
-
-def test_metrics_of_the_learner_are_those_of_the_table() -> None:
     figures = {"ratio": 1.1, "low": 1.05, "high": 1.15}
     counters = {"answers_taken": 9, "rounds": 2, "proposals": 1, "busy_seconds": 3.5, "heads_promoted": 1}
-    said = LearnerReport("training", "", {"chat": 9}, 900, counters, {"recent": figures, "before": figures})
-    found = labels_of(add_learner_metrics, [said])
-    assert found == {name: labels for name, labels in documented().items() if name.startswith("peagle_learner_")}
+    learner = LearnerReport("training", "", {"chat": 9}, 900, counters, {"recent": figures, "before": figures})
+    add_scaling_metrics(families := Families(), scaled.router.document)
+    add_drafter_metrics(families, [replica], [report("a", "t1", links)])
+    add_learner_metrics(families, [learner])
+    prefixes = tuple(f"peagle_{about}_" for about in ("autoscaling", "drafter", "link", "learner"))
+    table = {name: labels for name, labels in documented().items() if name.startswith(prefixes)}
+    assert exported(prometheus_text(families.values()).decode()) == table
 
 
 @pytest.mark.parametrize("where", expressions())
@@ -125,90 +110,78 @@ def test_prometheus_takes_the_rules(rules_file: Path) -> None:
     promtool("check", "rules", str(rules_file))
 
 
-def series(name: str, values: str, **labels: str) -> dict[str, str]:
-    inside = ",".join(f'{label}="{value}"' for label, value in {"job": "peagle", **labels}.items())
-    return {"series": f"{name}{{{inside}}}", "values": values}
+def texts(document: str) -> Any:
+    """A YAML document whose values are all texts: 0x600 is no number."""
+    return yaml.load(document, yaml.BaseLoader)
 
 
-DEPTH_1 = {"model": "m", "workload": "code", "depth": "1", "replica": "t1"}
-CALM = [
-    series("peagle_target_replicas", "2x600"),
-    series("peagle_drafter_replicas", "1x600"),
-    series("peagle_link_up", "1x600", replica="t1", drafter="h:1"),
-    series("peagle_queued_requests", "0x600", replica="t1"),
-    series("peagle_draft_tokens_total", "0+600x600", **DEPTH_1),
-    series("peagle_accepted_tokens_total", "0+400x600", **DEPTH_1),
-    series("peagle_time_to_first_token_seconds_bucket", "0+60x600", workload="code", le="0.5"),
-    series("peagle_time_to_first_token_seconds_bucket", "0+60x600", workload="code", le="+Inf"),
-    series("peagle_answers_total", "0+60x600", workload="code", status="200"),
-]
+CALM = texts("""
+peagle_target_replicas: 2x600
+peagle_drafter_replicas: 1x600
+peagle_link_up{replica="t1", drafter="h:1"}: 1x600
+peagle_queued_requests{replica="t1"}: 0x600
+peagle_draft_tokens_total{model="m", workload="code", depth="1", replica="t1"}: 0+600x600
+peagle_accepted_tokens_total{model="m", workload="code", depth="1", replica="t1"}: 0+400x600
+peagle_time_to_first_token_seconds_bucket{workload="code", le="0.5"}: 0+60x600
+peagle_time_to_first_token_seconds_bucket{workload="code", le="+Inf"}: 0+60x600
+peagle_answers_total{workload="code", status="200"}: 0+60x600
+""")
 """Ten hours, one sample a minute, in which nothing is wrong."""
 
-
-def instead(*changed: dict[str, str]) -> list[dict[str, str]]:
-    """The calm hours with some series in the place of those of the same name."""
-    names = {item["series"].split("{")[0] for item in changed}
-    return [*changed, *(item for item in CALM if item["series"].split("{")[0] not in names)]
-
-
-INCIDENTS: dict[str, tuple[list[dict[str, str]], list[str]]] = {
-    "calm": ([], []),
-    # Of 600 drafts a minute 400 were accepted, since an hour 60.
-    "acceptance collapses": (
-        [series("peagle_accepted_tokens_total", "0+400x540 216060+60x60", **DEPTH_1)],
-        ["PeagleAcceptanceCollapsed"],
-    ),
-    "no drafter answers": (
-        [
-            series("peagle_drafter_replicas", "1x540 0x60"),
-            series("peagle_link_up", "1x540 0x60", replica="t1", drafter="h:1"),
-        ],
-        ["PeagleDrafterDown", "PeagleTargetWithoutDrafter"],
-    ),
-    "a head was rolled back": (
-        [series("peagle_head_change", "_x540 1x60", head="b", against="a", state="rolled back")],
-        ["PeagleHeadRolledBack"],
-    ),
-    "a head is watched": ([series("peagle_head_change", "_x540 1x60", head="b", against="a", state="promoted")], []),
-    "one link of two is down": (
-        [
-            series("peagle_link_up", "1x600", replica="t1", drafter="h:1"),
-            series("peagle_link_up", "1x540 0x60", replica="t1", drafter="h:2"),
-        ],
-        [],
-    ),
-    "first tokens come late": (
-        [
-            series("peagle_time_to_first_token_seconds_bucket", "0+60x540 32400+0x60", workload="code", le="0.5"),
-            series("peagle_time_to_first_token_seconds_bucket", "0+60x540 32400+50x60", workload="code", le="5.0"),
-            series("peagle_time_to_first_token_seconds_bucket", "0+60x600", workload="code", le="+Inf"),
-        ],
-        ["PeagleFirstTokenLate"],
-    ),
-    "requests queue": ([series("peagle_queued_requests", "0x540 80x60", replica="t1")], ["PeagleQueue"]),
-    "requests fail": (
-        [
-            series("peagle_answers_total", "0+60x600", workload="code", status="200"),
-            series("peagle_answers_total", "0+0x540 0+6x60", workload="code", status="500"),
-        ],
-        ["PeagleRequestsFail"],
-    ),
-    "no target runs": ([series("peagle_target_replicas", "2x540 0x60")], ["PeagleNoTarget"]),
-    "scaled to zero": (
-        [
-            series("peagle_autoscaling_replicas", "0x600", deployment="target", count="min"),
-            series("peagle_target_replicas", "2x540 0x60"),
-        ],
-        [],
-    ),
-    "the router is gone": ([series("peagle_target_replicas", "2x540 _x60")], ["PeagleNotSeen"]),
-}
+INCIDENTS = texts("""
+calm: {}
+acceptance collapses, and of 600 drafts a minute 60 are accepted:
+  alerts: [PeagleAcceptanceCollapsed]
+  peagle_accepted_tokens_total{model="m", workload="code", depth="1", replica="t1"}: 0+400x540 216060+60x60
+no drafter answers:
+  alerts: [PeagleDrafterDown, PeagleTargetWithoutDrafter]
+  peagle_drafter_replicas: 1x540 0x60
+  peagle_link_up{replica="t1", drafter="h:1"}: 1x540 0x60
+a head was rolled back:
+  alerts: [PeagleHeadRolledBack]
+  peagle_head_change{head="b", against="a", state="rolled back"}: _x540 1x60
+a head is watched:
+  peagle_head_change{head="b", against="a", state="promoted"}: _x540 1x60
+one link of two is down:
+  peagle_link_up{replica="t1", drafter="h:1"}: 1x600
+  peagle_link_up{replica="t1", drafter="h:2"}: 1x540 0x60
+first tokens come late:
+  alerts: [PeagleFirstTokenLate]
+  peagle_time_to_first_token_seconds_bucket{workload="code", le="0.5"}: 0+60x540 32400+0x60
+  peagle_time_to_first_token_seconds_bucket{workload="code", le="5.0"}: 0+60x540 32400+50x60
+  peagle_time_to_first_token_seconds_bucket{workload="code", le="+Inf"}: 0+60x600
+requests queue:
+  alerts: [PeagleQueue]
+  peagle_queued_requests{replica="t1"}: 0x540 80x60
+requests fail:
+  alerts: [PeagleRequestsFail]
+  peagle_answers_total{workload="code", status="200"}: 0+60x600
+  peagle_answers_total{workload="code", status="500"}: 0+0x540 0+6x60
+no target runs:
+  alerts: [PeagleNoTarget]
+  peagle_target_replicas: 2x540 0x60
+scaled to zero:
+  peagle_autoscaling_replicas{deployment="target", count="min"}: 0x600
+  peagle_target_replicas: 2x540 0x60
+the router is gone:
+  alerts: [PeagleNotSeen]
+  peagle_target_replicas: 2x540 _x60
+""")
 """What is other than in the calm hours, and the alerts that it raises."""
+
+
+def series(incident: str) -> list[dict[str, str]]:
+    """The calm hours with those of an incident in the place of those of the same name."""
+    changed = {name: values for name, values in INCIDENTS[incident].items() if name != "alerts"}
+    names = {name.partition("{")[0] for name in changed}
+    calm = {name: values for name, values in CALM.items() if name.partition("{")[0] not in names}
+    labelled = {name if "{" in name else f"{name}{{}}": values for name, values in (calm | changed).items()}
+    return [{"series": name.replace("{", '{job="peagle", '), "values": v} for name, v in labelled.items()]
 
 
 @pytest.mark.parametrize("incident", INCIDENTS)
 def test_an_incident_raises_its_alert_and_no_other(incident: str, rules_file: Path, tmp_path: Path) -> None:
-    changed, alerts = INCIDENTS[incident]
+    alerts = INCIDENTS[incident].get("alerts", [])
     # Which labels and texts an alert carries is not compared: the expression counts its alerts.
     firing = {
         "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
@@ -218,7 +191,7 @@ def test_an_incident_raises_its_alert_and_no_other(incident: str, rules_file: Pa
     case = {
         "rule_files": [str(rules_file)],
         "evaluation_interval": "1m",
-        "tests": [{"interval": "1m", "input_series": instead(*changed), "promql_expr_test": [firing]}],
+        "tests": [{"interval": "1m", "input_series": series(incident), "promql_expr_test": [firing]}],
     }
     path = tmp_path / "case.yaml"
     path.write_text(yaml.safe_dump(case), encoding="utf-8")

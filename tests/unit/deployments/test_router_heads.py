@@ -42,8 +42,7 @@ class Drafters:
         loader.load = lambda name: SimpleNamespace(
             name=name, digest=of_drafters.head_digest(loader.directory(name)), runtime=None, served=None
         )
-        replica = WeightlessDrafter(settings, loader, f"r{len(self.replicas)}")
-        self.replicas.append(replica)
+        self.replicas.append(WeightlessDrafter(settings, loader, f"r{len(self.replicas)}"))
 
     def broadcast(self, method: str, *args: Any) -> Any:
         async def asked() -> list[Any]:
@@ -64,6 +63,13 @@ async def rounds(router: Any, drafters: Drafters, num: int = 4) -> None:
         if router._handing_out is not None:
             await router._handing_out
         await asyncio.gather(*(replica.settle() for replica in drafters.replicas))
+
+
+async def started(router: Any, head: Path, num_rounds: int = 1) -> Drafters:
+    router._drafter = drafters = Drafters(str(head))
+    drafters.start()
+    await rounds(router, drafters, num_rounds)
+    return drafters
 
 
 @pytest.fixture
@@ -92,10 +98,7 @@ def router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 async def test_a_candidate_reaches_drafters_on_other_nodes_and_those_that_start_later(
     router: Any, head: Path, tmp_path: Path
 ) -> None:
-    drafters = Drafters(str(head))
-    router._drafter = drafters
-    drafters.start()
-    await rounds(router, drafters, 1)
+    drafters = await started(router, head)
     rewrite(head, norm__weight=None)
     with pytest.raises(ValueError, match="missing norm.weight"):
         await router.propose(HeadProposal(str(head)))
@@ -118,9 +121,7 @@ async def test_a_head_whose_files_are_lost_drafts_no_more(
     router: Any, head: Path, tmp_path: Path, is_promoted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(of_routers, "LOST_ROUNDS", 3)
-    router._drafter = drafters = Drafters(str(head))
-    drafters.start()
-    await rounds(router, drafters, 1)
+    drafters = await started(router, head)
     candidate = save_head(tmp_path / "new", CONFIG, {k: v + 1 for k, v in head_tensors(CONFIG).items()})
     trial = await router.propose(HeadProposal(str(candidate), parent="now"))
     await rounds(router, drafters)
@@ -128,11 +129,9 @@ async def test_a_head_whose_files_are_lost_drafts_no_more(
         router._heads._promote(await router.trial(trial.name), "it is better")
         await rounds(router, drafters)
         assert (await drafters.drafting())[0][0] == trial.name
-    router._drafter = drafters = Drafters(str(head))  # on new nodes
-    drafters.start()
     shutil.rmtree(tmp_path / "node")
     shutil.rmtree(tmp_path / "cache")
-    await rounds(router, drafters, 3)
+    drafters = await started(router, head, 3)  # on new nodes
     assert (await router.trial(trial.name)).reason != "its files are lost", "a drafter may be left out of a round"
     await rounds(router, drafters, 4)
     change = await router.trial(trial.name)

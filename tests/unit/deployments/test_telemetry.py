@@ -9,15 +9,8 @@ from cluster.counts import CounterDeltas, Counts, TargetReport, WorkloadCounts
 from cluster.heads import DrafterReport, HeadRef
 from cluster.k_policy import KPolicy
 from cluster.request import KRules
+from deployments import telemetry
 from deployments.metrics import Families
-from deployments.telemetry import (
-    add_change_metrics,
-    add_drafter_metrics,
-    add_head_counts,
-    add_head_metrics,
-    drafting_document,
-    prometheus_text,
-)
 from deployments.view import as_text
 from tests.support.counted import counts_of
 from tests.unit.cluster.test_heads import swapped
@@ -27,10 +20,7 @@ BAD = counts_of([(3, 0)])
 
 
 def report(head: str = "a", replica: str = "t1", links: Any = (), **workloads: Counts) -> TargetReport:
-    counted = {
-        name: WorkloadCounts(counts.num_steps, counts.num_steps, 0, 10, 20, counts)
-        for name, counts in workloads.items()
-    }
+    counted = {name: WorkloadCounts(1, 1, 0, 10, 20, counts) for name, counts in workloads.items()}
     return TargetReport(replica, head, head, counted, links=tuple(links), num_output_tokens=12)
 
 
@@ -49,17 +39,15 @@ def samples(text: bytes) -> dict[tuple[str, ...], float]:
 
 
 def link(drafter: str, state: str, counters: dict[str, float]) -> dict[str, Any]:
-    return {
-        "drafter": drafter, "state": state, "path": "tcp", "problem": "", "counters": counters
-    }  # fmt: skip
+    return {"drafter": drafter, "state": state, "path": "tcp", "problem": "", "counters": counters}
 
 
 def test_the_document_has_each_head_with_its_acceptance() -> None:
     reports = [report("a", "t1", [link("h:1", "up", {"steps": 7.0})]), report("new", "t2")]
     by_head = dict[str, Counts]()
     for counted in ({"a": {"code": GOOD}}, {}, {"old": {"code": BAD}, "a": {"code": BAD}}):
-        add_head_counts(by_head, CounterDeltas(by_head=counted))
-    document = drafting_document(reports, by_head, [drafter("r1", "a")])
+        telemetry.add_head_counts(by_head, CounterDeltas(by_head=counted))
+    document = telemetry.drafting_document(reports, by_head, [drafter("r1", "a")])
     heads = {row["head"]: row for row in document["heads"]}
     assert heads["a"]["survival"] == [0.6667, 0.3333, 0.3333]
     assert heads["a"]["acceptance_length"] == round(1 + 4 / 3, 4)
@@ -72,11 +60,8 @@ def test_the_document_has_each_head_with_its_acceptance() -> None:
     assert "head a (drafts): AL 2.33, 3 steps" in shown
     assert "head new (drafts): nothing drafted yet, 0 steps" in shown
     assert "drafter h:1: a; links: up by tcp" in shown
-
-
-def test_a_service_without_a_drafter_is_shown_without_policy_and_step_times() -> None:
-    shown = as_text({"model": "m", **KPolicy(KRules(0, 0, 0)).document(0.0)}).splitlines()
-    assert shown[-1] == "m: no drafter"
+    without_drafter = as_text({"model": "m", **KPolicy(KRules(0, 0, 0)).document(0.0)}).splitlines()
+    assert without_drafter[-1] == "m: no drafter"
 
 
 def test_metrics_have_heads_drafters_and_links() -> None:
@@ -84,10 +69,10 @@ def test_metrics_have_heads_drafters_and_links() -> None:
     changes = swapped(0, 0.1, 120).manager.document()
     drafters = [drafter("r1", "a", refused="no such head")]
     families = Families()
-    add_head_metrics(families, {"a": GOOD})
-    add_change_metrics(families, changes)
-    add_drafter_metrics(families, drafters, reports)
-    found = samples(prometheus_text(families.values()))
+    telemetry.add_head_metrics(families, {"a": GOOD})
+    telemetry.add_change_metrics(families, changes)
+    telemetry.add_drafter_metrics(families, drafters, reports)
+    found = samples(telemetry.prometheus_text(families.values()))
     assert found["peagle_head_gain", "a", "low", "b"] == pytest.approx(changes[0]["low"])
     assert found["peagle_head_accepted_tokens_total", "1", "a"] == 2
     assert found["peagle_drafter_head", "a", "0", "r1"] == 1
