@@ -161,7 +161,8 @@ class Day:
         orders = [one.drafting for one in done if one.drafting["workload"].startswith("orders")]
         steps, accepted = (sum(one[f"num_{name}"] for one in orders) for name in ("steps", "accepted_tokens"))
         found["AL of orders"] = round(1 + accepted / max(1, steps), 2)
-        return {**found, "checked": sum(one.body.get("drafting") == {"workload": "checked"} for one in sent)}
+        texts = [one.body["messages"][0]["content"] for one in sent if one.body["temperature"] == 0]
+        return {**found, "compared": sum(text in self.expected for text in texts)}
 
 
 def merge(args: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:

@@ -51,8 +51,8 @@ COUNTERS = {
 
 
 def synthetic_acceptance(k: int, parallel: bool) -> dict[str, Any]:
-    """vLLM's speculative settings for drafts that are accepted with a probability of their position. K of P-EAGLE: 8 at
-    the most."""
+    """vLLM's speculative settings for drafts that are accepted with a probability of their position, lower ones where
+    the head is `parallel`. K of such a head: 8 at the most."""
     rates = [SURVIVAL[i] * (PARALLEL_RATIO[i] if parallel else 1.0) for i in range(k)]
     return {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [round(rate, 3) for rate in rates]}
 
@@ -96,7 +96,8 @@ class Segments:
     """vLLM's `worker_extension_cls`: random tokens, and on the V2 runner what a step's time on the GPU goes to.
 
     Models of random weights choose tokens that repeat, each in its own way, and a target with experts is faster on
-    equal tokens: so every arm verifies random drafts, and without a drafter the sampled tokens are random.
+    equal tokens: so every arm verifies random drafts, and without a drafter the sampled tokens are random. With one the
+    target's own token of each step stays its own.
 
     target: inputs and forward; sampling: output matrix, verification, bookkeeping; drafting; rest: until the next step,
     where the GPU waits for the host.

@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from vllm.platforms import current_platform
 from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 
+from cluster.step_latency import StepLatency
 from tests.support.counted import counts_of
 from tests.support.engine_cases import (
     BATCH,
@@ -128,7 +130,18 @@ def test_steps_that_verify_nothing_run_no_pass_of_the_drafter(
 
 
 @only_sync
-def test_every_acceptance_is_counted_and_buffered_tokens_all_arrive(
+def test_the_client_hears_what_steps_take(engine: RunningEngine, prompts: Prompts) -> None:
+    """From the first steps on. Reports come twice a second."""
+    for _ in range(100):
+        engine.run([Job(prompts[5], NUM_SHORT)])
+        latency = msgspec.json.decode(engine.recorder.step_latency, type=StepLatency)
+        if latency.num_steps:
+            break
+    assert latency.num_steps > 0
+    assert 0.001 < latency.seconds(1, 1 + K_MAX) < 10.0
+
+
+def test_acceptance_is_counted_and_buffered_tokens_all_arrive(
     engine: RunningEngine, prompts: Prompts, reference: Reference
 ) -> None:
     """Of scripted drafts each step's counts are known. Buffering makes fewer outputs, with the same tokens, text and

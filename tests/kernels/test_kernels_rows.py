@@ -120,6 +120,32 @@ def test_hidden_rows_by_address_equal_their_twin(hidden_size: int, num_rows: int
         assert torch.equal(row, mask_H.cpu() if source < 0 else payloads[source % 2][source // 2])
 
 
+@pytest.mark.gpu
+def test_a_captured_launch_follows_batches_that_change_on_the_device() -> None:
+    options = dict(block_size=16, mask_token_id=MASK)
+    batches = [DECODE, [Given(0, 0, 0), Given(100, 8, 7, 9), Given(5, 1, 0, 6)], [Given(3, 5, 5)] * 3]
+    given = tensors(DECODE, 16)
+    hidden = torch.empty(64, 576, device=DEVICE)
+    payload_RH, mask_H = torch.randn(len(given[4]), 576, device=DEVICE), torch.randn(576, device=DEVICE)
+    addresses_R = payload_RH.data_ptr() + 4 * 576 * torch.arange(len(payload_RH), device=DEVICE)
+
+    def run() -> Rows:
+        rows = build_rows(batch_of(given), max_drafts=7, num_rows=64, **options)
+        place_hidden(addresses_R, rows.sources_N, mask_H, hidden)
+        return rows
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rows = run()
+    for batch in batches:
+        for tensor, value in zip(given, tensors(batch, 16), strict=True):
+            tensor.copy_(value)
+        graph.replay()
+        assert_same(rows, by_loop(batch, given, 16, 7, 64))
+        assert torch.equal(hidden, torch.cat([payload_RH, mask_H[None]])[rows.sources_N.long()])
+
+
 @needs_kernel
 @pytest.mark.parametrize("name", ["one layer", "every switch"])
 def test_a_pass_of_kernels_drafts_as_the_sessions(name: str) -> None:

@@ -111,10 +111,14 @@ def test_the_same_user_config_does_not_bring_it_again_and_another_one_does() -> 
     assert traffic.head == "a"
 
 
-def test_what_was_rolled_back_outlives_the_state_of_the_router() -> None:
-    again = make_manager(0)
-    again.observe_drafters([report(A, configured=B, desired=swapped(0, 0.5, 120).manager.desired)])
-    assert again.desired == DesiredHeads("b", A), "as drafters were told by the router before"
+def test_what_was_rolled_back_outlives_a_restart() -> None:
+    traffic = swapped(0, 0.5, 120)
+    again = restarted(traffic.manager, 0)
+    assert again.desired == DesiredHeads("b", A)
+    assert again.document() == traffic.manager.document()
+    without_its_state = make_manager(0)
+    without_its_state.observe_drafters([report(A, configured=B, desired=again.desired)])
+    assert without_its_state.desired == again.desired, "as drafters were told by the router before"
 
 
 def restarted(manager: HeadManager, num_spare: int) -> HeadManager:

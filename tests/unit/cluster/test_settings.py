@@ -175,7 +175,7 @@ BAD_INPUTS: list[tuple[Any, ...]] = [
     (changed(drafter__links={}), "drafter.links", "placement: colocated"),
     (remote(drafter__head="eagle3", drafter__max_draft_tokens=...), "drafter.placement", "eagle3 is an EAGLE-3 head"),
     (remote(drafter__engine_options={"draft_tensor_parallel_size": 2}), "(draft_tensor_parallel_size)"),
-    (changed(drafter__engine_options={"enable_adaptive_verification": True}), "drafter.engine_options.enable_adap"),
+    (changed(drafter__engine_options={"enable_adaptive_verification": True}), "drafter.engine_options.enable_adaptive"),
     (remote(engine={"dtype": "half", "pipeline_parallel_size": 2}), "engine.pipeline_parallel_size is 2"),
     (remote(engine={"dtype": "fp8"}), "engine.dtype is 'fp8'", "bfloat16"),
     (changed(learning={"workloads": "all"}), "learning needs heads that can be swapped", "drafter.placement: remote"),

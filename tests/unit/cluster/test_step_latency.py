@@ -134,6 +134,13 @@ def test_a_first_step_that_compiled_and_a_pause_hardly_matter():
     assert model.latency.seconds(8, 32) == pytest.approx(before, rel=0.1)
 
 
+def test_an_engine_that_becomes_slower_is_followed():
+    model = StepLatencyModel(on_gpu=False)
+    run(model, cpu, 500, sizes=[4], depths=[3])
+    run(model, lambda *cell: 1.5 * cpu(*cell), 1500, sizes=[4], depths=[3])
+    assert model.latency.seconds(4, 16) == pytest.approx(1.5 * cpu(4, 16), rel=0.05)
+
+
 def test_large_prompts_make_no_small_steps_free():
     """Whatever steps with 8,192 rows of prompts take."""
     model, rng = StepLatencyModel(on_gpu=True), np.random.default_rng(0)

@@ -71,8 +71,9 @@ def test_documented_commands_exist() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_every_subcommand_explains_itself(name: str) -> None:
+def test_every_subcommand_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, "--help"]) == 0
+    assert COMMANDS[name].help.partition("\n")[0] in " ".join(capsys.readouterr().out.split())
     for parameter in COMMANDS[name].params:
         assert parameter.name == "help" or getattr(parameter, "help", None), f"{name}: {parameter.name} says nothing"
 

@@ -132,10 +132,10 @@ def complete(backend: Echo, **body: Any) -> httpx.Response:
     return request(backend, "POST", PATHS["completions"], json={**LEAST["completions"], **body})
 
 
-async def call_app(backend: Echo, receive: Any, send: Any = None) -> list[Any]:
+async def call_app(backend: Echo, receive: Any, send: Any = None, path: str = CHAT) -> list[Any]:
     """The messages of an answer by ASGI itself, which knows clients that leave."""
     sent: list[Any] = []
-    scope: Any = {"type": "http", "method": "POST", "path": CHAT, "query_string": b"", "root_path": ""}
+    scope: Any = {"type": "http", "method": "POST", "path": path, "query_string": b"", "root_path": ""}
     scope["headers"] = [(b"content-type", b"application/json")]
 
     async def keep(message: Any) -> None:
@@ -146,7 +146,7 @@ async def call_app(backend: Echo, receive: Any, send: Any = None) -> list[Any]:
     return sent
 
 
-async def call_and_leave(backend: Echo, document: Any, begins: bool) -> bytes:
+async def call_and_leave(backend: Echo, document: Any, begins: bool, path: str = CHAT) -> bytes:
     """The text of an answer whose client leaves when the engine has it, or where it `begins` has said something."""
     bodies = [{"type": "http.request", "body": json.dumps(document).encode(), "more_body": False}]
 
@@ -157,7 +157,7 @@ async def call_and_leave(backend: Echo, document: Any, begins: bool) -> bytes:
             await asyncio.sleep(0)
         return {"type": "http.disconnect"}
 
-    return b"".join(message.get("body", b"") for message in await call_app(backend, receive))
+    return b"".join(message.get("body", b"") for message in await call_app(backend, receive, path=path))
 
 
 def statuses(backend: Echo) -> dict[str, float]:

@@ -19,7 +19,7 @@ from cluster.request import system_prompt
 from deployments.body import turns
 from deployments.front_end import Usage
 from peagle.vllm.request_args import MAX_K_KEY, WORKLOAD_KEY
-from tests.unit.deployments.test_front_end import DIGEST, SECRET, Echo, callers, request, statuses
+from tests.unit.deployments.test_front_end import DIGEST, SECRET, Echo, call_and_leave, callers, request, statuses
 from tests.unit.deployments.test_page import policy_of
 from tests.unit.deployments.test_target_replica import DRAFTING, Replica, events
 
@@ -171,6 +171,14 @@ def test_an_answer_that_breaks_off_ends_with_the_error_alone() -> None:
         assert isinstance(failure, ApiError)
         assert not re.search("message_stop|response.completed|event: error", "".join(said))
         assert replica.aborted == [name]
+
+
+@paths
+async def test_a_client_that_leaves_closes_the_answer_at_once(path: str) -> None:
+    backend = Echo()
+    backend.pause = asyncio.Event()
+    await call_and_leave(backend, {**BODIES[path], "stream": True}, begins=True, path=path)
+    assert (backend.num_closed, statuses(backend)) == (1, {"499": 1})
 
 
 def test_a_path_that_is_not_served_says_what_is() -> None:

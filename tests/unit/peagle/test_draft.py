@@ -1,64 +1,142 @@
-"""Drafting in one pass or one by one: the cached reference against a twin that recomputes every row."""
+"""Drafting in one pass or one by one: cached reference against twins that recompute every row, and against decoding."""
+
+from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from peagle.config import DrafterConfig
 from peagle.draft import DraftSession
 from peagle.model import Drafter
-from tests.support.head_factory import CONFIG, random_drafter
+from tests.support.head_factory import CONFIG, TARGET, random_drafter
 
 EAGLE3 = dataclasses.replace(CONFIG, num_hidden_layers=1, ptd_token_id=None)
 
 
-def attend(layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+def random_request(num_tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Token ids [N] and target hidden states [N, C * S]."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 99, (num_tokens,), generator=generator)
+    return tokens, torch.randn(num_tokens, CONFIG.fc_input_size, generator=generator).double()
 
 
 @torch.no_grad()
 def plain_logits(drafter: Drafter, tokens: Tensor, aux: Tensor, num_drafts: int) -> Tensor:
-    """[K, V_draft] logits after `tokens` [n]: all rows of each draft token from the beginning."""
+    """[K, V_draft] logits after `tokens` [n], every row recomputed, attention written out row by row."""
+    num_real = len(tokens) - 1
+    ids, hidden = [], []
+    for row in range(num_real + num_drafts - 1):
+        real = row < num_real
+        ids.append(int(tokens[row + 1]) if real else drafter.config.ptd_token_id)
+        hidden.append(aux[row] if real else drafter.mask_hidden.view(-1))
+
+    def attend(layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = torch.zeros_like(q)
+        for head in range(q.shape[1]):
+            group = head // (q.shape[1] // k.shape[1])
+            for row in range(q.shape[2]):
+                scores = k[0, group, : row + 1] @ q[0, head, row] / q.shape[3] ** 0.5
+                out[0, head, row] = scores.softmax(dim=0) @ v[0, group, : row + 1]
+        return out
+
+    embeds, reduced = drafter.embed(torch.tensor([ids])), drafter.project_inputs(torch.stack(hidden)[None])
+    normed, _ = drafter(embeds, reduced, torch.arange(len(ids))[None], attend)
+    return drafter.logits(normed[0, num_real - 1 :])
+
+
+@torch.no_grad()
+def plain_sequential_logits(drafter: Drafter, tokens: Tensor, aux: Tensor, num_drafts: int) -> Tensor:
+    """[K, V_draft] logits of an EAGLE-3 head after `tokens` [n]: all rows of each draft token from the beginning."""
     num_real = len(tokens) - 1
     ids, hidden, logits = tokens[1:].tolist(), list(drafter.project_inputs(aux)), []
+
+    def attend(layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
     for row in range(num_real - 1, num_real - 1 + num_drafts):
         position = torch.arange(row + 1)[None]
         normed, back = drafter(drafter.embed(torch.tensor([ids])), torch.stack(hidden)[None], position, attend)
         logits.append(drafter.logits(normed[0, row]))
-        if drafter.config.is_parallel:
-            ids.append(drafter.config.ptd_token_id)
-            hidden.append(drafter.project_inputs(drafter.mask_hidden.view(-1)))
-        else:
-            ids.append(int(drafter.target_ids[logits[-1].argmax()]))
-            hidden.append(back[0, row])
+        ids.append(int(drafter.target_ids[logits[-1].argmax()]))
+        hidden.append(back[0, row])
     return torch.stack(logits)
 
 
-CONFIGS = {
-    "P-EAGLE": CONFIG,
-    "EAGLE-3": EAGLE3,
-    "norms": dataclasses.replace(EAGLE3, norm_before_residual=True, fc_norm=True, num_hidden_layers=2),
-    "norm of the output": dataclasses.replace(EAGLE3, norm_output=True),
-    "reduced": dataclasses.replace(CONFIG, draft_vocab_size=10),
-    "reduced EAGLE-3": dataclasses.replace(EAGLE3, draft_vocab_size=10),
-}
+@pytest.mark.parametrize(
+    "switches",
+    [{}, {"norm_before_residual": True, "fc_norm": True, "num_hidden_layers": 2}, {"norm_output": True}],
+)
+@pytest.mark.parametrize("num_drafts", [1, 4])
+def test_cached_eagle3_steps_equal_recomputing_everything(num_drafts: int, switches: dict[str, Any]) -> None:
+    drafter = random_drafter(dataclasses.replace(EAGLE3, **switches))
+    tokens, aux = random_request(40)
+    session, start = DraftSession(drafter), 0
+    for end in (7, 8, 10, 16, 39):
+        drafts = session.propose(tokens[start + 1 : end], aux[start : end - 1], num_drafts)
+        expected = plain_sequential_logits(drafter, tokens[:end], aux[: end - 1], num_drafts)
+        torch.testing.assert_close(drafts.logits_KV, expected, rtol=1e-5, atol=1e-5)
+        assert drafts.token_ids_K.tolist() == expected.argmax(dim=-1).tolist()
+        start = end - 1
+        assert session.num_rows == start, "rows of drafted tokens stayed in the cache"
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.parametrize("num_drafts", [1, 2, 4, 9])
-def test_cached_steps_equal_recomputing_everything(num_drafts: int, config: DrafterConfig) -> None:
-    drafter = random_drafter(config)
-    target_ids = torch.arange(config.draft_vocab_size) * (config.vocab_size // config.draft_vocab_size)
-    drafter.register_buffer("target_ids", target_ids, persistent=False)
-    tokens, aux = torch.randint(0, 99, (40,)), torch.randn(40, CONFIG.fc_input_size).double()
+@pytest.mark.parametrize("num_drafts", [1, 2, 5, 9])
+def test_cached_steps_equal_recomputing_everything(num_drafts: int) -> None:
+    drafter = random_drafter(CONFIG)
+    tokens, aux = random_request(40)
     session, start = DraftSession(drafter), 0
     for end in (7, 8, 10, 16, 17, 39):  # prompt of 7, then 1..22 tokens accepted at a time
         drafts = session.propose(tokens[start + 1 : end], aux[start : end - 1], num_drafts)
-        expected = plain_logits(drafter, tokens[:end], aux[: end - 1], num_drafts)
+        expected = plain_logits(drafter, tokens[:end], aux, num_drafts)
         torch.testing.assert_close(drafts.logits_KV, expected, rtol=1e-5, atol=1e-5)
-        assert drafts.token_ids_K.tolist() == target_ids[expected.argmax(dim=-1)].tolist()
+        assert drafts.token_ids_K.tolist() == expected.argmax(dim=-1).tolist()
         start = end - 1
-        assert session.num_rows == start, "rows of drafted tokens stayed in the cache"
+        assert session.num_rows == start
+
+
+@pytest.mark.parametrize("kind", [CONFIG, EAGLE3])
+def test_drafts_of_a_reduced_vocabulary_are_the_target_s_token_ids(kind: DrafterConfig) -> None:
+    config = dataclasses.replace(kind, draft_vocab_size=10)
+    drafter = random_drafter(config)
+    drafter.register_buffer("target_ids", torch.arange(10) * 7 + 3, persistent=False)
+    tokens, aux = random_request(9)
+    drafts = DraftSession(drafter).propose(tokens[1:], aux[:-1], 5)
+    assert drafts.logits_KV.shape == (5, 10)
+    assert drafts.token_ids_K.tolist() == [int(index) * 7 + 3 for index in drafts.logits_KV.argmax(dim=-1)]
+    if kind is EAGLE3:
+        torch.testing.assert_close(drafts.logits_KV, plain_sequential_logits(drafter, tokens, aux[:-1], 5))
+
+
+@pytest.mark.parametrize("config", [CONFIG, EAGLE3])
+def test_speculative_decoding_with_a_real_target_equals_greedy_decoding(config: DrafterConfig) -> None:
+    """Draft, verify and go on, against Hugging Face's own greedy decoding; some drafts are made right by hand."""
+    torch.manual_seed(0)
+    target = LlamaForCausalLM(LlamaConfig(**TARGET, initializer_range=0.4)).double().eval()
+    drafter = random_drafter(config)
+    prompt = [5, 17, 3, 88, 41]
+    reference = target.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=None)[
+        0
+    ].tolist()
+    tokens, session, lengths = list(prompt), DraftSession(drafter), []
+    with torch.no_grad():
+        tokens.append(int(target(torch.tensor([tokens])).logits[0, -1].argmax()))
+        while len(tokens) < len(reference):
+            out = target(torch.tensor([tokens]), output_hidden_states=True)
+            aux = torch.cat([out.hidden_states[layer] for layer in config.aux_layer_ids], dim=-1)[0]
+            rows = slice(session.num_rows, len(tokens) - 1)
+            drafts = session.propose(torch.tensor(tokens[rows.start + 1 :]), aux[rows], 4).token_ids_K
+            right = reference[len(tokens) :][: len(lengths) % 5]  # 0..4 right drafts in turn
+            drafts[: len(right)] = torch.tensor(right, dtype=torch.int64)
+            logits = target(torch.tensor([tokens + drafts.tolist()])).logits[:, len(tokens) - 1 :]
+            best = logits[0].argmax(dim=-1).tolist()  # accepted: drafts while each is the target's choice, and one more
+            lengths.append(next((i for i, draft in enumerate(drafts.tolist()) if draft != best[i]), len(drafts)))
+            tokens += best[: lengths[-1] + 1]
+    assert tokens[: len(reference)] == reference
+    assert set(range(4)) <= set(lengths)
+    assert len(set(reference)) > 10, "a looping target would prove little"

@@ -110,7 +110,7 @@ def _slow_build(root: str, log: str) -> None:
 def test_one_of_many_starters_builds_and_the_others_find_it(tmp_path: Path) -> None:
     log, root = tmp_path / "log", tmp_path / "a" / "b"
     with multiprocessing.get_context("spawn").Pool(3) as starters:
-        starters.starmap(_slow_build, [(str(root), str(log))] * 3, chunksize=1)
+        starters.starmap_async(_slow_build, [(str(root), str(log))] * 3, chunksize=1).get(300)
     assert log.read_text() == "built\n"
     assert (prepare(root) / "sub" / "config").read_bytes() == b"{}"
     assert leftovers(root) == []
