@@ -97,12 +97,12 @@ def decision() -> dict[str, Any]:
 
 
 def test_counters_of_replicas_become_replicas(folder: Path) -> None:
-    wait_for(lambda: decision()["source"] == "acceptance", "decision from acceptance")
+    wait_for(lambda: decision()["source"] == "acceptance", "decision from acceptance", find=decision)
     good = decision()
     assert good["target"] == {"num_running": 1, "num_wanted": 1, "min": 1, "max": 3}
     (folder / FLAG).touch()
-    wait_for(lambda: running("target") > 1 and running("drafter") > 1, "second replicas of both")
-    wait_for(lambda: decision()["drafter"]["num_running"] > 1, "sight of the drafters")
+    wait_for(lambda: running("target") > 1 and running("drafter") > 1, "second replicas of both", find=decision)
+    wait_for(lambda: decision()["drafter"]["num_running"] > 1, "sight of the drafters", find=decision)
     bad = decision()
     assert bad["ongoing_requests"] == 0, "by queue length one replica is enough"
     assert bad["capacity_tokens_per_s"] < good["capacity_tokens_per_s"]

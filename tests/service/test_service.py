@@ -229,7 +229,8 @@ def test_clients_that_leave_free_the_engine_of_all_their_sequences(service):
     with ThreadPoolExecutor(len(ways)) as pool:
         list(pool.map(leave, ways))
     # One that goes on ends as finished, however long this waits.
-    wait_for(lambda: left() == ({workload: n for workload, (_, n) in ways.items()}, 0), "end of work for nobody")
+    ended = {workload: number for workload, (_, number) in ways.items()}, 0
+    wait_for(lambda: left() == ended, "end of the work that nobody waits for", find=left)
     assert service.ask(max_tokens=1).status_code == 200
 
 

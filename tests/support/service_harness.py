@@ -257,8 +257,11 @@ def run_together(*calls: Callable[[], Any]) -> list[Any]:
         return [made.result() for made in [pool.submit(call) for call in calls]]
 
 
-def wait_for(is_so: Callable[[], bool], what: str, timeout_s: float = 90.0) -> None:
+def wait_for(
+    is_so: Callable[[], bool], what: str, timeout_s: float = 90.0, find: Callable[[], object] = lambda: ""
+) -> None:
+    """`find`: what to show where it never comes."""
     end_s = time.monotonic() + timeout_s
     while not is_so():
-        assert time.monotonic() < end_s, f"no {what} after {timeout_s:.0f} s"
+        assert time.monotonic() < end_s, f"no {what} after {timeout_s:.0f} s {find()}"
         time.sleep(0.5)
