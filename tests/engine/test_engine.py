@@ -130,33 +130,13 @@ def test_steps_that_verify_nothing_run_no_pass_of_the_drafter(
 
 
 @only_sync
-def test_the_client_hears_what_steps_take(engine: RunningEngine, prompts: Prompts) -> None:
-    """From the first steps on. Reports come twice a second."""
-    for _ in range(100):
-        engine.run([Job(prompts[5], NUM_SHORT)])
-        latency = msgspec.json.decode(engine.recorder.step_latency, type=StepLatency)
-        if latency.num_steps:
-            break
-    assert latency.num_steps > 0
-    assert 0.001 < latency.seconds(1, 1 + K_MAX) < 10.0
-
-
-def test_acceptance_is_counted_and_buffered_tokens_all_arrive(
-    engine: RunningEngine, prompts: Prompts, reference: Reference
-) -> None:
-    """Of scripted drafts each step's counts are known. Buffering makes fewer outputs, with the same tokens, text and
-    counts of steps."""
+def test_buffered_tokens_all_arrive(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
+    """Fewer outputs with the same tokens, text and counts of steps."""
     jobs = [
-        Job(prompts[place], 2 * NUM_SHORT, k, str(place), reference["greedy"][place].tokens[0])
-        for place, k in zip(BATCH[:4], (0, 2, 5, None), strict=True)
+        Job(prompts[place], 2 * NUM_SHORT, MIXED[number % len(MIXED)], None, reference["greedy"][place].tokens[0])
+        for number, place in enumerate(BATCH[:4])
     ]
     at_once = engine.run(jobs)
-    for job, result in zip(jobs, at_once, strict=True):
-        steps = scripted_steps(1, job.max_tokens, K_MAX if job.k is None else job.k, K_MAX)
-        assert result.tokens[0] == job.continuation[: job.max_tokens]
-        assert result.steps == steps
-        assert result.drafting.workload == job.workload
-        assert result.drafting.counts == engine.recorder.workloads()[job.workload].counts == counts_of(steps)
     ways: list[tuple[dict[str, Any], int]] = [
         ({}, 2 + 2 * NUM_SHORT // 8),
         ({"output_kind": RequestOutputKind.FINAL_ONLY}, 2 + 2 * NUM_SHORT // 32),
@@ -168,8 +148,39 @@ def test_acceptance_is_counted_and_buffered_tokens_all_arrive(
         for job, result, expected in zip(jobs, itertools.islice(held, len(jobs)), at_once, strict=True):
             assert 0 < result.num_outputs <= most, sampling
             assert (result.tokens, result.texts, result.steps) == (expected.tokens, expected.texts, expected.steps)
+            assert result.drafting is not None
+            assert expected.drafting is not None
             assert result.drafting.counts == expected.drafting.counts == counts_of(result.steps or ())
             assert result.drafting.num_output_tokens == job.max_tokens
+
+
+def test_the_client_hears_what_steps_take(engine: RunningEngine, prompts: Prompts) -> None:
+    """From the first steps on. Reports come twice a second."""
+    for _ in range(100):
+        engine.run([Job(prompts[5], NUM_SHORT)])
+        latency = msgspec.json.decode(engine.recorder.step_latency, type=StepLatency)
+        if latency.num_steps:
+            break
+    assert latency.num_steps > 0
+    assert 0.001 < latency.seconds(1, 1 + K_MAX) < 10.0
+
+
+@only_sync
+def test_every_acceptance_is_counted(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
+    """With scripted drafts all acceptance lengths 0..K come up, and each step's counts are known beforehand."""
+    jobs = []
+    for number, place in enumerate(BATCH):
+        continuation, k = reference["greedy"][place].tokens[0], MIXED[number % len(MIXED)]
+        jobs.append(Job(prompts[place], 24, k=k, continuation=continuation, workload=str(place)))
+    results = engine.run(jobs)
+    for job, result, place in zip(jobs, results, BATCH, strict=True):
+        steps = scripted_steps(1, 24, K_MAX if job.k is None else job.k, K_MAX)
+        assert result.tokens[0] == reference["greedy"][place].tokens[0][:24]
+        assert result.steps == steps
+        assert result.drafting is not None
+        assert result.drafting.workload == job.workload
+        assert result.drafting.counts == counts_of(steps)
+        assert engine.recorder.workloads()[str(job.workload)].counts == counts_of(steps)
 
 
 def test_preemption_changes_nothing(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
@@ -198,6 +209,8 @@ def test_context_limit(engine: RunningEngine, text_tokens: list[int], reference:
     (result,) = engine.run([nearly_full_job(text_tokens, K_MAX)])
     assert result.tokens == reference["nearly full"][0].tokens
     assert result.finish_reasons == ["length"]
+    assert result.steps is not None
+    assert result.drafting is not None
     assert max(num_verified for num_verified, _ in result.steps) == K_MAX
     assert result.drafting.counts == counts_of(result.steps)
 
@@ -210,6 +223,7 @@ def test_aborted_requests_stay_in_the_totals(engine: RunningEngine, prompts: Pro
     assert stays_result.tokens[0] == reference["greedy"][5].tokens[0][:NUM_SHORT]
     check_counts(stays_result, 3)
     record = gone_result.drafting
+    assert record is not None
     assert record.counts.num_steps > 0
     assert 1 + record.counts.num_steps + record.counts.num_accepted_tokens == record.num_output_tokens
     gone_counts = engine.recorder.workloads()["gone"]
@@ -244,6 +258,7 @@ def test_an_answer_ends_with_the_token_that_completes_its_stop(
         if text:
             assert result.texts == [text], sampling
         assert result.finish_reasons == ["length" if "max_tokens" in sampling else "stop"]
+        assert result.drafting is not None
         assert result.drafting.num_output_tokens == num_tokens, sampling
         counts = result.drafting.counts
         assert num_tokens <= 1 + counts.num_steps + counts.num_accepted_tokens <= num_tokens + k or not k
@@ -256,6 +271,8 @@ def test_grammar(engine: RunningEngine, prompts: Prompts, reference: Reference) 
     results = engine.run([grammar_job(prompts[9], k) for k in ks])
     for k, result in zip(ks, results, strict=True):
         assert result.texts == reference["grammar"][0].texts
+        assert result.steps is not None
+        assert result.drafting is not None
         assert all(num_verified <= k for num_verified, _ in result.steps)
         steps = [(verified, min(verified, accepted)) for verified, accepted in result.steps if verified]
         assert result.drafting.counts == counts_of(steps)
