@@ -30,7 +30,11 @@ in flight; `random` is what `--dataset` describes. Every arm gets the same promp
 before, uncounted, in which our service may learn K.
 
 Load comes from `vllm bench serve`: vLLM's own program, in the same package as the stock arms, so that whoever doubts a
-figure can repeat it with what is installed already. (AIPerf asks for a package more and measures the same.)
+figure can repeat it with what is installed already. With `--aiperf` AIPerf (`benchmarks.aiperf`) then asks other
+prompts of the same kind; what it measures stands in a row's `aiperf`.
+
+mean_ttft_ms: the clients' TTFT; mean_front_end_ttft_ms: our replica's, from a request's parsed body to its first chunk;
+mean_engine_ttft_ms: vLLM's, behind HTTP and the parsing of the body.
 
 equal_answers: share of a cell's answers that are those of `none`, or of the first arm, character by character; greedy
 cells alone. In bfloat16 ties go either way, also between two runs without speculation at different loads. The answers
@@ -72,7 +76,7 @@ import psutil
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks import models
+from benchmarks import aiperf, models
 from benchmarks.common import is_ready, markdown
 from benchmarks.engines import Arm, synthetic_acceptance
 from benchmarks.humaneval import answers_file
@@ -95,6 +99,7 @@ PERCENTILES = (50, 90, 99)
 FIGURES = (
     "output_throughput",
     *(f"p{percent}_{name}_ms" for name in ("ttft", "tpot") for percent in PERCENTILES),
+    "mean_ttft_ms",
     "mean_tpot_ms",
     "total_input_tokens",
     "total_output_tokens",
@@ -108,8 +113,10 @@ COUNTERS = {
     "accepted": ("vllm:spec_decode_num_accepted_tokens_total", "peagle_accepted_tokens_total"),
     "prefix_queries": ("vllm:prefix_cache_queries_total",),
     "prefix_hits": ("vllm:prefix_cache_hits_total",),
-}
-"""Of verification, by vLLM's names and ours, and of the prefix cache, in tokens."""
+    **{f"{where}_ttft_{part}": (f"{prefix}time_to_first_token_seconds_{part}",) for part in ("sum", "count")
+       for where, prefix in (("front_end", "peagle_"), ("engine", "vllm:"))},
+}  # fmt: skip
+"""Of verification, by vLLM's names and ours, of the prefix cache, in tokens, and of TTFT, in seconds."""
 ACCEPTED_BY_DEPTH = ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "peagle_accepted_tokens_total")
 REACHED_BY_DEPTH = "peagle_reached_draft_tokens_total"
 """Drafts verified behind accepted ones. vLLM has no such count: for its arms whose drafts are not as many in every step
@@ -346,9 +353,10 @@ def drafting(options: argparse.Namespace, arm: Arm, line: str) -> dict[str, Any]
 
 
 def load(
-    options: argparse.Namespace, arm: Arm, url: str, cell: Cell, number: int, seed: int, max_tokens: int
-) -> dict[str, Any]:
-    """What `vllm bench serve` says of so many prompts, the cell's requests in flight."""
+    options: argparse.Namespace, arm: Arm, url: str, cell: Cell, number: int, seed: int, max_tokens: int,
+    by_aiperf: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """What `vllm bench serve` or AIPerf says of so many prompts, the cell's requests in flight."""
     from vllm.benchmarks import datasets, serve
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -376,8 +384,19 @@ def load(
         *("--percentile-metrics", "ttft,tpot", "--metric-percentiles", ",".join(map(str, PERCENTILES))),
         *("--disable-tqdm", *dataset(options, cell, number, lines, max_tokens)),
     ]
+    given = parser.parse_args(arguments)
     with contextlib.redirect_stdout(sys.stderr):
-        return asyncio.run(asyncio.wait_for(serve.main_async(parser.parse_args(arguments)), options.max_cell_s))
+        if not by_aiperf:
+            return asyncio.run(asyncio.wait_for(serve.main_async(given), options.max_cell_s))
+        found = samples(given, serve.get_tokenizer(given.tokenizer))
+        fields = (
+            {"max_tokens": found[0].expected_output_len, "temperature": cell.temperature}
+            | ({"ignore_eos": True} if given.ignore_eos else {})
+            | (found[0].request_overrides or {})
+        )
+        prompts = [sample.prompt for sample in found]
+        how = options.aiperf, url, NAME, given.tokenizer, prompts, cell.num_requests, options.folder, fields
+        return aiperf.load(*how, options.max_cell_s)
 
 
 def measure(
@@ -396,6 +415,11 @@ def measure(
     mine = psutil.Process()
     shown = [mine, *sorted(spent.keys() - {mine}, key=spent.__getitem__, reverse=True)[:3]]
     found["cores"] = {name_of(one): round(spent[one] / result["duration"], 2) for one in shown}
+    if options.aiperf:
+        try:
+            found["aiperf"] = load(options, arm, url, cell, number, seed + 700, options.max_tokens, by_aiperf=True)
+        except (RuntimeError, TimeoutError) as error:
+            found["aiperf"] = repr(error)
     answers: list[str] = result["generated_texts"]
     found["digest"] = hashlib.sha256("\0".join(answers).encode()).hexdigest()[:12]
     return {name: round(value, 2) if isinstance(value, float) else value for name, value in found.items()}, answers
@@ -464,6 +488,9 @@ def verification(done: Counts) -> dict[str, Any]:
     """AL, drafts a step, and survival by depth: probability that a step's first i drafts are all accepted, where it
     verifies so many."""
     cached = {"prefix_hit_rate": done["prefix_hits"] / done["prefix_queries"]} if done["prefix_queries"] else {}
+    for where in ("front_end", "engine"):
+        if number := done[f"{where}_ttft_count"]:
+            cached[f"mean_{where}_ttft_ms"] = 1e3 * done[f"{where}_ttft_sum"] / number
     if not done["steps"]:
         return cached
     survival, chance = [], 1.0
@@ -580,6 +607,7 @@ def main() -> int:
         default="",
         help="of `vllm bench serve`, where a cell has a temperature: --sampling='--top-p 0.8 --repetition-penalty 1.1'",
     )
+    parser.add_argument("--aiperf", help="AIPerf's program, which loads each cell too; not with the two above")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--waves", type=int, default=3, help="a cell has so many times its requests in flight ...")
     parser.add_argument("--min-prompts", type=int, default=8, help="... and no fewer than this")
@@ -596,6 +624,8 @@ def main() -> int:
         if not options.shape:
             options.model = target_checkpoint(options.model or "")
         options.tokenizer = options.tokenizer or options.model
+        if options.aiperf and (options.tagged or options.sampling):
+            raise ValueError("--aiperf: leave out --tagged and --sampling, which are of `vllm bench serve`")
         arms = [parse_arm(text, options) for text in options.arms]
         cells = [cell for text in options.cells for cell in Cell.parse(text)]
         for cell in cells:

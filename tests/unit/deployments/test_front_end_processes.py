@@ -9,14 +9,16 @@ from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
+import uvloop
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
 from cluster.errors import ApiError
 from deployments import front_end_processes
 from deployments.answers import EngineAnswers
 from deployments.front_end import FrontEnd, Usage
-from deployments.front_end_processes import MAX_RESTARTS, WINDOW, RemoteGrammarChecker, Wire, Worker
+from deployments.front_end_processes import MAX_RESTARTS, WINDOW, Outcome, RemoteGrammarChecker, Stop, Wire, Worker
 from peagle.vllm.recorder import DraftingRecorder, RequestDrafting
 from tests.unit.deployments.test_front_end import HELLO, cluster
 from tests.unit.deployments.test_replicas import until
@@ -94,6 +96,30 @@ class Replica(front_end_processes.FrontEndProcesses):
 
     def ask(self, **body: Any) -> Any:
         return self.generate(self.front_end.admit("chat", {"messages": HELLO, "stream": True, **body}))
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_job_leaves_at_once_and_however_large_it_is_nothing_is_lost(run: Any) -> None:
+    async def exchange() -> None:
+        ours, theirs = socket.socketpair()
+        wire = await Wire.open(ours, front_end_processes.Result)
+        wire.send(Stop(1))
+        wire.send_now(Stop(2))
+        theirs.setblocking(False)
+        assert msgspec.msgpack.decode(theirs.recv(1000)[4:]) == [["Stop", 2]]  # the other waits for the event loop
+        large = [Outcome(number, {"error": "x" * 300_000}) for number in range(4)]
+        for message in large:
+            wire.send_now(message)
+            wire.send(Stop(3))
+        other, found = await Wire.open(theirs, front_end_processes.Task), []
+        async for message in other.messages():
+            found.append(message)
+            if len(found) == 1 + 2 * len(large):
+                break
+        assert [message for message in found if isinstance(message, Outcome)] == large
+        assert [found.count(Stop(number)) for number in (1, 3)] == [1, len(large)]
+
+    run(exchange())
 
 
 async def test_requests_go_to_the_process_with_the_fewest_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
