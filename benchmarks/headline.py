@@ -34,7 +34,8 @@ figure can repeat it with what is installed already. With `--aiperf` AIPerf (`be
 prompts of the same kind; what it measures stands in a row's `aiperf`.
 
 mean_ttft_ms: the clients' TTFT; mean_front_end_ttft_ms: our replica's, from a request's parsed body to its first chunk;
-mean_engine_ttft_ms: vLLM's, behind HTTP and the parsing of the body.
+mean_engine_ttft_ms: vLLM's, behind HTTP and the parsing of the body. joules_a_token: what all of `--gpus` took during
+the cell, those whose servers had nothing to do too, for an output token.
 
 equal_answers: share of a cell's answers that are those of `none`, or of the first arm, character by character; greedy
 cells alone. In bfloat16 ties go either way, also between two runs without speculation at different loads. The answers
@@ -407,11 +408,14 @@ def measure(
     load(options, arm, url, cell, max(options.warmups, cell.num_requests), seed + 500, options.warm_tokens)
     before = read_counters(url)
     number = max(options.min_prompts, options.waves * cell.num_requests)
-    busy_s = processor_s(pid)
+    busy_s, energy_before_j = processor_s(pid), energy_j(options.gpus)
     result = load(options, arm, url, cell, number, seed, options.max_tokens)
+    energy_after_j = energy_j(options.gpus)
     spent = {one: seconds - busy_s.get(one, 0.0) for one, seconds in processor_s(pid).items()}
     after = read_counters(url)
     found = {name: result[name] for name in FIGURES} | verification(after - before) | decided(url)
+    if energy_after_j and energy_before_j:
+        found["joules_a_token"] = (energy_after_j - energy_before_j) / found["total_output_tokens"]
     mine = psutil.Process()
     shown = [mine, *sorted(spent.keys() - {mine}, key=spent.__getitem__, reverse=True)[:3]]
     found["cores"] = {name_of(one): round(spent[one] / result["duration"], 2) for one in shown}
@@ -433,6 +437,18 @@ def processor_s(pid: int) -> dict[psutil.Process, float]:
             times = process.cpu_times()
             found[process] = times.user + times.system
     return found
+
+
+def energy_j(gpus: Sequence[str]) -> float | None:
+    """What these GPUs have taken since their driver was loaded; None where it does not count it."""
+    from vllm.third_party import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(int(gpu)) for gpu in gpus]
+        return sum(map(pynvml.nvmlDeviceGetTotalEnergyConsumption, handles)) / 1000
+    except pynvml.NVMLError:
+        return None
 
 
 def name_of(process: psutil.Process) -> str:
