@@ -192,7 +192,7 @@ def write_head(folder: Path, dtype: torch.dtype, is_qwen: bool) -> Path:
     return save_head(folder, config, tensors | floats)
 
 
-def engine(folder: Path, args: argparse.Namespace) -> Any:
+def engine(args: argparse.Namespace) -> Any:
     from vllm import LLM
 
     from peagle.vllm import compat
@@ -200,7 +200,7 @@ def engine(folder: Path, args: argparse.Namespace) -> Any:
 
     compat.allow_v2()
     kwargs: dict[str, Any] = {
-        "model": str(folder / "target"),
+        "model": str(args.folder / "target"),
         "skip_tokenizer_init": True,
         "dtype": args.dtype,
         "max_model_len": args.max_model_len,
@@ -239,18 +239,17 @@ def rounds(max_model_len: int) -> Iterator[list[tuple[list[int], int | None]]]:
         yield requests
 
 
-def generate(llm: Any, max_model_len: int, with_depths: bool, is_sampled: bool = False) -> list[list[int]]:
+def generate(llm: Any, args: argparse.Namespace) -> list[list[int]]:
     from vllm import SamplingParams, TokensPrompt
 
     tokens = []
-    for requests in rounds(max_model_len):
+    common: dict[str, Any] = {"ignore_eos": True, "max_tokens": NUM_OUTPUT, "detokenize": False}
+    for requests in rounds(args.max_model_len):
         prompts, params = [TokensPrompt(prompt_token_ids=prompt) for prompt, _ in requests], []
         for index, (_, depth) in enumerate(requests):
-            extra = {"peagle_k": depth} if with_depths and depth is not None else None
-            sampling = {"seed": index, **SAMPLING[index % len(SAMPLING)]} if is_sampled else {"temperature": 0.0}
-            params.append(
-                SamplingParams(**sampling, ignore_eos=True, max_tokens=NUM_OUTPUT, detokenize=False, extra_args=extra)
-            )
+            extra = {"peagle_k": depth} if args.phase == "drafts" and depth is not None else None
+            sampling = {"seed": index, **SAMPLING[index % len(SAMPLING)]} if args.sampled else {"temperature": 0.0}
+            params.append(SamplingParams(**common, **sampling, extra_args=extra))
         outputs = llm.generate(prompts, params, use_tqdm=False)
         tokens += [list(output.outputs[0].token_ids) for output in outputs]
     return tokens
@@ -342,7 +341,7 @@ def main() -> int:
     plain = args.folder / f"plain-{args.dtype}-{args.backend}-{args.max_model_len}{kind}.json"
     if args.phase == "plain":
         write_target(args.folder / "target", getattr(torch, args.dtype))
-        plain.write_text(json.dumps(generate(engine(args.folder, args), args.max_model_len, False, args.sampled)))
+        plain.write_text(json.dumps(generate(engine(args), args)))
         return 0
     if args.phase == "ties":
         ties = find_ties(write_target(args.folder / "target", torch.float32), args.max_model_len)
@@ -350,11 +349,11 @@ def main() -> int:
         return 0
     expected = json.loads(plain.read_text())
     write_head(args.head, getattr(torch, args.dtype), args.qwen)
-    llm = engine(args.folder, args)
+    llm = engine(args)
     llm.collective_rpc("count_replays")
     if args.phase == "drafts":
         llm.collective_rpc("start_recording", args=({str(index): one for index, one in enumerate(expected)},))
-    outputs = generate(llm, args.max_model_len, args.phase == "drafts", args.sampled)
+    outputs = generate(llm, args)
     first_wrong = [
         next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
         for one, other in zip(outputs, expected, strict=True)

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -32,7 +32,12 @@ from typing import Any
 
 import msgspec
 
+from cluster.counts import TargetReport
+from cluster.k_policy import KPolicy
+from cluster.request import Drafting, KRules
+from cluster.step_latency import StepLatency
 from peagle.provenance import conditions
+from peagle.vllm.request_args import MAX_K_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 
 SURVIVAL = (0.80, 0.64, 0.50, 0.39, 0.30, 0.22, 0.17, 0.13, 0.10, 0.075, 0.055, 0.04)
 """Probability that the first i drafts are accepted; beyond the seventh continued by hand at the same ratio."""
@@ -138,26 +143,25 @@ class Segments:
             self.marks[-1].append(torch.cuda.Event(enable_timing=True))
             self.marks[-1][-1].record()
 
-        def around(owner: Any, name: str, is_first: bool, at_end: bool) -> None:
+        def around(owner: Any, name: str) -> None:
             inner = getattr(owner, name)
 
             def marked(*args: Any, **kwargs: Any) -> Any:
-                if is_first:
+                if name == "execute_model":  # the first one of a step
                     self.marks.append([])
                     self.has_prompts.append(bool(args[0].scheduled_new_reqs))
                 mark()
                 found = inner(*args, **kwargs)
-                if at_end:
-                    mark()
+                mark()
                 return found
 
             setattr(owner, name, marked)
 
-        around(runner, "execute_model", True, True)
+        around(runner, "execute_model")
         if runner.speculator is not None:
-            around(runner.speculator, "propose", False, True)
+            around(runner.speculator, "propose")
         else:
-            around(runner, "sample_tokens", False, True)
+            around(runner, "sample_tokens")
 
     def take_segments(self) -> dict[str, dict[str, float]]:
         """Since the last call, for steps that only decode and those that also start requests: their number and the
@@ -309,21 +313,14 @@ def read_counters() -> dict[str, float]:
     """vLLM's counters, summed over their labels; 0 for those that this engine has not."""
     from prometheus_client import REGISTRY
 
-    found = dict.fromkeys(COUNTERS, 0.0)
-    names = {sample: name for name, sample in COUNTERS.items()}
-    for metric in REGISTRY.collect():
-        for sample in metric.samples:
-            if sample.name in names:
-                found[names[sample.name]] += sample.value
-    return found
+    samples = [sample for metric in REGISTRY.collect() for sample in metric.samples]
+    return {name: sum(one.value for one in samples if one.name == counter) for name, counter in COUNTERS.items()}
 
 
 class LearnedDepths:
     """K of each request as the service decides it, from what this engine counts and reports."""
 
     def __init__(self, engine: Any, k_max: int) -> None:
-        from cluster.k_policy import KPolicy
-        from cluster.request import KRules
         from peagle.vllm.recorder import DraftingRecorder
 
         self._recorder, self._k_max = DraftingRecorder(), k_max
@@ -331,9 +328,6 @@ class LearnedDepths:
         self._k_policy = KPolicy(KRules(k_max, k_max, k_max), on_gpu=True)
 
     async def observe_forever(self) -> None:
-        from cluster.counts import TargetReport
-        from cluster.step_latency import StepLatency
-
         while True:
             text = self._recorder.step_latency
             latency = msgspec.json.decode(text, type=StepLatency) if text else None
@@ -343,47 +337,41 @@ class LearnedDepths:
 
     def believed(self) -> dict[str, Any]:
         """What K rests on now: survivals and step latency."""
-        return {
-            **self._k_policy.document(time.monotonic()),
-            "step_latency": msgspec.to_builtins(self._k_policy.latency),
-        }
+        latency = msgspec.to_builtins(self._k_policy.latency)
+        return {**self._k_policy.document(time.monotonic()), "step_latency": latency}
 
     def extra_args(self, workload: str) -> dict[str, Any]:
-        from cluster.request import Drafting
-        from peagle.vllm.request_args import MAX_K_KEY, SURVIVAL_KEY, WORKLOAD_KEY
-
         drafting = self._k_policy.make_update(1).choose(Drafting(workload, self._k_max, "default"), self._k_max)
         args = {MAX_K_KEY: drafting.max_k, WORKLOAD_KEY: drafting.workload}
         return {**args, SURVIVAL_KEY: list(drafting.survival)} if drafting.survival else args
 
 
 class Load:
-    """A number of requests in flight. depths: K of a request is drawn from these; None: K_max."""
+    """A number of requests in flight. mix: K of a request is drawn from these, as `--depths`; all: K_max."""
 
-    def __init__(self, engine: Any, depths: tuple[int, ...] | None, learned: LearnedDepths | None = None) -> None:
-        self._engine, self._depths, self._learned, self._count = engine, depths, learned, 0
+    def __init__(self, engine: Any, mix: str, learned: LearnedDepths | None = None) -> None:
+        self._engine, self._learned, self._count = engine, learned, 0
+        self._depths = [] if mix in ("all", "learned") else [int(k) for k in mix.split("/")]
 
     def _extra_args(self, draw: random.Random) -> dict[str, Any] | None:
         if self._learned is not None:
             return self._learned.extra_args("load")
-        return {"peagle_k": draw.choice(self._depths)} if self._depths else None
+        return {MAX_K_KEY: draw.choice(self._depths)} if self._depths else None
 
     async def measure(self, num_requests: int, seconds: float, segments_s: float) -> dict[str, Any]:
-        clients = [asyncio.create_task(self._client(index)) for index in range(num_requests)]
-        await asyncio.sleep(WARM_S if self._learned is None else LEARNING_S)
-        before, start_s = read_counters(), time.perf_counter()
-        await asyncio.sleep(seconds)
-        after, elapsed_s = read_counters(), time.perf_counter() - start_s
-        segments = {}
-        if segments_s:
-            await self._engine.collective_rpc("take_segments")
-            await asyncio.sleep(segments_s)
-            segments = (await self._engine.collective_rpc("take_segments"))[0]
-        for client in clients:
-            client.cancel()
-        for result in await asyncio.gather(*clients, return_exceptions=True):
-            if not isinstance(result, asyncio.CancelledError):
-                raise RuntimeError(f"a client ended: {result}")
+        async with asyncio.TaskGroup() as group:
+            clients = [group.create_task(self._client(index)) for index in range(num_requests)]
+            await asyncio.sleep(WARM_S if self._learned is None else LEARNING_S)
+            before, start_s = read_counters(), time.perf_counter()
+            await asyncio.sleep(seconds)
+            after, elapsed_s = read_counters(), time.perf_counter() - start_s
+            segments = {}
+            if segments_s:
+                await self._engine.collective_rpc("take_segments")
+                await asyncio.sleep(segments_s)
+                segments = (await self._engine.collective_rpc("take_segments"))[0]
+            for client in clients:
+                client.cancel()
         await asyncio.sleep(0.3)
         done = {name: after[name] - before[name] for name in COUNTERS}
         # Where outputs are sent by the chunk, vLLM counts chunks as steps; requests in flight are always as many. Those
@@ -412,8 +400,7 @@ class Load:
             num_tokens = draw.randint(min(16, length), length) if is_first else length
             params = SamplingParams(
                 temperature=0.0, ignore_eos=True, max_tokens=num_tokens, detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-                extra_args=self._extra_args(draw),
+                output_kind=RequestOutputKind.FINAL_ONLY, extra_args=self._extra_args(draw),
             )  # fmt: skip
             is_first = False
             prompt = TokensPrompt(prompt_token_ids=[draw.randrange(1000, 40_000) for _ in range(PROMPT_TOKENS)])
@@ -428,18 +415,17 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     from benchmarks import models
 
     models.spawn_engines()
-    name = args.arm[0]
-    arm = Arm.parse(name)
+    arm = Arm.parse(args.arm[0])
     settings = engine_settings(arm, args)
     with contextlib.ExitStack() as stack:
         if arm.kind == "remote":
             log = args.out.with_suffix(".drafter")
             found = stack.enter_context(drafter(settings, args.drafter_gpu, log))
-        start_s = time.perf_counter()
+        begun_s = time.perf_counter()
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings))
         await engine.get_supported_tasks()
-        report: dict[str, Any] = {"arm": name, "shape": args.shape, "start_s": round(time.perf_counter() - start_s, 1)}
-        report["rows"] = []
+        start_s = round(time.perf_counter() - begun_s, 1)
+        report: dict[str, Any] = {"arm": args.arm[0], "shape": args.shape, "start_s": start_s, "rows": []}
         if arm.kind == "remote":
             await engine.collective_rpc("set_drafters", args=([found()],))
             while not (await engine.collective_rpc("remote_report"))[0]["num_up"]:
@@ -464,45 +450,34 @@ async def measure_arm(engine: Any, args: argparse.Namespace, report: dict[str, A
     await engine.collective_rpc("make_tokens_random")
     arm, learned, observing = Arm.parse(args.arm[0]), None, None
     if arm.kind not in ("peagle", "remote"):
-        args.depths = None
-    if "learned" in (args.depths or ()):
+        args.depths = ["all"]
+    if "learned" in args.depths:
         learned = LearnedDepths(engine, arm.k)
         observing = asyncio.create_task(learned.observe_forever())
     turns: Any = Turns(Path(args.turn[0]), *map(int, args.turn[1:])) if args.turn else contextlib.nullcontext()
+    shown = ("depths", "num_requests", "tokens_per_s", "step_ms", "accepted_length")
     for number in range(args.rounds):
         async with turns:
-            async for row in measure_cells(engine, args, learned):
-                report["rows"].append({"round": number, **row})
-                write(args.out, report, settings)
+            for mix in args.depths:
+                load = Load(engine, mix, learned if mix == "learned" else None)
+                for num_requests in args.requests:
+                    row = {"depths": mix, **await load.measure(num_requests, args.seconds, 0.0)}
+                    if mix == "learned" and learned is not None:
+                        row["believed"] = learned.believed()
+                    print(json.dumps({"arm": args.arm[0], **{key: row[key] for key in shown}}), flush=True)
+                    report["rows"].append({"round": number, **row})
+                    write(args.out, report, settings)
     if observing is not None:
         observing.cancel()
     if arm.kind != "stock":
         report["segments"] = []
         async with turns:
             await engine.collective_rpc("start_segments")
-            for mix in [mix for mix in args.depths or ["all"] if mix != "learned"]:
-                depths = None if mix == "all" else tuple(map(int, mix.split("/")))
+            for mix in [mix for mix in args.depths if mix != "learned"]:
                 for count in args.requests:
-                    row = await Load(engine, depths).measure(count, 0.2, 1.0)
+                    row = await Load(engine, mix).measure(count, 0.2, 1.0)
                     report["segments"].append({"depths": mix, **row})
         write(args.out, report, settings)
-
-
-async def measure_cells(
-    engine: Any, args: argparse.Namespace, learned: LearnedDepths | None
-) -> AsyncIterator[dict[str, Any]]:
-    """Every cell once."""
-    for mix in args.depths or ["all"]:
-        depths = None if mix in ("all", "learned") else tuple(map(int, mix.split("/")))
-        load = Load(engine, depths, learned if mix == "learned" else None)
-        for num_requests in args.requests:
-            row = {"depths": mix, **await load.measure(num_requests, args.seconds, 0.0)}
-            if mix == "learned" and learned is not None:
-                row["believed"] = learned.believed()
-            log = {key: row[key] for key in ("depths", "num_requests", "tokens_per_s", "step_ms", "accepted_length")}
-            sys.stdout.write(json.dumps({"arm": args.arm[0], **log}) + "\n")
-            sys.stdout.flush()
-            yield row
 
 
 def main() -> int:
@@ -518,11 +493,8 @@ def main() -> int:
     parser.add_argument("--engine", default="{}", help="further settings of every arm's engine, as JSON")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--seconds", type=float, default=4.0)
-    parser.add_argument(
-        "--depths",
-        nargs="+",
-        help="K of requests of our arms: all (K_max), learned (as the service does), or such as 3 or 0/3/7, drawn from",
-    )
+    depths = "K of requests of our arms: all (K_max), learned (as the service does), or such as 3 or 0/3/7, drawn from"
+    parser.add_argument("--depths", nargs="+", default=["all"], help=depths)
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)

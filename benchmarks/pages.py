@@ -125,7 +125,8 @@ def settings_tables(model: type[BaseModel], path: str = "", level: int = 3) -> s
         kind = kind_of(field.annotation)
         if found := list(models_in(field.annotation)):
             where = SECTION_NAMES.get(where, where)
-            kind = kind.replace("section", f"[section](#{anchor(where)})")
+            anchor = where.lower().replace(".", "")  # as GitHub makes it of the heading
+            kind = kind.replace("section", f"[section](#{anchor})")
             sections.append((found[0], where))
         unit, text = unit_of(name, kind, path), field.description or ""
         rows.append([f"`{name}`", kind + bounds_of(field), default_of(field), unit, text])
@@ -146,11 +147,6 @@ def removed_table() -> str:
                 yield from rows(inner, f"{where}.")
 
     return table("setting, in its place", rows(ClusterSettings, ""))
-
-
-def anchor(path: str) -> str:
-    """GitHub's anchor of a heading that is this path."""
-    return path.lower().replace(".", "")
 
 
 def metrics_tables() -> str:
@@ -177,11 +173,11 @@ def engine_families() -> dict[str, tuple[str, str, str]]:
     source = Path(str(spec and spec.origin)).with_name("v1") / "metrics" / "loggers.py"
     found = {}
     for call in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
-        given = {one.arg: one.value for one in call.keywords} if isinstance(call, ast.Call) else {}
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+            continue
+        given = {one.arg: one.value for one in call.keywords}
         name, text = (getattr(given.get(key), "value", None) for key in ("name", "documentation"))
-        if not (
-            isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and str(name).startswith(ENGINE_PREFIX)
-        ):
+        if not str(name).startswith(ENGINE_PREFIX):
             continue
         kind = call.func.attr.strip("_").removesuffix("_cls")
         own = (node.value for node in ast.walk(given["labelnames"]) if isinstance(node, ast.Constant))

@@ -51,9 +51,6 @@ MIXES: dict[str, dict[str, tuple[Sequence[str], float]]] = {
 """Workloads by mix, each the categories of its answers and their temperature."""
 
 
-# ---- recorded acceptance
-
-
 @dataclass(frozen=True)
 class Answer:
     """`accepted`: drafts that the target accepts at each token of the answer, one byte a token, at K = K_max.
@@ -67,11 +64,11 @@ class Answer:
     accepted: bytes
 
 
-def load_answers(path: str | Path = TRACES, max_draft_tokens: int = K_MAX) -> list[Answer]:
-    """Answers of a file that `benchmarks.traces` wrote, as if drafted at a lesser K_max where theirs is more."""
+def load_answers(path: Path = TRACES) -> list[Answer]:
+    """Answers of a file that `benchmarks.traces` wrote, as if drafted at `K_MAX` where their own is more."""
     with np.load(path, allow_pickle=False) as stored:
         ends = np.cumsum(stored["num_anchors"], dtype=np.int64)
-        accepted = np.minimum(stored["accepted"], max_draft_tokens).astype(np.uint8).tobytes()
+        accepted = np.minimum(stored["accepted"], K_MAX).astype(np.uint8).tobytes()
         rows = zip(stored["category"], stored["temperature"], stored["num_anchors"], ends.tolist(), strict=True)
         return [
             Answer(str(category), float(temperature), accepted[end - int(num) : end])
@@ -83,9 +80,6 @@ def load_answers(path: str | Path = TRACES, max_draft_tokens: int = K_MAX) -> li
 def select(answers: Sequence[Answer], categories: Sequence[str], temperature: float) -> list[Answer]:
     """The answers of one workload."""
     return [answer for answer in answers if answer.temperature == temperature and answer.category in categories]
-
-
-# ---- engines
 
 
 Engine = Callable[..., float]
@@ -120,9 +114,9 @@ class TableEngine:
         self._row_s = float(self._seconds[-1][-1] - self._seconds[-1][0]) / most
 
     @classmethod
-    def load(cls, path: str | Path) -> "TableEngine":
+    def load(cls, path: Path) -> "TableEngine":
         """Of a file in benchmarks/results."""
-        return cls(json.loads(Path(path).read_text())["points"])
+        return cls(json.loads(path.read_text())["points"])
 
     def __call__(
         self, num_requests: int, num_tokens: int, prompt_tokens: int = 0, is_drafted: bool | None = None
@@ -135,9 +129,6 @@ class TableEngine:
             seconds += pass_s if is_drafted else -pass_s
         beyond = max(0, num_requests - self._sizes[-1]) * rows
         return seconds + self._row_s * (beyond + prompt_tokens)
-
-
-# ---- policies
 
 
 @dataclass(eq=False)
@@ -169,10 +160,7 @@ class Fixed:
     def drafts(self, requests: Sequence[Request], prompt_tokens: int) -> bool:
         return any(request.drafting.k for request in requests)
 
-    def observe(
-        self, requests: Sequence[Request], steps: Sequence[tuple[int, int]], step: TimedStep, now_s: float
-    ) -> None:
-        pass
+    def observe(self, requests: list[Request], steps: list[tuple[int, int]], step: TimedStep, now_s: float) -> None: ...
 
 
 class Learned:
@@ -206,14 +194,11 @@ class Learned:
 
     def drafts(self, requests: Sequence[Request], prompt_tokens: int) -> bool:
         max_ks = [request.drafting.max_k for request in requests]
-        # With asynchronous scheduling, on a GPU, the pass is not left out.
-        return (
-            any(max_ks) if self._on_gpu else self.draft_budget.makes_drafts(cast(Any, requests), max_ks, prompt_tokens)
-        )
+        if self._on_gpu:  # with asynchronous scheduling the pass is not left out
+            return any(max_ks)
+        return self.draft_budget.makes_drafts(cast(Any, requests), max_ks, prompt_tokens)
 
-    def observe(
-        self, requests: Sequence[Request], steps: Sequence[tuple[int, int]], step: TimedStep, now_s: float
-    ) -> None:
+    def observe(self, requests: list[Request], steps: list[tuple[int, int]], step: TimedStep, now_s: float) -> None:
         self.draft_budget.model.observe(step)
         for request, (num_verified, num_accepted) in zip(requests, steps, strict=True):
             counts = self._counts[request.workload]
@@ -231,9 +216,6 @@ class Learned:
 
 
 Policy = Fixed | Learned
-
-
-# ---- a run
 
 
 @dataclass(frozen=True)
@@ -258,7 +240,7 @@ def simulate(engine: Engine, pools: Mapping[str, Sequence[Answer]], policy: Poli
     arrivals = deque(enumerate(draws))
     running: list[Request] = []
     now_s = steady_s = 0.0
-    is_drafted: bool | None = False
+    is_drafted = False
     num_tokens = num_steps = 0
     while len(running) + len(arrivals) >= load.concurrency:
         admitted: list[Request] = []
@@ -267,7 +249,7 @@ def simulate(engine: Engine, pools: Mapping[str, Sequence[Answer]], policy: Poli
             admitted.append(Request(str(number), name, pools[name][index], policy.admit(name)))
         prompt_tokens = len(admitted) * load.prompt_tokens
         depths = policy.allocate_drafts(running, prompt_tokens) if running else []
-        depths = [0] * len(running) if is_drafted is False else depths
+        depths = depths if is_drafted else [0] * len(running)
         is_drafted = policy.drafts([*running, *admitted], prompt_tokens)
         num_requests, num_rows = len(running), len(running) + sum(depths)
         noise = float(np.exp(load.jitter * rng.standard_normal()))
