@@ -43,20 +43,10 @@ from hypothesis.strategies import SearchStrategy
 from schemathesis import APIOperation, BaseSchema, Case, GenerationMode
 from schemathesis.core.failures import FailureGroup
 
+from benchmarks import hostile
 from benchmarks.common import markdown
 from benchmarks.faults import fixed_targets, running_service
-from benchmarks.hostile import (
-    BASES,
-    HUGE,
-    MAX_TOKENS,
-    PATHS,
-    Ask,
-    Outcome,
-    as_response_format,
-    as_tool,
-    hostile_requests,
-    judged,
-)
+from benchmarks.hostile import HUGE, MAX_TOKENS, PATHS, Ask, Outcome, hostile_requests, judged
 from cluster.settings import load_settings
 from deployments.app import catalog
 from deployments.front_end import FrontEnd
@@ -77,20 +67,6 @@ RECORDS = {"chat": "ChatCompletionRequest", "completions": "CompletionRequest"}
 
 
 # ---- generated requests
-
-
-def processes(others: set[int]) -> dict[int, dict[str, Any]]:
-    """What each process of the service holds, by its id; `others`: children of this process that are not of it."""
-    found = {}
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            if process.pid not in others and process.status() != psutil.STATUS_ZOMBIE:
-                command = process.cmdline() or [process.name()]
-                name = Path(command[0].split(" ")[0]).name
-                if name.startswith("python"):  # a program, told apart by what it runs
-                    name = next((Path(part).name for part in command[1:] if not part.startswith("-")), name)
-                found[process.pid] = {"name": name, "rss_mib": round(process.memory_info().rss / 2**20, 1)}
-    return found
 
 
 def draw(strategy: SearchStrategy[Any], num: int, number: int) -> list[Any]:
@@ -182,8 +158,8 @@ structured = (
 )
 grammar_fields = st.one_of(
     structured.map(lambda value: {"structured_outputs": value}),
-    schemas.map(as_response_format),
-    schemas.map(as_tool),
+    schemas.map(hostile.as_response_format),
+    schemas.map(hostile.as_tool),
 )
 
 
@@ -194,7 +170,7 @@ def hostile_bodies(call: str, fields: Sequence[str], num: int, number: int) -> l
     """Plain requests with a hostile value in one field, every field in turn, or with a hostile grammar."""
     values, grammars = draw(hostile_values, num, number), draw(grammar_fields, num // 2, number)
     changes = [{name: value} for name, value in zip(itertools.cycle(sorted(fields)), values, strict=False)]
-    return [{**BASES[call], **change} for change in (*changes, *grammars)]
+    return [{**hostile.BASES[call], **change} for change in (*changes, *grammars)]
 
 
 def with_few_tokens(body: Any) -> Any:
@@ -340,9 +316,13 @@ class Watch:
             work()
 
     def _measure(self) -> None:
-        found = {pid: (one["name"].partition(".")[0], one["rss_mib"]) for pid, one in processes(self._others).items()}
-        kept = {pid: one for pid, one in found.items() if one[0].startswith(PROCESSES)}
-        self.sizes.append((time.monotonic(), kept))
+        found = {}
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                name = " ".join(process.cmdline()).split(" ")[0].partition(".")[0]
+                if process.pid not in self._others and name.startswith(PROCESSES):
+                    found[process.pid] = name, round(process.memory_info().rss / 2**20, 1)
+        self.sizes.append((time.monotonic(), found))
 
     def wait_until_well(self, timeout_s: float = 180.0) -> None:
         """Until a canary is right again."""
@@ -394,8 +374,8 @@ def send(name: str, ask: Ask, client: httpx.Client) -> dict[str, Any]:
         outcome = ask(client)
     except (httpx.HTTPError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
         outcome = Outcome(type(error).__name__, f"{type(error).__name__}: {error!s:.100}")
-    times = {"start_s": start_s, "end_s": time.monotonic()}
-    return {"name": name, "answer": outcome.answer, "problem": outcome.problem, **times}
+    seconds = round(time.monotonic() - start_s, 3)
+    return {"name": name, "answer": outcome.answer, "problem": outcome.problem, "seconds": seconds}
 
 
 def send_alone(requests: dict[str, Ask], client: httpx.Client, watch: Watch, end_s: float) -> Iterator[dict[str, Any]]:
@@ -403,10 +383,11 @@ def send_alone(requests: dict[str, Ask], client: httpx.Client, watch: Watch, end
     for name, ask in requests.items():
         if time.monotonic() > end_s:
             return
+        start_s = time.monotonic()
         row = send(name, ask, client)
         time.sleep(MEMORY_PERIOD_S)
         watch.wait_until_well()
-        yield {**row, **watch.report(row["start_s"], time.monotonic())}
+        yield {**row, **watch.report(start_s, time.monotonic())}
 
 
 def send_together(requests: Sequence[tuple[str, Ask]], client: httpx.Client, end_s: float) -> list[dict[str, Any]]:
@@ -442,9 +423,7 @@ def battery(config: Path, inputs: list[Input], named: dict[str, Ask]) -> dict[st
         for row in send_alone(named, client, watch, end_s):
             alone.append(row)
             shown = {key: row[key] for key in ("name", "answer", "problem", "growth", "ended")}
-            sys.stderr.write(
-                f"{row['end_s'] - row['start_s']:.1f} s, canary {row['canary']['max_s']} s, {json.dumps(shown)}\n"
-            )
+            sys.stderr.write(f"{row['seconds']:.1f} s, canary {row['canary']['max_s']} s, {json.dumps(shown)}\n")
         together_s = time.monotonic()
         mixed: list[tuple[str, Ask]] = []
         if inputs:
@@ -458,7 +437,7 @@ def battery(config: Path, inputs: list[Input], named: dict[str, Ask]) -> dict[st
             watch.wait_until_well()
         last_s = time.monotonic()
         by_name = {made["name"]: made for made in inputs}
-        problems = [{**in_seconds(row), "input": by_name.get(row["name"])} for row in rows if row["problem"]]
+        problems = [{**row, "input": by_name.get(row["name"])} for row in rows if row["problem"]]
         return {
             "inputs": {
                 "num_named": len(named),
@@ -472,19 +451,11 @@ def battery(config: Path, inputs: list[Input], named: dict[str, Ask]) -> dict[st
                 **watch.report(together_s, last_s),
                 "seconds": round(ended_s - together_s, 1),
                 "statuses": dict(sorted(Counter(row["answer"][:3] for row in rows).items())),
-                "slowest": [
-                    in_seconds(row) for row in sorted(rows, key=lambda row: row["start_s"] - row["end_s"])[:15]
-                ],
+                "slowest": sorted(rows, key=lambda row: -row["seconds"])[:15],
                 "problems": problems,
             },
-            "alone": [in_seconds(row) for row in alone],
+            "alone": alone,
         }
-
-
-def in_seconds(row: dict[str, Any]) -> dict[str, Any]:
-    """A row with its duration in place of start and end."""
-    rest = {key: value for key, value in row.items() if key not in ("start_s", "end_s")}
-    return {**rest, "seconds": round(row["end_s"] - row["start_s"], 3)}
 
 
 def problems_of(found: dict[str, Any]) -> list[str]:

@@ -1,8 +1,9 @@
-"""What several benchmarks need: a free port, whether a server is ready, and tables."""
+"""What several benchmarks need: a free port, waiting for a server, and tables."""
 
 import random
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -23,6 +24,12 @@ def is_ready(url: str) -> bool:
     with suppress(httpx.HTTPError):
         return httpx.get(f"{url}/health", timeout=5).status_code == 200
     return False
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < end_s:
+        time.sleep(0.5)
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

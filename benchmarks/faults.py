@@ -31,7 +31,7 @@ import httpx
 import psutil
 import yaml
 
-from benchmarks.common import free_port, markdown_of
+from benchmarks.common import free_port, markdown_of, wait_until
 from deployments.compat import RAY_ENVIRONMENT
 from peagle.provenance import conditions
 
@@ -42,19 +42,16 @@ NODE = "target_node"
 """Resource of Ray that nodes for targets have one of, and every target needs."""
 QUESTION = [{"role": "user", "content": "Count from one to thirty."}]
 PROCESSES = {
-    "target": "ray::ServeReplica:peagle:target",
-    "engine": "VLLM::EngineCore",
     "drafter": "ray::ServeReplica:peagle:drafter",
     "router": "ray::ServeReplica:peagle:router",
     "controller": "ray::ServeController",
     "proxy": "ray::ProxyActor",
     "haproxy manager": "ray::HAProxyManager",
     "haproxy": "haproxy",
+    "target": "ray::ServeReplica:peagle:target",
+    "engine": "VLLM::EngineCore",
 }
-FAULTS = (
-    "drafter", "drafter hung", "router", "controller", "proxy", "haproxy manager", "haproxy", "target", "engine",
-    "node",
-)  # fmt: skip
+FAULTS = ("drafter hung", *PROCESSES, "node")
 
 
 @dataclass
@@ -149,21 +146,16 @@ def describe_refusal(response: httpx.Response) -> str:
 
 
 def processes() -> Iterator[tuple[int, str]]:
-    """Ids and command lines of what runs on this machine."""
+    """Ids and command lines of the processes in this program's sessions: the machine may run others."""
     for process in psutil.process_iter(["cmdline", "status"]):
-        if process.info["status"] != psutil.STATUS_ZOMBIE:
-            yield process.pid, " ".join(process.info["cmdline"] or ())
+        with contextlib.suppress(ProcessLookupError):
+            if process.info["status"] != psutil.STATUS_ZOMBIE and os.getsid(process.pid) in SESSIONS:
+                yield process.pid, " ".join(process.info["cmdline"] or ())
 
 
 def pids(kind: str) -> set[int]:
-    """Processes of a kind in the sessions of this program's services: the machine may run others."""
-    found = set()
-    for pid, line in processes():
-        if PROCESSES[kind] in line.split(" ", 1)[0]:
-            with contextlib.suppress(ProcessLookupError):
-                if os.getsid(pid) in SESSIONS:
-                    found.add(pid)
-    return found
+    """Processes of a kind, a key of `PROCESSES`."""
+    return {pid for pid, line in processes() if PROCESSES[kind] in line.split(" ", 1)[0]}
 
 
 def is_well(url: str, before: dict[str, set[int]], num_targets: int) -> bool:
@@ -182,13 +174,13 @@ def is_well(url: str, before: dict[str, set[int]], num_targets: int) -> bool:
 
 
 def raylets() -> dict[int, str]:
-    """Command lines of Ray's nodes on this machine."""
+    """Command lines of Ray's nodes, by process id."""
     return {pid: line for pid, line in processes() if line.split(" ", 1)[0].endswith("raylet")}
 
 
 def ray_address() -> str:
     """Of the Ray that this program's service runs in."""
-    (line,) = (line for pid, line in raylets().items() if os.getsid(pid) in SESSIONS and NODE not in line)
+    (line,) = (line for line in raylets().values() if NODE not in line)
     return line.partition("--gcs-address=")[2].split()[0]
 
 
@@ -197,13 +189,11 @@ def inflict(fault: str) -> None:
         os.kill(max(pid for pid, line in raylets().items() if NODE in line), signal.SIGKILL)
         return
     kind = fault.removesuffix(" hung")
-    pid = min(pids(kind))
-    if kind == fault:
-        for killed in pids(kind) if kind == "haproxy" else {pid}:
-            os.kill(killed, signal.SIGKILL)
-        return
-    os.kill(pid, signal.SIGSTOP)
-    threading.Timer(HANG_S, os.kill, (pid, signal.SIGCONT)).start()
+    first, *others = sorted(pids(kind))
+    for pid in [first, *others] if kind == "haproxy" else [first]:
+        os.kill(pid, signal.SIGKILL if kind == fault else signal.SIGSTOP)
+        if kind != fault:
+            threading.Timer(HANG_S, os.kill, (pid, signal.SIGCONT)).start()
 
 
 def measure_recovery(fault: str, is_recovered: Callable[[], bool]) -> float | None:
@@ -212,10 +202,7 @@ def measure_recovery(fault: str, is_recovered: Callable[[], bool]) -> float | No
     inflict(fault)
     time.sleep(HANG_S if fault.endswith("hung") else 1.0)
     while well_since_s is None or time.monotonic() < well_since_s + 2.0:
-        if not is_recovered():
-            well_since_s = None
-        elif well_since_s is None:
-            well_since_s = time.monotonic()
+        well_since_s = (well_since_s or time.monotonic()) if is_recovered() else None
         if time.monotonic() > fault_s + RECOVERY_TIMEOUT_S:
             break
         time.sleep(0.25)
@@ -306,12 +293,6 @@ def health(url: str) -> int:
     with contextlib.suppress(httpx.HTTPError, KeyError, ValueError):
         return int(httpx.get(f"{url}/health", timeout=5).json()["num_target_replicas"])
     return 0
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < end_s:
-        time.sleep(0.5)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

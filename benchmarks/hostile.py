@@ -8,9 +8,9 @@ one of them is at most some GB and a minute of one core.
 import json
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import httpx
@@ -85,13 +85,10 @@ def expect_raw(*statuses: int, content: bytes = b"", headers: dict[str, str] | N
     return lambda client: judged(client.post(PATHS["chat"], content=content, headers=headers), statuses)
 
 
-def expect_page(method: str, path: str, status: int) -> Ask:
-    def ask(client: httpx.Client) -> Outcome:
-        response = client.request(method, path, json=BASES["chat"] if method == "POST" else None)
-        found = str(response.status_code)
-        return Outcome(found, "" if response.status_code == status else f"status {found}")
-
-    return ask
+def expect_page(method: str, path: str) -> Ask:
+    """The answer has status 200."""
+    body = BASES["chat"] if method == "POST" else None
+    return lambda client: judged(client.request(method, path, json=body), (200,))
 
 
 # ---- lists of wrong elements
@@ -105,33 +102,31 @@ def as_tool_calls(values: Any) -> dict[str, Any]:
     return {"messages": [*HELLO, {"role": "assistant", "tool_calls": values}]}
 
 
+def as_field(name: str) -> Callable[[Any], dict[str, Any]]:
+    return lambda values: {name: values}
+
+
 WRONG_ELEMENTS: dict[str, tuple[str, Callable[[Any], dict[str, Any]], Any]] = {
-    "messages: numbers": ("chat", lambda values: {"messages": values}, 1),
-    "messages: objects": ("chat", lambda values: {"messages": values}, {}),
-    "messages: without content": ("chat", lambda values: {"messages": values}, {"role": "user"}),
+    "messages: numbers": ("chat", as_field("messages"), 1),
+    "messages: objects": ("chat", as_field("messages"), {}),
+    "messages: without content": ("chat", as_field("messages"), {"role": "user"}),
     "messages.content: numbers": ("chat", as_content, 1),
     "messages.content: objects": ("chat", as_content, {}),
     "messages.content: parts without text": ("chat", as_content, {"type": "text"}),
     "messages.tool_calls: objects": ("chat", as_tool_calls, {}),
-    "documents: numbers": ("chat", lambda values: {"documents": values}, 1),
-    "tools: numbers": ("chat", lambda values: {"tools": values}, 1),
-    "tools: objects": ("chat", lambda values: {"tools": values}, {"type": "function"}),
-    "prompt: objects": ("completions", lambda values: {"prompt": values}, {}),
+    "documents: numbers": ("chat", as_field("documents"), 1),
+    "tools: numbers": ("chat", as_field("tools"), 1),
+    "tools: objects": ("chat", as_field("tools"), {"type": "function"}),
+    "prompt: objects": ("completions", as_field("prompt"), {}),
     "prompt: numbers and a text": ("completions", lambda values: {"prompt": [*values, "a"]}, 1),
     "prompt: lists of objects": ("completions", lambda values: {"prompt": [values]}, {}),
-    "prompt: empty lists": ("completions", lambda values: {"prompt": values}, []),
-    **{
-        f"{name}: {kind}": (call, lambda values, name=name: {name: values}, element)
-        for name, kind, element in (
-            ("stop", "numbers", 1),
-            ("bad_words", "numbers", 1),
-            ("bad_words", "words", "a"),
-            ("stop_token_ids", "texts", "a"),
-            ("allowed_token_ids", "texts", "a"),
-            ("logprob_token_ids", "texts", "a"),
-        )
-        for call in (["completions"] if kind == "words" else ["chat"])
-    },
+    "prompt: empty lists": ("completions", as_field("prompt"), []),
+    "stop: numbers": ("chat", as_field("stop"), 1),
+    "bad_words: numbers": ("chat", as_field("bad_words"), 1),
+    "bad_words: words": ("completions", as_field("bad_words"), "a"),
+    "stop_token_ids: texts": ("chat", as_field("stop_token_ids"), "a"),
+    "allowed_token_ids: texts": ("chat", as_field("allowed_token_ids"), "a"),
+    "logprob_token_ids: texts": ("chat", as_field("logprob_token_ids"), "a"),
     "structured_outputs.choice: numbers": ("chat", lambda values: {"structured_outputs": {"choice": values}}, 1),
     "vllm_xargs: list of objects": ("chat", lambda values: {"vllm_xargs": {"a": values}}, {}),
 }
@@ -153,12 +148,8 @@ def expect_wrong_list(
 
 
 def expect_wrong_mapping(name: str, value: Any, num_bytes: int) -> Ask:
-    num = num_bytes // (len(json.dumps(value)) + 12)
-
-    def ask(client: httpx.Client) -> Outcome:
-        return expect(200, 400, 413, **{name: {f"{key:06}": value for key in range(num)}})(client)
-
-    return ask
+    keys = range(num_bytes // (len(json.dumps(value)) + 12))
+    return lambda client: expect(200, 400, 413, **{name: {f"{key:06}": value for key in keys}})(client)
 
 
 # ---- grammars
@@ -224,6 +215,7 @@ REGEXES = {
     "regex of wide classes": r"[\u0000-\uffff]{1,1000}" * 8,
     "regex of 8,000 alternatives": "|".join(f"a{number}" for number in range(8000)),
     "regex of 5,000 groups": "(" * 5000 + "a" + ")" * 5000,
+    "regex that ends before it starts": "a^b",
 }
 
 
@@ -247,28 +239,20 @@ def grammar_requests() -> dict[str, Ask]:
     for name, schema in SCHEMAS.items():
         statuses = (400,) if name in MUST_REFUSE else (200, 400)
         found[f"schema: {name}"] = expect(*statuses, **as_structured(schema))
-    for name in ("minItems 1e7", "pattern of 10,000 repetitions"):
-        statuses = (400,) if name in MUST_REFUSE else (200, 400)
-        found[f"response_format: {name}"] = expect(*statuses, **as_response_format(SCHEMAS[name]))
-        # With a tool parser the schema is enforced for `strict: true` alone.
-        found[f"parameters of a tool: {name}"] = expect(200, 400, **as_tool(SCHEMAS[name]))
-    found["schema: minItems 1e7 for a completion"] = expect(
-        400, call="completions", **as_structured(SCHEMAS["minItems 1e7"])
-    )
+        if name in ("minItems 1e7", "pattern of 10,000 repetitions"):
+            found[f"response_format: {name}"] = expect(*statuses, **as_response_format(schema))
+            # With a tool parser the schema is enforced for `strict: true` alone.
+            found[f"parameters of a tool: {name}"] = expect(200, 400, **as_tool(schema))
+    huge = SCHEMAS["minItems 1e7"]
+    found["schema: minItems 1e7 for a completion"] = expect(400, call="completions", **as_structured(huge))
     for name, regex in REGEXES.items():
         found[name] = expect(200, 400, structured_outputs={"regex": regex})
     for name, grammar in GRAMMARS.items():
         found[name] = expect(200, 400, structured_outputs={"grammar": grammar})
     found["regex that matches nothing"] = expect(400, structured_outputs={"regex": r"[^\s\S]"})
-    found["regex that ends before it starts"] = expect(200, 400, structured_outputs={"regex": "a^b"})
-    found["structural tag of a huge schema"] = expect(
-        400,
-        response_format={
-            "type": "structural_tag",
-            "structures": [{"begin": "<a>", "schema": SCHEMAS["minItems 1e7"], "end": "</a>"}],
-            "triggers": ["<a>"],
-        },
-    )
+    structures = [{"begin": "<a>", "schema": huge, "end": "</a>"}]
+    tag = {"type": "structural_tag", "structures": structures, "triggers": ["<a>"]}
+    found["structural tag of a huge schema"] = expect(400, response_format=tag)
     return found
 
 
@@ -318,54 +302,53 @@ def many_sequences(client: httpx.Client) -> Outcome:
 # ---- HTTP
 
 
-def connections(client: httpx.Client, stack: ExitStack, num: int) -> list[socket.socket]:
+@contextmanager
+def connections(client: httpx.Client, num: int) -> Iterator[list[socket.socket]]:
     url = client.base_url
-    return [stack.enter_context(socket.create_connection((url.host, url.port), timeout=20)) for _ in range(num)]
+    with ExitStack() as stack:
+        yield [stack.enter_context(socket.create_connection((url.host, url.port), timeout=20)) for _ in range(num)]
 
 
-HEAD = f"POST {PATHS['chat']} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+def as_http(content: bytes, num_bytes: int | None = None) -> bytes:
+    """A chat request. `num_bytes`: size that it says its content has, by default the right one."""
+    head = f"POST {PATHS['chat']} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {num_bytes or len(content)}\r\n\r\n".encode() + content
 
 
 def idle_connections(client: httpx.Client) -> Outcome:
-    with ExitStack() as stack:
-        connections(client, stack, NUM_IDLE)
+    with connections(client, NUM_IDLE):
         time.sleep(HOLD_S)
         return expect(200)(client)
 
 
 def unfinished_bodies(client: httpx.Client) -> Outcome:
     """Bodies of which all but the last byte is sent."""
-    with ExitStack() as stack:
-        for connection in connections(client, stack, NUM_UNFINISHED):
+    request = as_http(b" " * (UNFINISHED_BYTES - 1), UNFINISHED_BYTES)
+    with connections(client, NUM_UNFINISHED) as unfinished:
+        for connection in unfinished:
             connection.settimeout(2.0)
-            try:
-                connection.sendall(f"{HEAD}Content-Length: {UNFINISHED_BYTES}\r\n\r\n".encode())
-                connection.sendall(b" " * (UNFINISHED_BYTES - 1))
-            except OSError:  # the service reads no more of it, or has refused it
-                continue
+            with suppress(OSError):  # the service reads no more of it, or has refused it
+                connection.sendall(request)
         time.sleep(HOLD_S)
         return expect(200)(client)
 
 
 def slow_readers(client: httpx.Client) -> Outcome:
     """Streams of which nothing is read for a while."""
-    body = json.dumps(
-        {**BASES["chat"], "max_tokens": 60, "ignore_eos": True, "stream": True, "logprobs": True}
-    ).encode()
-    with ExitStack() as stack:
-        for connection in connections(client, stack, 8):
+    body = {**BASES["chat"], "max_tokens": 60, "ignore_eos": True, "stream": True, "logprobs": True}
+    with connections(client, 8) as unread:
+        for connection in unread:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-            connection.sendall(f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            connection.sendall(as_http(json.dumps(body).encode()))
         time.sleep(HOLD_S)
         return expect(200)(client)
 
 
 def clients_that_leave(client: httpx.Client) -> Outcome:
-    body = json.dumps({**BASES["chat"], "max_tokens": 1000, "ignore_eos": True, "n": 4, "temperature": 1}).encode()
+    body = {**BASES["chat"], "max_tokens": 1000, "ignore_eos": True, "n": 4, "temperature": 1}
     for _ in range(20):
-        with ExitStack() as stack:
-            (connection,) = connections(client, stack, 1)
-            connection.sendall(f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        with connections(client, 1) as (connection,):
+            connection.sendall(as_http(json.dumps(body).encode()))
             time.sleep(0.05)
     return expect(200)(client)
 
@@ -378,10 +361,10 @@ HTTP: dict[str, Ask] = {
     "Content-Type of a form": expect_raw(415, headers={"Content-Type": "application/x-www-form-urlencoded"}),
     "Host of another name": expect_raw(*FROM_ELSEWHERE, headers={"Host": "attacker.example"}),
     "Origin of another page": expect_raw(*FROM_ELSEWHERE, headers={"Origin": "http://attacker.example"}),
-    "HEAD /health": expect_page("HEAD", "/health", 200),
-    "HEAD /ping": expect_page("HEAD", "/ping", 200),
-    "GET /health/": expect_page("GET", "/health/", 200),
-    "POST /v1/chat/completions/": expect_page("POST", "/v1/chat/completions/", 200),
+    "HEAD /health": expect_page("HEAD", "/health"),
+    "HEAD /ping": expect_page("HEAD", "/ping"),
+    "GET /health/": expect_page("GET", "/health/"),
+    "POST /v1/chat/completions/": expect_page("POST", "/v1/chat/completions/"),
     "a header of 70,000 bytes": lambda client: Outcome(
         found := str(client.post(PATHS["chat"], json=BASES["chat"], headers={"X-A": "a" * 70_000}).status_code),
         "" if found in ("400", "431") else f"status {found}",
@@ -445,8 +428,7 @@ def drafting_that_was_off(client: httpx.Client) -> Outcome:
 
 
 def field_of_openai(client: httpx.Client) -> Outcome:
-    response = post(client, "chat", functions=[])
-    found = judged(response, (400,))
+    found = judged(post(client, "chat", functions=[]), (400,))
     return Outcome(found.answer, found.problem or ("misleading hint" if "truncation_side" in found.answer else ""))
 
 

@@ -25,10 +25,11 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import psutil
 import ray
@@ -39,7 +40,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from benchmarks.common import free_port, is_ready, markdown
+from benchmarks.common import free_port, is_ready, markdown, wait_until
 from cluster.settings import load_settings
 from deployments import TARGET_NAME, front_end_processes
 from deployments.app import bind_target, catalog
@@ -211,32 +212,25 @@ def application(options: argparse.Namespace) -> serve.Application:
 @contextmanager
 def server(arm: str, options: argparse.Namespace) -> Iterator[str]:
     """URL of an arm that is ready."""
-    url, before, process = f"http://127.0.0.1:{(port := free_port())}", dict(os.environ), None
-    try:
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    with ExitStack() as stack:
         if arm == "vllm":
             command = [sys.executable, "-m", "benchmarks.streams", "--serve-vllm", str(port), "--model", options.model]
             process = subprocess.Popen(command)
+            stack.callback(process.wait, 30)
+            stack.callback(process.terminate)
+            wait_until(lambda: is_ready(url) or process.poll() is not None, READY_TIMEOUT_S)
         else:
-            os.environ.update({**ray_environment(), **before})  # Ray's processes take it from this one
+            os.environ.update({**ray_environment(), **os.environ})  # Ray's processes take it from this one
             ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
+            stack.callback(ray.shutdown)
+            stack.callback(serve.shutdown)
             serve.start(http_options={"host": "127.0.0.1", "port": port})
             serve.run(application(options), name="streams")
-        end_s = time.monotonic() + READY_TIMEOUT_S
-        while not is_ready(url):
-            if (process is not None and process.poll() is not None) or time.monotonic() > end_s:
-                raise SystemExit(f"error: {arm} does not start")
-            time.sleep(0.5)
+            wait_until(lambda: is_ready(url), READY_TIMEOUT_S)
+        if not is_ready(url):
+            raise SystemExit(f"error: {arm} does not start")
         yield url
-    finally:
-        if process is not None:
-            process.terminate()
-            process.wait(30)
-        else:
-            if ray.is_initialized():
-                serve.shutdown()  # type: ignore[no-untyped-call]
-                ray.shutdown()
-            os.environ.clear()
-            os.environ.update(before)
 
 
 def cpu_seconds() -> dict[str, float]:
@@ -267,17 +261,16 @@ class Clients:
         self.num_chunks = self.num_answers = self.num_failed = 0
         self.first_s: list[float] = []
 
-    async def run_forever(self, is_first: bool = True) -> None:
+    async def run_forever(self) -> None:
+        at_least, most = 1, self._steps[1]  # the first ones end at different times
         while True:
-            least, most = self._steps
-            steps = self._draw.randint(1 if is_first else least, most)  # so that they end at different times
-            is_first = False
-            await self._ask(steps * self._num_tokens)
+            await self._ask(self._draw.randint(at_least, most) * self._num_tokens)
+            at_least = self._steps[0]
 
     async def _ask(self, max_tokens: int) -> None:
         messages = [{"role": "user", "content": self._prompt}]
-        body = {"model": "m", "messages": messages, "max_tokens": max_tokens, "stream": True}
-        text = json.dumps(body | {"ignore_eos": True})
+        body = {"model": "m", "messages": messages, "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
+        text = json.dumps(body)
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
         reader, writer = await asyncio.open_connection(self._host, int(self._port))
         started_s, is_answered, is_whole, num_seen = time.perf_counter(), False, False, 0
@@ -301,18 +294,14 @@ async def keep_open(url: str, options: argparse.Namespace, index: int, start_s: 
     """One client's share of the streams, counted for `options.seconds` from `start_s` (seconds since the epoch) on."""
     clients = Clients(url, options, seed=index)
     num_streams = len(range(index, options.streams, options.clients))
-    tasks = [asyncio.create_task(clients.run_forever()) for _ in range(num_streams)]
-    await asyncio.sleep(start_s - time.time())
-    clients.num_chunks = 0
-    clients.first_s.clear()
-    await asyncio.sleep(start_s + options.seconds - time.time())
-    num_chunks, first_s = clients.num_chunks, list(clients.first_s)
-    for task in tasks:
-        task.cancel()
-    for result in await asyncio.gather(*tasks, return_exceptions=True):
-        if not isinstance(result, asyncio.CancelledError):
-            raise RuntimeError(f"a client ended: {result}")
-    clients.num_chunks, clients.first_s = num_chunks, first_s
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(clients.run_forever()) for _ in range(num_streams)]
+        await asyncio.sleep(start_s - time.time())
+        clients.num_chunks = 0
+        clients.first_s.clear()
+        await asyncio.sleep(start_s + options.seconds - time.time())
+        for task in tasks:
+            task.cancel()
     return clients
 
 
@@ -338,13 +327,13 @@ def load(url: str, options: argparse.Namespace) -> dict[str, Any]:
         raise SystemExit(f"error: {num_failed} streams of {num_failed + num_answers} broke off")
     num_chunks = sum(one.num_chunks for one in clients)
     first_s = sorted(seconds for one in clients for seconds in one.first_s)
-    spent = {kind: after[kind] - before.get(kind, 0.0) for kind in after}
+    spent = {kind: value for kind in after if (value := after[kind] - before.get(kind, 0.0)) > 0}
     return {
         "tokens_per_s": num_tokens / options.seconds,
-        "us_per_token": {kind: 1e6 * value / num_tokens for kind, value in spent.items() if value > 0},
+        "us_per_token": {kind: 1e6 * value / num_tokens for kind, value in spent.items()},
         "chunks_per_s": num_chunks / options.seconds,
-        "us_per_chunk": {kind: 1e6 * value / num_chunks for kind, value in spent.items() if value > 0},
-        "cores": {kind: value / options.seconds for kind, value in spent.items() if value > 0},
+        "us_per_chunk": {kind: 1e6 * value / num_chunks for kind, value in spent.items()},
+        "cores": {kind: value / options.seconds for kind, value in spent.items()},
         "num_answers": num_answers,
         "num_first": len(first_s),
         "median_ttft_ms": 1000 * statistics.median(first_s),
@@ -381,22 +370,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.engine:
         EngineProcess(options.engine).run()
         return 0
-    before, arms = dict(os.environ), {}
+    arms, rows, kinds = {}, [], dict.fromkeys(KINDS.values())
     for arm in options.arms:
-        os.environ.clear()
-        os.environ.update(before)
         with tempfile.TemporaryDirectory() as folder:
             pace = {"step_ms": options.step_ms, "tokens": options.tokens, "arm": arm, "folder": folder}
-            os.environ[PACE] = json.dumps(pace)
-            with server(arm, options) as url:
-                arms[arm] = load(url, options)
-    kinds = list(dict.fromkeys(KINDS.values()))
-    rows = []
-    for arm, found in arms.items():
+            with mock.patch.dict(os.environ, {PACE: json.dumps(pace)}), server(arm, options) as url:
+                found = arms[arm] = load(url, options)
         rates = [round(found[name]) for name in ("tokens_per_s", "chunks_per_s", "median_ttft_ms", "p99_ttft_ms")]
         rates += [round(found["us_per_token"].get(kind, 0.0), 1) for kind in ("server", "front ends")]
         spent = found["us_per_chunk"]
-        rows.append([arm, *rates, *(None if kind not in spent else round(spent[kind]) for kind in kinds)])
+        rows.append([arm, *rates, *(round(spent[kind]) if kind in spent else None for kind in kinds)])
     kind_names = (f"{one}, us/chunk" for one in kinds)
     header = ["way", "tokens/s", "chunks/s", "TTFT ms", "p99", "server, us/token", "front ends", *kind_names]
     sys.stdout.write(markdown(header, rows) + "\n")
