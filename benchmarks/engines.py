@@ -5,11 +5,11 @@
 
 One engine a process. A cell keeps so many requests in flight, each replaced by another when it ends: prompts of 128
 random tokens, answers of 128 to 384, so steps with prompts are among those counted, as in service. Nothing is streamed.
-Steps, tokens and accepted drafts are vLLM's own counters over a window of time. All arms have the same CUDA graph
-sizes and the same sampling, and the worker in a process of its own, as in service; else stock arms are vLLM as it
-comes. Acceptance is by position (`synthetic_acceptance`). Several arms start together, their engines all on the GPU,
-and are measured in turn, round by round: ratios are then of one host and of the same minutes. `peagle-Kfp8` has its
-drafter in FP8.
+Steps, tokens and accepted drafts are vLLM's own counters over a window of time, and over another one where the engine
+paused, as for the compilation of a kernel. All arms have the same CUDA graph sizes and the same sampling, and the worker
+in a process of its own, as in service; else stock arms are vLLM as it comes. Acceptance is by position
+(`synthetic_acceptance`). Several arms start together, their engines all on the GPU, and are measured in turn, round by
+round: ratios are then of one host and of the same minutes. `peagle-Kfp8` has its drafter in FP8.
 """
 
 import argparse
@@ -46,6 +46,8 @@ PARALLEL_RATIO = (1.003, 0.962, 0.913, 0.859, 0.809, 0.754, 0.688, 0.623)
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, MAX_MODEL_LEN = 256, 8192, 4096
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, (128, 384)
 WARM_S, LEARNING_S = 1.5, 4.0
+WINDOW_PARTS, MAX_WINDOWS = 4, 5
+"""A window in one of whose parts an engine gave less than half of the tokens is measured again, so often at most."""
 COUNTERS = {
     "tokens": "vllm:generation_tokens_total",
     "steps": "vllm:iteration_tokens_total_count",
@@ -362,10 +364,18 @@ class Load:
         async with asyncio.TaskGroup() as group:
             clients = [group.create_task(self._client(index)) for index in range(num_requests)]
             await asyncio.sleep(WARM_S if self._learned is None else LEARNING_S)
-            before, start_s = read_counters(), time.perf_counter()
-            await asyncio.sleep(seconds)
-            after, elapsed_s = read_counters(), time.perf_counter() - start_s
-            segments = {}
+            num_windows = 0
+            while num_windows < MAX_WINDOWS:
+                num_windows += 1
+                marks = [(time.perf_counter(), read_counters())]
+                for _ in range(WINDOW_PARTS):
+                    await asyncio.sleep(seconds / WINDOW_PARTS)
+                    marks.append((time.perf_counter(), read_counters()))
+                parts = [after["tokens"] - before["tokens"] for (_, before), (_, after) in pairwise(marks)]
+                if min(parts) > 0.5 * statistics.median(parts):
+                    break
+            (start_s, before), (end_s, after) = marks[0], marks[-1]
+            elapsed_s, segments = end_s - start_s, {}
             if segments_s:
                 await self._engine.collective_rpc("take_segments")
                 await asyncio.sleep(segments_s)
@@ -379,6 +389,7 @@ class Load:
         steps = done["request_steps"] / num_requests if done["drafts"] else done["steps"]
         return {
             "num_requests": num_requests,
+            "windows": num_windows,
             "seconds": round(elapsed_s, 3),
             "tokens_per_s": round(done["tokens"] / elapsed_s, 1),
             "step_ms": round(1e3 * elapsed_s / steps, 4) if steps else None,

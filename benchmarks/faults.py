@@ -6,9 +6,6 @@ The service is started as its users start it (`peagle serve`), with two targets.
 whole answers and some for streams; then one process after another is killed or stopped. A fault is over when the same
 kinds of process are there again as before, every target is known to the router, and the drafters are linked. Whole
 answers should never fail: another target takes the request. A stream ends with its own target.
-
-For the fault `node` each target has a node of Ray to itself, on this machine too; the raylet of one is killed, which
-ends all that runs there, and `NODE_S` later another node joins, as KubeRay would make a pod.
 """
 
 import argparse
@@ -32,14 +29,11 @@ import psutil
 import yaml
 
 from benchmarks.common import free_port, markdown_of, wait_until
-from deployments.compat import RAY_ENVIRONMENT
 from peagle.provenance import conditions
 
-READY_TIMEOUT_S, RECOVERY_TIMEOUT_S, STEADY_S, HANG_S, NODE_S = 600, 300, 4.0, 10.0, 15
+READY_TIMEOUT_S, RECOVERY_TIMEOUT_S, STEADY_S, HANG_S = 600, 300, 4.0, 10.0
 SESSIONS: set[int] = set()
-"""Process sessions that this program has started: of Ray, and of nodes that join it."""
-NODE = "target_node"
-"""Resource of Ray that nodes for targets have one of, and every target needs."""
+"""Process sessions of Ray that this program has started."""
 QUESTION = [{"role": "user", "content": "Count from one to thirty."}]
 PROCESSES = {
     "drafter": "ray::ServeReplica:peagle:drafter",
@@ -51,7 +45,7 @@ PROCESSES = {
     "target": "ray::ServeReplica:peagle:target",
     "engine": "VLLM::EngineCore",
 }
-FAULTS = ("drafter hung", *PROCESSES, "node")
+FAULTS = ("drafter hung", *PROCESSES)
 
 
 @dataclass
@@ -173,21 +167,13 @@ def is_well(url: str, before: dict[str, set[int]], num_targets: int) -> bool:
     return all(len(pids(kind)) >= (1 if kind == "haproxy" else len(known)) for kind, known in before.items())
 
 
-def raylets() -> dict[int, str]:
-    """Command lines of Ray's nodes, by process id."""
-    return {pid: line for pid, line in processes() if line.split(" ", 1)[0].endswith("raylet")}
-
-
 def ray_address() -> str:
     """Of the Ray that this program's service runs in."""
-    (line,) = (line for line in raylets().values() if NODE not in line)
+    (line,) = (line for _, line in processes() if line.split(" ", 1)[0].endswith("raylet"))
     return line.partition("--gcs-address=")[2].split()[0]
 
 
 def inflict(fault: str) -> None:
-    if fault == "node":
-        os.kill(max(pid for pid, line in raylets().items() if NODE in line), signal.SIGKILL)
-        return
     kind = fault.removesuffix(" hung")
     first, *others = sorted(pids(kind))
     for pid in [first, *others] if kind == "haproxy" else [first]:
@@ -230,33 +216,10 @@ def measured(fault: str, url: str, clients: Clients, num_targets: int) -> dict[s
     }
 
 
-@contextlib.contextmanager
-def nodes(num: int) -> Iterator[None]:
-    """So many nodes that join Ray as soon as it runs on this machine, and anew after they have died."""
-    ray = Path(sys.executable).with_name("ray")
-    resources = f"--num-cpus=2 --resources='{json.dumps({NODE: 1})}' --object-store-memory=200000000"
-    script = f"until {ray} start --address=auto --block --disable-usage-stats {resources}; do sleep {NODE_S}; done"
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
-    env = {**RAY_ENVIRONMENT, "RAY_AUTH_MODE": "token", **os.environ, "PYTHONPATH": path}
-    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
-    started = [subprocess.Popen(["bash", "-c", script], env=env, **quiet) for _ in range(num)]
-    SESSIONS.update(process.pid for process in started)
-    try:
-        yield
-    finally:
-        for process in started:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
-            process.wait(30)
-
-
-def fixed_targets(config: Path, num_targets: int, *, has_nodes: bool = False) -> dict[str, Any]:
-    """The config with so many targets. `has_nodes`: each on a node of its own."""
+def fixed_targets(config: Path, num_targets: int) -> dict[str, Any]:
+    """The config with so many targets."""
     document: dict[str, Any] = yaml.safe_load(config.read_text(encoding="utf-8"))
-    target = document["applications"][0]["args"]["target"]
-    target["num_replicas"] = num_targets
-    if has_nodes:
-        target["bundle"] |= {NODE: 1}
+    document["applications"][0]["args"]["target"]["num_replicas"] = num_targets
     return document
 
 
@@ -307,24 +270,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the service is stopped then too
     rows = []
-    for has_nodes in (False, True):
-        if not (faults := [fault for fault in options.faults if (fault == "node") == has_nodes]):
-            continue
-        with contextlib.ExitStack() as stack:
-            if has_nodes:
-                stack.enter_context(nodes(options.targets))
-            config = fixed_targets(options.config, options.targets, has_nodes=has_nodes)
-            url, _ = stack.enter_context(running_service(config, options.targets))
-            model = config["applications"][0]["args"]["model"]["id"]
-            body = {"model": model, "messages": QUESTION, "max_tokens": options.max_tokens, "ignore_eos": True}
-            bodies = [{**body, "stream": number >= options.whole} for number in range(options.whole + options.streams)]
-            for fault in faults:
-                with Clients(url, len(bodies), bodies.__getitem__) as clients:
-                    rows.append(measured(fault, url, clients, options.targets))
-                sys.stderr.write(f"{json.dumps(rows[-1])}\n")
-                if options.out is not None:
-                    document = {"made": conditions(), "options": {k: str(v) for k, v in vars(options).items()}}
-                    options.out.write_text(json.dumps({**document, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    config = fixed_targets(options.config, options.targets)
+    with running_service(config, options.targets) as (url, _):
+        model = config["applications"][0]["args"]["model"]["id"]
+        body = {"model": model, "messages": QUESTION, "max_tokens": options.max_tokens, "ignore_eos": True}
+        bodies = [{**body, "stream": number >= options.whole} for number in range(options.whole + options.streams)]
+        for fault in options.faults:
+            with Clients(url, len(bodies), bodies.__getitem__) as clients:
+                rows.append(measured(fault, url, clients, options.targets))
+            sys.stderr.write(f"{json.dumps(rows[-1])}\n")
+            if options.out is not None:
+                document = {"made": conditions(), "options": {k: str(v) for k, v in vars(options).items()}}
+                options.out.write_text(json.dumps({**document, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     sys.stdout.write(markdown_of(rows) + "\n")
     return 0
 
