@@ -6,8 +6,8 @@
 One engine a process. A cell keeps so many requests in flight, each replaced by another when it ends: prompts of 128
 random tokens, answers of 128 to 384, so steps with prompts are among those counted, as in service. Nothing is streamed.
 Steps, tokens and accepted drafts are vLLM's own counters over a window of time, and over another one where the engine
-paused, as for the compilation of a kernel. All arms have the same CUDA graph sizes, the same sampling, and the worker in
-a process of its own, as in service; else stock arms are vLLM as it comes. Acceptance is by position
+paused, as for the compilation of a kernel. All arms have the same CUDA graph sizes, the same sampling, and the worker
+in a process of its own, as in service; else stock arms are vLLM as it comes. Acceptance is by position
 (`synthetic_acceptance`). Several arms start together, their engines all on the GPU, and are measured in turn, round by
 round: ratios are then of one host and of the same minutes. `peagle-Kfp8` has its drafter in FP8.
 """
