@@ -5,9 +5,9 @@
 
 One engine a process. A cell keeps so many requests in flight, each replaced by another when it ends: prompts of 128
 random tokens, answers of 128 to 384, so steps with prompts are among those counted, as in service. Nothing is streamed.
-Steps, tokens and accepted drafts are vLLM's own counters over a window of time, and over another one where the engine
-paused, as for the compilation of a kernel. All arms have the same CUDA graph sizes, the same sampling, and the worker
-in a process of its own, as in service; else stock arms are vLLM as it comes. Acceptance is by position
+Steps, tokens and accepted drafts are vLLM's own counters over a window of time. A window in which the engine paused, as
+for the compilation of a kernel, is measured again. All arms have the same CUDA graph sizes, the same sampling, and the
+worker in a process of its own, as in service; else stock arms are vLLM as it comes. Acceptance is by position
 (`synthetic_acceptance`). Several arms start together, their engines all on the GPU, and are measured in turn, round by
 round: ratios are then of one host and of the same minutes. `peagle-Kfp8` has its drafter in FP8.
 """
@@ -47,7 +47,8 @@ MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, MAX_MODEL_LEN = 256, 8192, 4096
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, (128, 384)
 WARM_S, LEARNING_S = 1.5, 4.0
 WINDOW_PARTS, MAX_WINDOWS = 4, 5
-"""A window in one of whose parts an engine gave less than half of the tokens is measured again, so often at most."""
+"""A window with a part in which an engine gave less than half of the median is measured again, at most `MAX_WINDOWS`
+times."""
 COUNTERS = {
     "tokens": "vllm:generation_tokens_total",
     "steps": "vllm:iteration_tokens_total_count",
@@ -390,6 +391,7 @@ class Load:
         return {
             "num_requests": num_requests,
             "windows": num_windows,
+            "paused": min(parts) <= 0.5 * statistics.median(parts),
             "seconds": round(elapsed_s, 3),
             "tokens_per_s": round(done["tokens"] / elapsed_s, 1),
             "step_ms": round(1e3 * elapsed_s / steps, 4) if steps else None,

@@ -422,7 +422,7 @@ def measure(
     if options.aiperf:
         try:
             found["aiperf"] = load(options, arm, url, cell, number, seed + 700, options.max_tokens, by_aiperf=True)
-        except (RuntimeError, TimeoutError) as error:
+        except (RuntimeError, OSError, KeyError) as error:
             found["aiperf"] = repr(error)
     answers: list[str] = result["generated_texts"]
     found["digest"] = hashlib.sha256("\0".join(answers).encode()).hexdigest()[:12]
@@ -447,7 +447,7 @@ def energy_j(gpus: Sequence[str]) -> float | None:
         pynvml.nvmlInit()
         handles = [pynvml.nvmlDeviceGetHandleByIndex(int(gpu)) for gpu in gpus]
         return sum(map(pynvml.nvmlDeviceGetTotalEnergyConsumption, handles)) / 1000
-    except pynvml.NVMLError:
+    except (pynvml.NVMLError, ValueError):  # or a GPU's name that is no number
         return None
 
 
@@ -623,7 +623,7 @@ def main() -> int:
         default="",
         help="of `vllm bench serve`, where a cell has a temperature: --sampling='--top-p 0.8 --repetition-penalty 1.1'",
     )
-    parser.add_argument("--aiperf", help="AIPerf's program, which loads each cell too; not with the two above")
+    parser.add_argument("--aiperf", help="AIPerf's program, which loads each cell too, with answers of one length")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--waves", type=int, default=3, help="a cell has so many times its requests in flight ...")
     parser.add_argument("--min-prompts", type=int, default=8, help="... and no fewer than this")

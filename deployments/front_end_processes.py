@@ -145,19 +145,17 @@ Result = Ready | Item | Charged | Kept | Grammar | Counted
 
 
 class Wire:
-    """One end of the socket: messages that are sent in one turn of the event loop go out in one frame."""
+    """One end of the socket: messages that `send` gets in one turn of the event loop go out in one frame."""
 
-    def __init__(
-        self, end: socket.socket, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kind: Any
-    ) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kind: Any) -> None:
         """`kind`: of the messages that come in."""
-        self._end, self._reader, self._writer = end, reader, writer
+        self._reader, self._writer = reader, writer
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(list[kind])
         self._outbox: list[msgspec.Raw] = []
 
     @classmethod
     async def open(cls, end: socket.socket, kind: Any) -> "Wire":
-        return cls(end, *await asyncio.open_unix_connection(sock=end), kind)
+        return cls(*await asyncio.open_unix_connection(sock=end), kind)
 
     def send(self, message: Task | Result) -> None:
         encoded = msgspec.Raw(self._encoder.encode(message))
@@ -166,22 +164,18 @@ class Wire:
         self._outbox.append(encoded)
 
     def send_now(self, message: Task | Result) -> None:
-        """Send past the event loop, which writes nothing before it has run all that is ready."""
-        frame, num_sent = self._frame([message]), 0
-        if not self._writer.transport.get_write_buffer_size():
-            with contextlib.suppress(OSError):  # no room; or the other end is gone, which `messages` finds
-                num_sent = self._end.send(frame, socket.MSG_DONTWAIT)
-        if num_sent < len(frame):
-            self._writer.write(frame[num_sent:])
+        """Send before this turn has ended, in a frame of its own."""
+        self._write([message])
 
     def _flush(self) -> None:
-        frame = self._frame(self._outbox)
+        self._write(self._outbox)
         self._outbox.clear()
-        self._writer.write(frame)
 
-    def _frame(self, messages: list[Any]) -> bytes:
-        encoded = self._encoder.encode(messages)
-        return len(encoded).to_bytes(4, "little") + encoded
+    def _write(self, messages: Sequence[Any]) -> None:
+        if self._writer.is_closing():  # the other end is gone, which `messages` finds
+            return
+        frame = self._encoder.encode(messages)
+        self._writer.write(len(frame).to_bytes(4, "little") + frame)
 
     async def messages(self) -> AsyncIterator[Any]:
         """What comes in, until the other end is gone."""
@@ -411,7 +405,7 @@ class FrontEndProcesses:
             yield not_ready(status=502)
             return
         process, number = min(ready, key=lambda one: one.sequences.total()), next(self._numbers)
-        process.wire.send_now(Job(number, admitted))  # it is read while the requests that came with it are parsed
+        process.wire.send_now(Job(number, admitted))  # it begins while requests that came with it are parsed
         process.sequences[admitted.drafting.workload] += admitted.num_sequences
         self.num_requests[process.place] += 1
         items = process.jobs[number] = asyncio.Queue()

@@ -9,10 +9,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+import ray
 import torch
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, get_device
 
+from deployments import compat
 from peagle.train.recipe import Recipe
 
 
@@ -25,13 +27,17 @@ def train_worker(settings: dict[str, Any]) -> None:
 
 
 def train(recipe: Path, overrides: list[str], num_workers: int) -> Path:
-    """Trains with `num_workers` workers, one GPU each, or CPU where there is none. Returns the head's directory.
+    """Trains with `num_workers` workers, one GPU each, or CPU where there is none: in the Ray cluster that RAY_ADDRESS
+    names or that runs here, else in a fresh one. Returns the head's directory.
 
     Raises ValueError for a wrong recipe before any worker starts, and Ray's TrainingFailedError, with a worker's error
     in it, when one fails.
     """
     loaded = Recipe.load(recipe, overrides)
     output = Path(loaded.output).resolve()
+    if (address := os.environ.get("RAY_ADDRESS") or compat.local_cluster()) is not None:
+        compat.use_token()
+    ray.init(address=address or "local")
     TorchTrainer(
         train_worker,
         train_loop_config={"recipe": str(recipe), "overrides": overrides, "folder": str(Path.cwd())},

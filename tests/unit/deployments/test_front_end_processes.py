@@ -99,25 +99,38 @@ class Replica(front_end_processes.FrontEndProcesses):
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
-def test_a_job_leaves_at_once_and_however_large_it_is_nothing_is_lost(run: Any) -> None:
+def test_a_job_leaves_at_once_whole_and_in_order(run: Any) -> None:
     async def exchange() -> None:
         ours, theirs = socket.socketpair()
         wire = await Wire.open(ours, front_end_processes.Result)
         wire.send(Stop(1))
         wire.send_now(Stop(2))
         theirs.setblocking(False)
-        assert msgspec.msgpack.decode(theirs.recv(1000)[4:]) == [["Stop", 2]]  # the other waits for the event loop
+        assert msgspec.msgpack.decode(theirs.recv(1000)[4:]) == [["Stop", 2]]  # the other waits for the turn's end
         large = [Outcome(number, {"error": "x" * 300_000}) for number in range(4)]
         for message in large:
             wire.send_now(message)
-            wire.send(Stop(3))
-        other, found = await Wire.open(theirs, front_end_processes.Task), []
-        async for message in other.messages():
-            found.append(message)
-            if len(found) == 1 + 2 * len(large):
-                break
-        assert [message for message in found if isinstance(message, Outcome)] == large
-        assert [found.count(Stop(number)) for number in (1, 3)] == [1, len(large)]
+        other = await Wire.open(theirs, front_end_processes.Task)
+        messages = other.messages()
+        assert [await anext(messages) for _ in range(5)] == [*large, Stop(1)]
+
+    run(exchange())
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_messages_to_an_end_that_is_gone_are_dropped(run: Any) -> None:
+    async def exchange() -> None:
+        ours, theirs = socket.socketpair()
+        wire = await Wire.open(ours, front_end_processes.Result)
+        errors: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+        theirs.close()
+        for _ in range(3):
+            wire.send_now(Stop(1))
+            wire.send(Stop(2))
+            await asyncio.sleep(0.01)
+        assert [message async for message in wire.messages()] == []
+        assert errors == []
 
     run(exchange())
 
