@@ -18,7 +18,7 @@ from typing import Any
 REMOVED_VARIABLES = ("PYTHONPATH", "HF_HUB_OFFLINE")
 """The second one makes AIPerf look for a tokenizer's folder on the Hub alone."""
 MAX_WORKERS = 6
-"""By default AIPerf has as many as the host has cores, which the servers need."""
+"""By default AIPerf takes three quarters of the host's cores, which the servers need."""
 
 FIGURES = {
     "p50_ttft_ms": ("time_to_first_token", "p50"),

@@ -34,8 +34,9 @@ figure can repeat it with what is installed already. With `--aiperf` AIPerf (`be
 prompts of the same kind; what it measures stands in a row's `aiperf`.
 
 mean_ttft_ms: the clients' TTFT; mean_front_end_ttft_ms: our replica's, from a request's parsed body to its first chunk;
-mean_engine_ttft_ms: vLLM's, behind HTTP and the parsing of the body. joules_a_token: what all of `--gpus` took during
-the cell, those whose servers had nothing to do too, for an output token.
+mean_engine_ttft_ms: vLLM's, behind HTTP and the parsing of the body.
+
+millijoules_a_token: energy of all `--gpus` during the cell, for an output token. Servers that wait their turn take a part.
 
 equal_answers: share of a cell's answers that are those of `none`, or of the first arm, character by character; greedy
 cells alone. In bfloat16 ties go either way, also between two runs without speculation at different loads. The answers
@@ -415,7 +416,7 @@ def measure(
     after = read_counters(url)
     found = {name: result[name] for name in FIGURES} | verification(after - before) | decided(url)
     if energy_after_j and energy_before_j:
-        found["joules_a_token"] = (energy_after_j - energy_before_j) / found["total_output_tokens"]
+        found["millijoules_a_token"] = 1e3 * (energy_after_j - energy_before_j) / found["total_output_tokens"]
     mine = psutil.Process()
     shown = [mine, *sorted(spent.keys() - {mine}, key=spent.__getitem__, reverse=True)[:3]]
     found["cores"] = {name_of(one): round(spent[one] / result["duration"], 2) for one in shown}

@@ -30,14 +30,16 @@ def train(recipe: Path, overrides: list[str], num_workers: int) -> Path:
     """Trains with `num_workers` workers, one GPU each, or CPU where there is none: in the Ray cluster that RAY_ADDRESS
     names or that runs here, else in a fresh one. Returns the head's directory.
 
-    Raises ValueError for a wrong recipe before any worker starts, and Ray's TrainingFailedError, with a worker's error
-    in it, when one fails.
+    Raises ValueError for a wrong recipe before any worker starts, ConnectionError where RAY_ADDRESS names no cluster,
+    and Ray's TrainingFailedError, with a worker's error in it, when one fails.
     """
     loaded = Recipe.load(recipe, overrides)
     output = Path(loaded.output).resolve()
-    if (address := os.environ.get("RAY_ADDRESS") or compat.local_cluster()) is not None:
-        compat.use_token()
-    ray.init(address=address or "local")
+    if not ray.is_initialized():
+        address = os.environ.get("RAY_ADDRESS") or compat.local_cluster() or "local"
+        if address != "local":
+            compat.use_token()
+        ray.init(address=address)
     TorchTrainer(
         train_worker,
         train_loop_config={"recipe": str(recipe), "overrides": overrides, "folder": str(Path.cwd())},
