@@ -36,7 +36,7 @@ prompts of the same kind; what it measures stands in a row's `aiperf`.
 mean_ttft_ms: the clients' TTFT; mean_front_end_ttft_ms: our replica's, from a request's parsed body to its first chunk;
 mean_engine_ttft_ms: vLLM's, behind HTTP and the parsing of the body.
 
-millijoules_a_token: energy of all `--gpus` during the cell, for an output token. Servers that wait their turn take a part.
+millijoules_a_token: energy of all `--gpus` during a cell, for an output token. Waiting servers take a part of it.
 
 equal_answers: share of a cell's answers that are those of `none`, or of the first arm, character by character; greedy
 cells alone. In bfloat16 ties go either way, also between two runs without speculation at different loads. The answers
