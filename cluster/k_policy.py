@@ -283,9 +283,13 @@ class KPolicy:
         return choices
 
     def _demand(self, name: str, num_requests: float, is_cold: bool) -> Demand:
-        max_k, limit_s = self.rules.max_k, self.rules.max_tpot_ms.get(name, math.inf) / 1e3
-        rates = self.posteriors.rates(name).mean[:max_k]
-        return Demand(name, num_requests, rates, max_k, int(is_cold and max_k > 0), limit_s)
+        rules, base = self.rules, base_workload(name)
+        low, high = (
+            rules.by_workload.get(base, int(is_cold and rules.max_k > 0)),
+            rules.by_workload.get(base, rules.max_k),
+        )
+        rates = self.posteriors.rates(name).mean[:high]
+        return Demand(name, num_requests, rates, high, low, rules.max_tpot_ms.get(base, math.inf) / 1e3)
 
     def make_update(self, num_targets: int) -> PolicyUpdate:
         """What `num_targets` target replicas are to choose K by."""

@@ -26,6 +26,7 @@ import numpy as np
 
 from cluster.counts import CounterDeltas, TargetReport
 from cluster.k_policy import Demand, KPolicy, best_ks
+from cluster.request import base_workload
 from cluster.settings import STALE_AFTER_S, AutoscalingSettings, ReplicaRange
 from cluster.traffic import TrafficHistory, WorkloadTraffic
 
@@ -101,8 +102,9 @@ def replica_capacity(k_policy: KPolicy, traffic: Mapping[str, WorkloadTraffic]) 
     rules, latency, num_requests = k_policy.rules, k_policy.latency, k_policy.max_num_seqs
     demands = []
     for name in traffic:
-        is_free = rules.is_adaptive and name not in rules.by_workload
-        low, high = (0, rules.max_k) if is_free else (rules.k_of(name)[0],) * 2
+        base = base_workload(name)
+        is_free = rules.is_adaptive and base not in rules.by_workload
+        low, high = (0, rules.max_k) if is_free else (rules.k_of(base)[0],) * 2
         demands.append(Demand(name, 1.0, k_policy.posteriors.rates(name).mean, high, low))
     tokens_C = np.array([each.tokens_per_s for each in traffic.values()])
     ks = [demand.max_k for demand in demands]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cluster.counts import Counts, TargetReport, WorkloadCounts
 from cluster.k_policy import EXPLORED_STEPS, MAX_REPORT_AGE_S, MIN_GAIN, Demand, KPolicy, best_ks, steady_ks
-from cluster.request import Drafting, KRules, resolve
+from cluster.request import TRIAL_SUFFIX, Drafting, KRules, resolve
 from deployments.view import as_text
 from tests.support.step_tables import LINES, MS, TABLES, Table, latency_of, survivals
 
@@ -238,6 +238,18 @@ def test_what_the_request_or_the_operator_fixed_stays() -> None:
     update = observed(report()).make_update(1)
     for drafting in (resolve(POLICY, {"k": 6}), resolve(POLICY, {"workload": "pinned"})):
         assert update.choose(drafting, K_MAX) == drafting
+
+
+def test_k_is_chosen_beside_what_the_operator_pinned() -> None:
+    """`chat` keeps its limit, where it can, beside the drafts that `pinned` gets in any case; and so does its trial."""
+    rules = replace(POLICY, by_workload={"pinned": 7}, max_tpot_ms={"chat": 400.0})
+    workloads = {"chat": counts(0.9, 5000, 5), "pinned": counts(0.2, 5000, 80)}
+    found = observed(report(workloads=workloads), rules=rules)
+    assert choose(found, "pinned").k == 7
+    assert choose(found, "chat").k > 0, "at K = 0 it would wait 650 ms for each token"
+    assert choose(found, "chat").expected_tpot_s < 0.4
+    trial = found._demand(f"chat{TRIAL_SUFFIX}", 1.0, is_cold=False)
+    assert trial.max_tpot_s == pytest.approx(0.4)
 
 
 def test_the_limits_of_a_caller_and_of_later_settings_cap_k() -> None:

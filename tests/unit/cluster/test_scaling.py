@@ -8,7 +8,7 @@ import pytest
 
 from cluster.counts import CounterDeltas, DeltaTracker, WorkloadCounts
 from cluster.k_policy import KPolicy
-from cluster.request import KRules
+from cluster.request import TRIAL_SUFFIX, KRules
 from cluster.scaling import Decision, Pool, ScalingPolicy, replica_capacity
 from cluster.step_latency import guessed_latency
 from cluster.traffic import TrafficHistory, WorkloadTraffic
@@ -220,6 +220,9 @@ def test_capacity_is_what_the_step_latency_says() -> None:
     assert capacity == pytest.approx(1 / (step_s / (8 * length) + prompt_s / 200), rel=1e-6)
     shared = {"chat": WorkloadTraffic(1.0, 200.0, 100.0), "other": WorkloadTraffic(1.0, 200.0, 100.0)}
     assert replica_capacity(service.k_policy, shared)[0] == pytest.approx(capacity, rel=0.01)
+    service.k_policy.rules = KRules(3, 3, 3, {"chat": 0}, is_adaptive=True)
+    found = {replica_capacity(service.k_policy, {name: shared["chat"]}) for name in ("chat", f"chat{TRIAL_SUFFIX}")}
+    assert len(found) == 1, "a trial has the K of its workload"
 
 
 # ---- arrivals
