@@ -153,8 +153,8 @@ class EngineAnswers:
 
     def _pop(self, admitted: Admitted) -> RequestDrafting:
         """What was recorded of a request that has ended, an empty record where nothing was."""
-        name = ENGINE_IDS[admitted.call].format(admitted.request_id)
-        return self._recorder.pop(name) or RequestDrafting(name, admitted.drafting.workload)
+        ids = engine_ids(admitted)
+        return self._recorder.pop(*ids) or RequestDrafting(ids[0], admitted.drafting.workload)
 
     async def _abort(self, ids: Sequence[str], admitted: Admitted) -> None:
         """End what is left of a request, and charge its caller for what there was. vLLM aborts what is cancelled, but
@@ -163,8 +163,8 @@ class EngineAnswers:
             await self._client.abort(ids)
         finally:
             self._ids.difference_update(ids)
-            counted = [usage_of(record) for record in filter(None, map(self._recorder.pop, ids))]
-            self._charge(admitted.caller, admitted.number, Usage(*map(sum, zip(*counted, strict=True))))
+            record = self._recorder.pop(*ids)
+            self._charge(admitted.caller, admitted.number, Usage() if record is None else usage_of(record))
 
     async def _events(self, admitted: Admitted, events: Any) -> Answer:
         """vLLM's server-sent events, with `drafting` in the last chunk: the one that finishes the last choice, or with

@@ -126,25 +126,22 @@ class DraftingRecorder:
         processor.process_outputs = process_and_record
         processor.abort_requests = abort_and_close
 
-    def pop(self, response_id: str) -> RequestDrafting | None:
-        """Remove and return the record of a finished request, summed over its sequences.
+    def pop(self, *request_ids: str) -> RequestDrafting | None:
+        """Remove and return the record of a finished request, summed over its prompts and their sequences.
 
         Args:
-            response_id: the `id` of the OpenAI response (`chatcmpl-...`, `cmpl-...`), or the id given to
-                `AsyncLLM.generate`. The record exists from the last output of the request on.
+            request_ids: the ids given to `AsyncLLM.generate`, one a prompt. OpenAI's completions API numbers its
+                prompts: response "cmpl-x" is "cmpl-x-0", "cmpl-x-1", ... The record exists from the last output on.
 
         Returns:
-            None for an unknown id: not finished, popped before, or dropped (`max_records`).
+            None for unknown ids: not finished, popped before, or dropped (`max_records`).
         """
-        by_prompt = [self._finished.pop(response_id, [])]
-        # The completions API numbers its prompts: the engine knows response "cmpl-x" as "cmpl-x-0", "cmpl-x-1", ...
-        while numbered := self._finished.pop(f"{response_id}-{len(by_prompt) - 1}", None):
-            by_prompt.append(numbered)
+        by_prompt = [self._finished.pop(request_id, []) for request_id in request_ids]
         records = [record for found in by_prompt for record in found]
         if not records:
             return None
         return RequestDrafting(
-            response_id,
+            request_ids[0],
             records[0].workload,
             sum((record.counts for record in records), Counts()),
             sum(record.num_output_tokens for record in records),

@@ -207,9 +207,13 @@ def test_prompts_of_one_completion_are_summed(processor: OutputProcessor, record
         processor.add_request(make_request(f"cmpl-x-{index}-ab", f"cmpl-x-{index}", **{WORKLOAD_KEY: "code"}), None)
         processor.process_outputs([last_output(f"cmpl-x-{index}-ab", [(2, index)])])
     counts = counts_of([(2, 0), (2, 1)])
-    assert recorder.pop("cmpl-x") == RequestDrafting("cmpl-x", "code", counts, 6, 2)
-    assert recorder.pop("cmpl-x") is None
-    assert recorder.workloads() == {"code": WorkloadCounts(2, 2, 0, 6, 2, counts)}
+    processor.add_request(make_request("other", "cmpl-x-1-0", **{WORKLOAD_KEY: "code"}), None)
+    processor.process_outputs([last_output("other", [(2, 0)])])
+    names = "cmpl-x-0", "cmpl-x-1"
+    assert recorder.pop(*names) == RequestDrafting("cmpl-x-0", "code", counts, 6, 2)
+    assert recorder.pop(*names) is None
+    assert recorder.pop("cmpl-x-1-0") is not None, "of a request of another name"
+    assert recorder.workloads()["code"].counts == counts + counts_of([(2, 0)])
 
 
 def test_accepted_drafts_behind_a_stop_string_are_neither_counted_nor_learned_from(target_dir: Path) -> None:
