@@ -111,7 +111,7 @@ def _has_more_values(raw: bytes, most: int) -> bool:
     of nothing take 20 times the memory of their text."""
     if sum(map(raw.count, (b",", b"[", b"{"))) <= most:
         return False
-    return next(itertools.islice(_BEFORE_A_VALUE.finditer(raw), most + 1, None), None) is not None
+    return next(itertools.islice(_BEFORE_A_VALUE.finditer(raw), most + 2, None), None) is not None
 
 
 def read_document(document: Any, limits: LimitSettings) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def drop_unused(fields: Mapping[str, Any], unused: Collection[str]) -> dict[str,
     given = {name: item for name, item in fields.items() if item is not None and name not in unused}
     if isinstance(moderation := fields.get("moderation"), dict) and moderation.get("policy"):
         raise ApiError(400, "moderation.policy is not served here: nothing is moderated", param="moderation.policy")
-    for name, served in (("modalities", ["text"]), ("best_of", given.get("n", 1))):
+    for name, served in (("modalities", ["text"]), ("use_beam_search", False), ("best_of", given.get("n", 1))):
         if (asked := given.pop(name, served)) != served:
             remedy = ": send n alone" if name == "best_of" else ""
             raise ApiError(400, f"{name} is {asked!r:.80}, but only {served!r:.80} is served here{remedy}", param=name)

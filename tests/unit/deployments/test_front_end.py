@@ -209,6 +209,7 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], str | None]] = {
     "spoken answers": ({"modalities": ["text", "audio"]}, "modalities"),
     "moderation that blocks": ({"moderation": {"policy": {"output": {"mode": "block"}}}}, "moderation.policy"),
     "the best of two": ({"best_of": 2}, "best_of"),
+    "beams, whose tokens would be nobody's": ({"use_beam_search": True}, "use_beam_search"),
     "two grammars": ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
     "a grammar of no kind": ({"structured_outputs": {"regexx": "a"}}, "structured_outputs"),
     "choices as a number": ({"structured_outputs": {"choice": 3}}, "structured_outputs.choice"),
@@ -307,7 +308,7 @@ def test_an_unknown_field_is_told_what_it_is_called_here() -> None:
 @pytest.mark.parametrize("call", LEAST)
 def test_every_parameter_of_openais_client_is_taken_or_refused_by_name(call: Any) -> None:
     declared = (chat_params if call == "chat" else completion_params).CompletionCreateParamsBase
-    unused: dict[str, Any] = {"modalities": ["text"], "best_of": 1}
+    unused: dict[str, Any] = {"modalities": ["text"], "best_of": 1, "use_beam_search": False}
     for name in get_type_hints(declared).keys() - known_fields(BODIES[call]):
         if call == "chat" and name in ("audio", "function_call", "functions"):
             with pytest.raises(ApiError) as raised:
@@ -465,7 +466,10 @@ def test_values_of_a_body_are_counted_before_it_is_parsed() -> None:
         assert status(f'{{"a": [{",".join([element] * 30)}]}}') == 200, element
     assert status(json.dumps({"prompt": ',[{"\\' * 1000})) == 200, "a text is one value"
     assert status('["' + "," * 1000) == 400, "an unfinished text"
-    assert status("[" * 101) == 413
+    assert status("[" * 102) == 413
+    for num, found in ((97, 200), (98, 413)):
+        text = f'{{"a": ["a, b"{", 1" * num}, "c,"]}}'
+        assert status(text) == found, "up to the limit, commas in texts left out"
 
 
 def test_an_error_does_not_give_back_what_was_sent() -> None:
