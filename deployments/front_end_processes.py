@@ -90,10 +90,10 @@ class Report(msgspec.Struct, tag=True, array_like=True):
 
 
 class Outcome(msgspec.Struct, tag=True, array_like=True):
-    """`GrammarChecker.find_outcome` of a grammar."""
+    """`GrammarChecker.find_outcome` of a grammar; None where that has failed."""
 
     number: int
-    outcome: dict[str, Any]
+    outcome: dict[str, Any] | None
 
 
 # ---- messages from a process
@@ -203,6 +203,7 @@ class FrontEndProcess:
         self.is_ready = False
         self.sequences = Counter[str]()  # of the requests that it answers, by workload
         self.jobs: dict[int, asyncio.Queue[str | ApiError | Usage | None]] = {}
+        self.left: dict[int, tuple[str, int]] = {}  # caller and number of jobs whose clients have gone, to their ends
         self.reports = deque[asyncio.Future[None]]()  # that it owes, the oldest first
         self.silent_since_s = 0.0  # while it owes some
         self.wire: Wire
@@ -273,7 +274,8 @@ class FrontEndProcesses:
         self._processes: dict[int, FrontEndProcess] = {}
         self._numbers = itertools.count()
         self._abort: Callable[[int], Awaitable[None]]
-        self.metrics_folder = tempfile.TemporaryDirectory(prefix="peagle-metrics-")
+        self._engine_end: asyncio.Future[Any]
+        self.metrics_folder = tempfile.TemporaryDirectory(prefix="peagle-metrics-", ignore_cleanup_errors=True)
         """Where all clients of the engine keep vLLM's metrics, also those that have ended."""
         self._setup: dict[str, Any] = {
             "max_workloads": max_workloads,
@@ -313,7 +315,7 @@ class FrontEndProcesses:
         Raises:
             RuntimeError: they do not start.
         """
-        self.grammars, self._abort = grammars, abort
+        self.grammars, self._abort, self._engine_end = grammars, abort, engine_end
         engine_end.add_done_callback(lambda _: self._end_answers(*self._processes.values()))
         for place in range(self.number):
             self._run_task(self._run_forever(place))
@@ -359,10 +361,15 @@ class FrontEndProcesses:
             self._recorder.drop_source(process.index, +process.sequences)
             if self.num_restarts == MAX_RESTARTS:
                 self.problem = f"{how}, and {MAX_RESTARTS} others before it"
+            else:
+                logger.warning("%s; another one takes its place", how)
+                try:
+                    self._start(place, self.number + self.num_restarts)
+                except OSError as error:  # no memory, or too many open files
+                    self.problem = f"{how}, and no other one can be started: {error}"
+            if self.problem:
                 self._are_ready.set()
                 return
-            logger.warning("%s; another one takes its place", how)
-            self._start(place, self.number + self.num_restarts)
             self.num_restarts += 1
             with contextlib.suppress(Exception):  # the engine may be gone too
                 await self._abort(process.index)
@@ -370,8 +377,12 @@ class FrontEndProcesses:
     def _handle(self, process: FrontEndProcess, message: Result) -> None:
         match message:
             case Item(number, item):
-                if (items := process.jobs.get(number)) is not None:  # its client may have gone meanwhile
+                if (items := process.jobs.get(number)) is not None:
                     items.put_nowait(ApiError(**item) if isinstance(item, dict) else item)
+                elif item is None:
+                    process.left.pop(number, None)
+                elif isinstance(item, Usage) and number in process.left:
+                    self._charge(*process.left[number], item)
             case Charged(caller, number, usage):
                 self._charge(caller, number, usage)
             case Counted(delta):
@@ -388,7 +399,12 @@ class FrontEndProcesses:
                     self._are_ready.set()
 
     async def _check_grammar(self, process: FrontEndProcess, number: int, fields: dict[str, Any]) -> None:
-        process.wire.send(Outcome(number, await self.grammars.find_outcome(fields)))
+        outcome = None
+        try:
+            outcome = await self.grammars.find_outcome(fields)
+        except Exception:
+            logger.exception("a grammar cannot be checked")
+        process.wire.send(Outcome(number, outcome))
 
     @staticmethod
     def _end_answers(*processes: FrontEndProcess) -> None:
@@ -401,8 +417,8 @@ class FrontEndProcesses:
     async def generate(self, admitted: Admitted) -> Answer:
         """`EngineAnswers.generate`, by the process with the fewest sequences."""
         ready = [process for process in self._processes.values() if process.is_ready]
-        if not ready:
-            yield not_ready(status=502)
+        if self._engine_end.done() or not ready:
+            yield engine_lost() if self._engine_end.done() else not_ready(status=502)
             return
         process, number = min(ready, key=lambda one: one.sequences.total()), next(self._numbers)
         process.wire.send_now(Job(number, admitted))  # it begins while requests that came with it are parsed
@@ -422,6 +438,7 @@ class FrontEndProcesses:
             process.sequences[admitted.drafting.workload] -= admitted.num_sequences
             if not is_over and process.is_ready:
                 process.wire.send(Stop(number))
+                process.left[number] = admitted.caller, admitted.number
             while not items.empty():
                 if isinstance(item := items.get_nowait(), Usage):
                     self._charge(admitted.caller, admitted.number, item)
@@ -453,7 +470,11 @@ class RemoteGrammarChecker(GrammarChecker):
 
     def resolve(self, message: Outcome) -> None:
         outcome = self._waiting.get(message.number)
-        if outcome is not None and not outcome.done():
+        if outcome is None or outcome.done():
+            return
+        if message.outcome is None:
+            outcome.set_exception(RuntimeError("a grammar cannot be checked"))
+        else:
             outcome.set_result(message.outcome)
 
 
@@ -491,7 +512,8 @@ class Worker:
         except Exception:
             logger.exception("a request failed")
             self._send(job, internal_error())
-        self._send(job, None)
+        finally:
+            self._send(job, None)
 
     def _send(self, job: Job, item: str | ApiError | Usage | None) -> None:
         self._wire.send(Item(job.number, item.arguments if isinstance(item, ApiError) else item))

@@ -24,7 +24,7 @@ ReportT = TypeVar("ReportT")
 logger = logging.getLogger(__name__)
 
 METRICS_INTERVAL_S = 0.5
-"""Metrics of all replicas are collected at most so often: whoever reaches the port may ask for them."""
+"""What `GET /metrics` and `GET /drafting` show is collected at most so often: one client may ask without end."""
 POLL_INTERVAL_S = 1.0
 POLL_TIMEOUT_S = 5.0
 MAX_DRAIN_S = 60.0

@@ -125,6 +125,7 @@ class Router:
             if monitor is not None:
                 monitor.start()
         self._metrics = PacedCall(self._collect_metrics, METRICS_INTERVAL_S)
+        self._drafting = PacedCall(self._collect_drafting, METRICS_INTERVAL_S)
         recording = repeat(self._add_point, POINT_S, "the page lacks a point of its history")
         self._recording = asyncio.create_task(recording)
 
@@ -273,7 +274,10 @@ class Router:
     async def drafting(self) -> dict[str, Any]:
         """What is known of each workload's acceptance, and the K it gets (`peagle view` shows it); the heads that
         draft, with what was accepted of theirs, remote drafters with the links to them, and how many replicas
-        autoscaling wants and why."""
+        autoscaling wants and why. Questions share an answer, as those for metrics."""
+        return await self._drafting()
+
+    async def _collect_drafting(self) -> dict[str, Any]:
         reports = self._monitor.reports
         drafters = () if self._drafters is None else self._drafters.reports
         document = self._document()

@@ -170,6 +170,8 @@ class TargetServer(LLMServer):
         if (usage_log := getattr(self, "_usage_log", None)) is not None:  # the constructor may have failed before
             usage_log.close()
         await super().__del__()
+        if (others := getattr(self, "_front_ends", None)) is not None:
+            others.metrics_folder.cleanup()  # Serve kills this process, so nothing else would
 
     async def _start_engine(self) -> None:
         """Without Ray's own next step: its telemetry of models starts an actor that imports vLLM once more, and holds

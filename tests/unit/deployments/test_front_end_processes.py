@@ -51,7 +51,7 @@ class NoProcess(front_end_processes.FrontEndProcess):
         chat: Any = SimpleNamespace(create_chat_completion=ask, create_error_response=create_error_response)
         record = RequestDrafting("x", "default", COUNTS, num_output_tokens=9, num_prompt_tokens=4)
         recorder = DraftingRecorder()
-        recorder.pop = lambda response_id: record
+        recorder.pop = lambda *ids: record
         self.checker = RemoteGrammarChecker(wire)
         vllm = SimpleNamespace(openai_serving_chat=chat, anthropic_serving_messages=SimpleNamespace())
         charge = lambda *charged: wire.send(front_end_processes.Charged(*charged))  # noqa: E731
@@ -83,6 +83,8 @@ class Replica(front_end_processes.FrontEndProcesses):
         async def abort(index: int) -> None: ...
 
         async def find_outcome(fields: Any) -> Any:
+            if "fails" in fields:
+                raise OSError("too many open files")
             return {"error": f"no {fields}"}
 
         replica = cls(number, monkeypatch)
@@ -166,6 +168,18 @@ async def test_an_answer_that_has_ended_is_charged_though_nobody_reads_it(monkey
     assert [usage for _, _, usage in replica.charged] == [Usage(4, 9, 4)]
 
 
+async def test_tokens_that_are_under_way_when_the_client_leaves_are_charged(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = await Replica.started(1, monkeypatch)
+    NoProcess.answer = lambda _: endless()
+    stream = replica.ask()
+    assert await anext(stream)
+    process = replica.process(0)
+    await stream.aclose()
+    process.theirs.send(front_end_processes.Item(0, Usage(4, 9, 4)))  # it has ended before it hears of that
+    await until(lambda: ("anyone", 0, Usage(4, 9, 4)) in replica.charged)
+    await until(lambda: process.left == {})
+
+
 async def test_answers_and_errors_come_through_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     replica = await Replica.started(1, monkeypatch)
     NoProcess.answer = lambda _: events(chunk(), *LAST)
@@ -181,6 +195,8 @@ async def test_answers_and_errors_come_through_as_they_are(monkeypatch: pytest.M
     await until(lambda: replica.kept == [("code", "web", [1, 2], [3])])
     found = await replica.process(0).checker.find_outcome({"regex": "a"})
     assert found == {"error": "no {'regex': 'a'}"}
+    with pytest.raises(RuntimeError, match="cannot be checked"):
+        await replica.process(0).checker.find_outcome({"fails": "a"})
 
 
 async def test_a_client_that_does_not_read_holds_up_its_own_answer_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,6 +229,17 @@ async def test_a_replica_that_loses_too_many_is_given_up(monkeypatch: pytest.Mon
     assert (refused.status, refused.code) == (502, "model_not_ready"), "HAProxy asks another replica, and not with 503"
 
 
+async def test_a_replica_whose_process_cannot_be_started_again_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: Any) -> None:
+        raise OSError("no memory")
+
+    replica = await Replica.started(1, monkeypatch)
+    monkeypatch.setattr(front_end_processes, "FrontEndProcess", no_memory)
+    replica.process(0).die()
+    await until(lambda: bool(replica.problem))
+    assert "no other one can be started: no memory" in replica.problem
+
+
 async def test_an_engine_that_dies_ends_the_answers_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     replica = await Replica.started(2, monkeypatch)
     NoProcess.answer = lambda _: endless()
@@ -225,6 +252,8 @@ async def test_an_engine_that_dies_ends_the_answers_of_all_processes(monkeypatch
             while not isinstance(item := await anext(stream), ApiError):
                 pass
         assert item.code == "engine_lost"
+    (refused,) = [item async for item in replica.ask()]
+    assert refused.code == "engine_lost", "until Serve has found out, which takes seconds"
 
 
 async def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
