@@ -237,7 +237,7 @@ class HeadTrainer:
         known = self._folders.get(head.digest) or shipped_heads().get(head.name) or candidate_directory(head.name)
         if (folder := known or local_directory(head.name)) is None:
             raise ValueError(f"the head {head.name}, which drafts, is not on this node")
-        return HeadInTraining(self._learning.recipe, self.target, folder)
+        return HeadInTraining(self._learning.recipe, self.target, folder, self._settings.max_draft_tokens)
 
     def _rest(self, took_s: float) -> None:
         time.sleep(took_s * (1 / self._learning.share - 1))

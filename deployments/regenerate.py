@@ -91,6 +91,7 @@ def _with_answer(found: tuple[Prompt, dict[str, Any]]) -> Prompt:
     kept = {key: message.get(key) or None for key in ("role", "content", "tool_calls")}
     kept["reasoning_content"] = message.get("reasoning_content") or message.get("reasoning") or None
     try:
-        return prompt.with_answer(Message.model_validate(kept), is_whole=choice["finish_reason"] != "length")
+        is_whole = choice["finish_reason"] != "length"
+        return prompt.with_answer(Message.model_validate(kept), is_whole=is_whole, is_targets=True)
     except ValidationError as error:
         raise ValueError(f"{prompt.where}: the answer {'; '.join(problem_lines(error, Message))}") from error

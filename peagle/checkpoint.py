@@ -263,8 +263,8 @@ def save_head(head_dir: str | Path, config: DrafterConfig, tensors: dict[str, Te
     """Write a head directory: `config.json` and `model.safetensors`, each complete or not at all. Returns it.
 
     tensors: by checkpoint name, in the types to be stored; on any device. Without the tables that vLLM needs, the head
-    is of the shipped form. Raises HeadError as `load_head`, before anything is written, and OSError when the disk is
-    full or not writable; what was there before is still whole.
+    is of the shipped form. Raises HeadError as `load_head`, and where other weights lie in the directory, before
+    anything is written, and OSError when the disk is full or not writable; what was there before is still whole.
     """
     from safetensors.torch import save
 
@@ -273,6 +273,8 @@ def save_head(head_dir: str | Path, config: DrafterConfig, tensors: dict[str, Te
     specs = {name: TensorSpec(_DTYPES.get(dtypes[name], dtypes[name]), tuple(t.shape)) for name, t in tensors.items()}
     check_tensors(config, specs, head_dir)
     check_tables(config, tensors, head_dir)
+    if others := sorted(path.name for path in head_dir.glob("*.safetensors*") if path.name != "model.safetensors"):
+        raise HeadError(f"{head_dir} holds other weights ({others[0]}), which would be read too: name another folder")
     stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     raw = config.to_dict()
     if tables_left_out(config, tensors):
@@ -407,7 +409,8 @@ def marks(target_ids_V: Tensor, vocab_size: int) -> Tensor:
 
 
 def check_tables(config: DrafterConfig, tensors: dict[str, Tensor], source: str | Path) -> None:
-    """Raise HeadError when `d2t` or `t2d` contradict each other, or point outside the target's vocabulary."""
+    """Raise HeadError when `d2t` or `t2d` contradict each other, point outside the target's vocabulary, or order the
+    whole of it anew."""
     import torch
 
     if not {"d2t", "t2d"} & tensors.keys():
@@ -423,6 +426,8 @@ def check_tables(config: DrafterConfig, tensors: dict[str, Tensor], source: str 
         )
     elif (num_different := len(ids.unique())) < len(ids):
         problem = f"d2t leads {len(ids)} draft tokens to only {num_different} different target tokens"
+    elif config.draft_vocab_size == config.vocab_size and not torch.equal(ids, torch.arange(len(ids))):
+        problem = "d2t orders the whole vocabulary anew, which vLLM refuses: sort lm_head.weight by token, without d2t"
     elif "t2d" in tensors and not torch.equal(tensors["t2d"].cpu().bool(), marks(ids, config.vocab_size)):
         problem = f"t2d does not mark the {len(ids)} target tokens that d2t leads to, and no others"
     if problem:

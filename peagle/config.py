@@ -194,6 +194,11 @@ def default_aux_layer_ids(num_target_layers: int) -> tuple[int, int, int]:
     return layer_ids
 
 
+def resolve_aux_layer_ids(layer_ids: tuple[int, ...], num_target_layers: int) -> tuple[int, ...]:
+    """The layers that a head reads: vLLM's default where it leaves them unnamed. Raises as `default_aux_layer_ids`."""
+    return default_aux_layer_ids(num_target_layers) if layer_ids == UNNAMED_LAYERS else layer_ids
+
+
 @dataclasses.dataclass(frozen=True)
 class DrafterConfig:
     """Shape of a P-EAGLE (or EAGLE-3) drafter.
@@ -610,7 +615,7 @@ def check_head_fits(config: DrafterConfig, target: dict[str, Any]) -> None:
     if config.vocab_size != text["vocab_size"]:
         problems.append(f"vocabulary: the head has {config.vocab_size} tokens, the target {text['vocab_size']}")
     num_layers = text["num_hidden_layers"]
-    layer_ids = config.aux_layer_ids if config.aux_layer_ids != UNNAMED_LAYERS else default_aux_layer_ids(num_layers)
+    layer_ids = resolve_aux_layer_ids(config.aux_layer_ids, num_layers)
     if outside := [index for index in layer_ids if index > num_layers]:
         problems.append(f"auxiliary layers: {outside} of {list(layer_ids)} are outside 0..{num_layers}")
     if problems:

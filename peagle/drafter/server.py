@@ -54,6 +54,7 @@ from peagle.drafter.shared_memory import Ring, host_identity
 logger = logging.getLogger(__name__)
 
 _LINGER_MS = 200  # for the last words of a server that stops
+_MAX_SILENCE_S = 30.0  # of a serving thread that is healthy
 _ALIVE_S = 0.5  # between messages with which targets that went away are noticed
 _CHECK_S = 0.01  # between looks at the socket while all targets share their rings
 # Between looks at rings: on a GPU without sleeping for _SPIN_S after the last step, letting other threads run. On a CPU
@@ -190,9 +191,9 @@ class DrafterServer:
                 raise
             done.result()  # it is under way
 
-    def is_healthy(self, max_silence_s: float = 30.0) -> bool:
+    def is_healthy(self) -> bool:
         """Whether the serving thread runs and its passes do not all fail."""
-        is_alive = self._serving.is_alive() and time.monotonic() - self._beat_s < max_silence_s
+        is_alive = self._serving.is_alive() and time.monotonic() - self._beat_s < _MAX_SILENCE_S
         return is_alive and self._failures_in_a_row < _MAX_FAILURES
 
     def report(self) -> dict[str, Any]:

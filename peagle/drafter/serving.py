@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from peagle.checkpoint import build_drafter, check_head_fits, load_head
-from peagle.config import UNNAMED_LAYERS, HeadError, default_aux_layer_ids, read_target_config
+from peagle.config import HeadError, read_target_config, resolve_aux_layer_ids
 from peagle.drafter.parallel_pass import ParallelPass, PassLimits
 from peagle.drafter.projection import InputProjection
 from peagle.drafter.protocol import ServedHead
@@ -99,16 +99,13 @@ def load_served_head(
         digest=head_digest(Path(head_dir)),
     )
     parallel_pass.warm_up()
-    layer_ids = config.aux_layer_ids
-    if layer_ids == UNNAMED_LAYERS:
-        layer_ids = default_aux_layer_ids(read_target_config(target_dir)["num_hidden_layers"])
     served = ServedHead(
         digest=parallel_pass.digest,
         projection=input_projection(drafter).to_bytes(),
         hidden_size=config.hidden_size,
         dtype=str(dtype).removeprefix("torch."),
         vocab_size=config.vocab_size,
-        aux_layer_ids=layer_ids,
+        aux_layer_ids=resolve_aux_layer_ids(config.aux_layer_ids, read_target_config(target_dir)["num_hidden_layers"]),
         max_draft_tokens=max_draft_tokens,
     )
     return parallel_pass, served

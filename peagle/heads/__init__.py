@@ -23,6 +23,7 @@ from peagle.checkpoint import (
     read_tensor_specs,
     save_head,
     tables_left_out,
+    target_ids,
     weight_files,
     with_tables,
     without_tables,
@@ -134,7 +135,7 @@ def prepare_head(
     Raises HeadError for an unknown, damaged or unfitting head, ValueError for a target without the tables that the head
     needs, CacheError when the cache directory is full or not writable.
     """
-    head_dir = _head_directory(head)
+    head_dir = head_directory(head)
     target = read_json(Path(target_dir) / "config.json", "target")
     config = check_head(head_dir, target)
     if is_plain(head_dir, config):
@@ -150,7 +151,8 @@ def prepare_head(
     return prepare_directory(root, f"{head_dir.name}-{key}", build, report)
 
 
-def _head_directory(head: str | Path) -> Path:
+def head_directory(head: str | Path) -> Path:
+    """Of a shipped head by its name, else the directory itself. Raises HeadError for neither."""
     shipped = shipped_heads()
     if str(head) in shipped:
         return shipped[str(head)]
@@ -168,6 +170,23 @@ def _needed_tables(head_dir: Path, config: DrafterConfig, target_dir: Path | Non
     if left_out and target_dir is None:
         raise HeadError(f"head {head_dir} has no {' and no '.join(left_out)}: name its target with --target")
     return {name: target_table(Path(str(target_dir)), name) for name in left_out}
+
+
+def _check_tables_are_targets(
+    head_dir: Path, config: DrafterConfig, tensors: "dict[str, torch.Tensor]", target_dir: Path | None
+) -> None:
+    """Raises HeadError for a table of a head's own that is not the target's, the mask token's row apart."""
+    for name in (name for name in ("embed_tokens.weight", "lm_head.weight") if name in tensors):
+        if target_dir is None:
+            raise HeadError(f"head {head_dir} has {name}, perhaps not the target's: name its target with --target")
+        own_VH = tensors[name]
+        table_VH = target_table(target_dir, name).to(own_VH.dtype)
+        if name == "lm_head.weight" and "d2t" in tensors:
+            table_VH = table_VH[target_ids(tensors["d2t"])]
+        elif config.ptd_token_id is not None and table_VH.shape == own_VH.shape:
+            table_VH[config.ptd_token_id] = own_VH[config.ptd_token_id]
+        if not own_VH.equal(table_VH):
+            raise HeadError(f"head {head_dir} has a {name} of its own, not the target's, so it cannot be left out")
 
 
 def target_table(target_dir: Path, name: str) -> "torch.Tensor":
@@ -195,22 +214,27 @@ def convert(
     source_dir: str | Path, out_dir: str | Path, target_dir: str | Path | None = None, *, has_tables: bool = True
 ) -> tuple[DrafterConfig, int, list[str]]:
     """Write a head in any form as a plain head into `out_dir`, or, not `has_tables`, as a shipped one; types of tensors
-    stay. target_dir: of a head that lacks its tables.
+    stay. target_dir: of a head that lacks its tables, or is to leave them out.
 
     Returns its configuration, the number of tensors written, and the names of the target's tensors that were left out.
-    Raises HeadError as `load_head`, and for tables that are not there, before anything is written, and OSError when the
-    disk is full.
+    Raises HeadError as `load_head` and `save_head`, for tables that are not there, for tables to be left out that are
+    not the target's, and where `out_dir` has another head's provenance.json, before anything is written; OSError when
+    the disk is full.
     """
     source_dir, target_dir = Path(source_dir), None if target_dir is None else Path(target_dir)
     config = check_head(source_dir, None if target_dir is None else read_json(target_dir / "config.json", "target"))
+    tensors = load_head(source_dir)[1]
     if has_tables:
-        tables = _needed_tables(source_dir, config, target_dir)
-        tensors = with_tables(config, load_head(source_dir)[1], tables)
+        tensors = with_tables(config, tensors, _needed_tables(source_dir, config, target_dir))
     else:
-        tensors = without_tables(config, load_head(source_dir)[1])
+        _check_tables_are_targets(source_dir, config, tensors, target_dir)
+        tensors = without_tables(config, tensors)
+    provenance, there = source_dir / "provenance.json", Path(out_dir) / "provenance.json"
+    if there.is_file() and not (provenance.is_file() and provenance.read_bytes() == there.read_bytes()):
+        raise HeadError(f"{there} is another head's: name another folder")
     save_head(out_dir, config, tensors)
-    if (provenance := source_dir / "provenance.json").is_file():  # `peagle publish` needs it
-        shutil.copyfile(provenance, Path(out_dir) / provenance.name)
+    if provenance.is_file() and not there.is_file():  # `peagle publish` needs it
+        shutil.copyfile(provenance, there)
     names = read_tensor_specs(source_dir).keys()
     left = [*TARGET_TENSORS, *(name for name in ("embed_tokens.weight", "lm_head.weight") if name not in tensors)]
     return config, len(tensors), [name for name in left if name in names]

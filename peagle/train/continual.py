@@ -6,6 +6,7 @@ of the trainer; the settings are a recipe's. The target's hidden states are reco
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -54,9 +55,12 @@ class HeadInTraining(HeadTraining):
     Raises HeadError for an EAGLE-3 head.
     """
 
-    def __init__(self, settings: dict[str, dict[str, Any]], target: Target, head_dir: Path) -> None:
-        """settings: as `continual_recipe` takes them."""
+    def __init__(self, settings: dict[str, dict[str, Any]], target: Target, head_dir: Path, k_max: int) -> None:
+        """settings: as `continual_recipe` takes them. k_max: of the service; a head is trained for it where its file
+        does not name `num_depths`."""
         self.config, self._tensors = load_head(head_dir)
+        if not self.config.num_depths_is_known:
+            self.config = dataclasses.replace(self.config, num_depths=k_max)
         if self.config.ptd_token_id is None:  # not `is_parallel`, so that its type is known below
             raise HeadError(f"{head_dir}: an EAGLE-3 head; P-EAGLE heads are trained on")
         recipe, self.target, self.num_rounds = continual_recipe(settings, self.config.ptd_token_id), target, 0

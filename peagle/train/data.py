@@ -281,12 +281,12 @@ def write_manifest(folder: str | Path, manifest: dict[str, Any], target_dir: str
     path.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
-def cut_loop(answer: list[int], ngram: int = 8, max_repeats: int = 64) -> list[int]:
-    """The answer up to where it has only repeated itself for `max_repeats` tokens (every n-gram seen before)."""
+def cut_loop(answer: list[int], max_repeats: int) -> list[int]:
+    """The answer up to where it has only repeated itself for `max_repeats` tokens (every 8-gram seen before)."""
     seen: set[tuple[int, ...]] = set()
     run = 0
-    for end in range(ngram, len(answer) + 1):
-        gram = tuple(answer[end - ngram : end])
+    for end in range(8, len(answer) + 1):
+        gram = tuple(answer[end - 8 : end])
         run = run + 1 if gram in seen else 0
         seen.add(gram)
         if run == max_repeats:

@@ -39,6 +39,7 @@ from torch import Tensor
 
 from peagle.checkpoint import load_head
 from peagle.config import DrafterConfig, read_json, read_target_config
+from peagle.heads import head_directory
 from peagle.model import Drafter
 from peagle.provenance import conditions
 from peagle.schema import type_problems
@@ -96,11 +97,9 @@ class AnswerCounts:
         return AnswerCounts(self.num_tokens[chosen], self.num_steps[chosen], self.num_survived[chosen])
 
 
-def resamples(num_answers: int, seed: int = 0) -> np.ndarray:
+def resamples(num_answers: int) -> np.ndarray:
     """How often each answer is drawn in each resample, [resamples, answers]; the same for equal arguments."""
-    return np.random.default_rng(seed).multinomial(
-        num_answers, np.full(num_answers, 1 / num_answers), size=NUM_RESAMPLES
-    )
+    return np.random.default_rng(0).multinomial(num_answers, np.full(num_answers, 1 / num_answers), size=NUM_RESAMPLES)
 
 
 def interval(values: np.ndarray) -> list[list[float]]:
@@ -260,6 +259,13 @@ def group_names(data: Conversations, categories: list[str]) -> list[list[str]]:
     return names
 
 
+def check_categories(folder: str | Path, categories: list[str], data: Conversations) -> None:
+    """Raises ValueError where these are not one for each conversation of a folder."""
+    if len(categories) != len(data):
+        count = len(categories) or "no"
+        raise ValueError(f"{folder}: manifest.json names {count} categories for {len(data)} conversations")
+
+
 def load_answers(folder: str | Path, max_per_category: int | None = None) -> Answers:
     """Answers that `peagle generate --prompts` wrote, or the first `max_per_category` of each category.
 
@@ -272,9 +278,8 @@ def load_answers(folder: str | Path, max_per_category: int | None = None) -> Ans
     problems += type_problems("temperature", manifest.get("temperature"), float | None)
     if problems:
         raise ValueError(f"{path}: {'; '.join(problems)}: make the answers again with `peagle generate --prompts`")
-    if categories is None or len(categories) != len(data):
-        count = "no" if categories is None else len(categories)
-        raise ValueError(f"{folder}: manifest.json names {count} categories for {len(data)} conversations")
+    categories = categories or []
+    check_categories(folder, categories, data)
     if max_per_category is not None:
         first = [found[:max_per_category] for found in members([[category] for category in categories]).values()]
         chosen = sorted(np.concatenate(first).tolist())
@@ -307,20 +312,22 @@ def evaluate(
 
 def table(result: dict[str, Any]) -> str:
     """A header, and one line a group: number of answers, AL at each K with the last one's interval, cumulative
-    acceptance rates S by draft position."""
-    num = max((len(group["acceptance_length"]) for group in result["groups"].values()), default=0)
+    acceptance rates S by draft position. Other groups that hold all answers have no line."""
+    num_all, ratios = result["groups"].get("all", {}).get("num_answers"), result.get("ratios", {})
+    groups = {name: one for name, one in result["groups"].items() if name == "all" or one["num_answers"] != num_all}
+    num = max((len(group["acceptance_length"]) for group in groups.values()), default=0)
     positions = range(1, num + 1)
     header = f"{'answers':>40s}  AL " + " ".join(f"K={k:<2d}" for k in positions) + "  95 %          S "
     lines = [(header + " ".join(f"{position:<4d}" for position in positions)).rstrip()]
-    for name, group in result["groups"].items():
+    for name, group in groups.items():
         lengths = group["acceptance_length"]
         low, high = group.get("acceptance_length_95", {}).get(str(len(lengths)), (math.nan, math.nan))
         line = f"{name:32s} {group['num_answers']:7d}  AL " + " ".join(f"{value:.2f}" for value in lengths.values())
         lines.append(f"{line}  [{low:.2f}, {high:.2f}]  S " + " ".join(f"{share:.2f}" for share in group["survival"]))
-    for name, ratio in result.get("ratios", {}).items():
+    for name in (name for name in ratios if name in groups):
         cells = [
-            f"K={k} {value:.3f} [{', '.join(f'{bound:.3f}' for bound in ratio.get('ratio_95', {}).get(k, []))}]"
-            for k, value in ratio["ratio"].items()
+            f"K={k} {value:.3f} [{', '.join(f'{bound:.3f}' for bound in ratios[name].get('ratio_95', {}).get(k, []))}]"
+            for k, value in ratios[name]["ratio"].items()
         ]
         lines.append(f"{name:32s} ratio {'  '.join(cells)}")
     return "\n".join(lines)
@@ -338,23 +345,25 @@ def common_depths(configs: list[DrafterConfig]) -> int:
 
 
 def evaluate_heads(
-    head: Path,
+    head: str | Path,
     answers: list[Path],
     target_dir: str,
     *,
-    against: Path | None = None,
+    against: str | Path | None = None,
     num_draft_tokens: int | None = None,
     out: Path | None = None,
 ) -> Iterator[str]:
     """Yields a table for each folder of answers; then writes evaluation.json into `out`, if given.
 
-    against: a second head, for the ratio of AL. num_draft_tokens: K_max, by default what the heads were trained for.
+    head: a directory, or a shipped head's name. against: a second one, for the ratio of AL. num_draft_tokens: K_max, by
+    default what the heads were trained for.
     """
     on_gpu = torch.cuda.is_available()
     dtype = torch.bfloat16 if on_gpu else torch.float32
     paths = [head, *([against] if against else [])]
     # What is small is read first: a wrong folder is known before the target is loaded.
-    sets, found = [(folder, load_answers(folder)) for folder in answers], [load_head(path) for path in paths]
+    sets = [(folder, load_answers(folder)) for folder in answers]
+    found = [load_head(head_directory(path)) for path in paths]
     size = target_bytes(Path(target_dir), read_target_config(target_dir), dtype.itemsize)
     is_large = on_gpu and size + OTHER_BYTES > torch.cuda.mem_get_info()[0]
     gpu_bytes = spread(OTHER_BYTES) if is_large else None

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 #: statistics(logits_UV) -> (log-sum-exp_U, argmax_U), the first in float32 or wider.
 Statistics = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -120,7 +121,9 @@ class ChainWeights:
     What counts is the token and not the target's most likely one: where an answer was sampled and they differ, a chain
     that drafts the latter ends too, and what follows in the conversation is no label for its later drafts.
 
-    Weights are shares of the pass's sum of offset_decay ** offset: they add up to 1 where every draft is right.
+    Weights are shares of the pass's sum of offset_decay ** offset: they add up to 1 where every draft is right. With
+    several workers it is the mean of their sums, as gradients are the mean over them: a row weighs the same everywhere.
+    So every worker must make one in the same step.
     """
 
     def __init__(
@@ -130,6 +133,9 @@ class ChainWeights:
         index into the draft vocabulary, -1 where it lacks that."""
         self.offset_decay, self.reach = offset_decay, reach
         self._total = (offset_decay ** offset_R.float()).sum()
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(self._total)
+            self._total /= dist.get_world_size()
         self._token_N = token_N
         #: drafts found wrong so far, by chain (its anchor, flattened as labels are) and offset
         self._wrong_NK = torch.zeros(len(token_N), num_depths, dtype=torch.int32, device=offset_R.device)

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from peagle.checkpoint import check_head, load_head, without_tables
-from peagle.config import UNNAMED_LAYERS, DrafterConfig, HeadError
+from peagle.config import UNNAMED_LAYERS, DrafterConfig, HeadError, resolve_aux_layer_ids
 from peagle.model import Drafter, initialize
 from peagle.train.cod import CodRows, attend_under, chain_lengths, draft_rows, label_rows, next_tokens, sample_rows
 from peagle.train.data import Batch, PackedBatches, answer_token_counts, frequent_tokens
@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 #: What chains see: document ids [B, N] (plain torch, any device), or `block_masks` (compiled functions, GPU).
 ChainMask = Tensor | tuple[BlockMask, ...]
 
+#: Fields of a drafter's configuration that `start_from` does not compare: vocabulary and depths.
+_FREE_TO_DIFFER = {"vocab_size", "draft_vocab_size", "ptd_token_id", "num_depths", "num_depths_is_known"}
 _TILE = 1024  # queries whose scores exist at once where no kernel avoids them
 
 
@@ -299,8 +301,7 @@ def drafter_config(recipe: Recipe, target: dict[str, Any]) -> DrafterConfig:
     if recipe.drafter.start_from is not None:
         head = check_head(recipe.drafter.start_from)
         shape["norm_before_residual"] = head.norm_before_residual
-        if head.aux_layer_ids != UNNAMED_LAYERS:
-            shape["aux_layer_ids"] = head.aux_layer_ids
+        shape["aux_layer_ids"] = resolve_aux_layer_ids(head.aux_layer_ids, target["num_hidden_layers"])
     return DrafterConfig.for_target(target, **shape)
 
 
@@ -326,11 +327,11 @@ def new_drafter(recipe: Recipe, target: Target, batches: PackedBatches, random: 
 def start_from(drafter: Drafter, head_dir: str | Path) -> list[str]:
     """Overwrites the drafter's own tensors by those of equal name and shape of a head; returns their names.
 
-    Logs them, what is left as drawn, and settings in which the two differ though the tensors fit. Raises HeadError when
-    the head cannot be read or nothing fits.
+    Logs them, what is left as drawn, what of the head is left, and settings in which the two differ though the tensors
+    fit. Raises HeadError when the head cannot be read or nothing fits.
     """
-    config, tensors = load_head(head_dir)
-    tensors = without_tables(config, tensors)
+    config, stored = load_head(head_dir)
+    tensors = without_tables(config, stored)
     own = drafter.trainable()
     taken = [name for name, value in own.items() if name in tensors and tensors[name].shape == value.shape]
     if not taken:
@@ -341,9 +342,10 @@ def start_from(drafter: Drafter, head_dir: str | Path) -> list[str]:
     for name in taken:
         own[name].copy_(tensors[name])
     drawn = [name for name in own if name not in taken]
-    logger.info("started from %s: %s; as drawn: %s", head_dir, ", ".join(taken), ", ".join(drawn) or "none")
-    for name in ("aux_layer_ids", "norm_before_residual", "norm_output", "fc_norm", "qk_norm", "rope_theta"):
-        theirs, ours = getattr(config, name), getattr(drafter.config, name)
-        if theirs != ours:
+    said = [", ".join(names) or "none" for names in (taken, drawn, [name for name in stored if name not in taken])]
+    logger.info("started from %s: %s; as drawn: %s; of the head not taken: %s", head_dir, *said)
+    for name, theirs in vars(config).items():
+        ours = getattr(drafter.config, name)
+        if theirs not in (ours, UNNAMED_LAYERS) and name not in _FREE_TO_DIFFER:
             logger.warning("started from a head with %s = %s, this drafter has %s", name, theirs, ours)
     return taken

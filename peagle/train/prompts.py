@@ -40,8 +40,8 @@ Made = TypeVar("Made")
 class Prompt:
     """Messages up to where an answer begins, the class of traffic they stand for, and the answer if one is given.
 
-    messages: as the chat template takes them, and so `answer` and `tools`; is_whole: the answer ended by itself; where:
-    file and line, for messages about it.
+    messages: as the chat template takes them, and so `answer` and `tools`; is_whole: the answer ended by itself;
+    is_targets: the target wrote it to these messages; where: file and line, for messages about it.
     """
 
     messages: tuple[dict[str, Any], ...]
@@ -50,9 +50,10 @@ class Prompt:
     where: str = "prompt"
     tools: tuple[dict[str, Any], ...] = ()
     is_whole: bool = True
+    is_targets: bool = False
 
-    def with_answer(self, message: Message, *, is_whole: bool = True) -> Prompt:
-        return dataclasses.replace(self, answer=message.as_dict(), is_whole=is_whole)
+    def with_answer(self, message: Message, *, is_whole: bool = True, is_targets: bool = False) -> Prompt:
+        return dataclasses.replace(self, answer=message.as_dict(), is_whole=is_whole, is_targets=is_targets)
 
 
 class _Record(BaseModel):
@@ -382,19 +383,28 @@ class ChatTemplate:
 
     def _render_answer(self, prompt: Prompt, begin: str) -> list[int]:
         """With the token that ends it, as the target would write it behind `begin`."""
-        answer = prompt.answer or {"content": ""}
-        if not answer.keys() - {"role", "content"}:
-            ids = self.encode(answer["content"])
-        else:
-            whole = self._text(prompt, [*prompt.messages, answer])
-            ids = self.encode(whole.removeprefix(begin))
-            if not whole.startswith(begin) or (self.closes and self.end_id not in ids):
-                raise ValueError(
-                    f"{prompt.where}: the target's chat template does not write the answer behind the prompt and end "
-                    "it, so what the target would write is not known: leave out the line"
-                )
-            ids = ids[: len(ids) - 1 - ids[::-1].index(self.end_id)] if self.closes else ids
-        return [*ids, self.end_id] if prompt.is_whole else ids
+        answer, ends = prompt.answer, [self.end_id] if prompt.is_whole else []
+        if answer is None:
+            return ends
+        last = "content" if answer["content"] else "reasoning_content"
+        said = answer.get(last, "")
+        # What a template writes behind a cut text, such as the end of the reasoning, is not the target's. A template
+        # without a token that ends an answer writes nothing of the target's behind a whole text either.
+        is_cut = bool(said) and not (prompt.is_whole and (self.closes or answer.get("tool_calls")))
+        whole = self._text(prompt, [*prompt.messages, {**answer, last: said + _SENTINEL} if is_cut else answer])
+        text = whole.removeprefix(begin).partition(_SENTINEL)[0]
+        ids, cuts_end = self.encode(text), self.closes and not is_cut
+        is_written = whole.startswith(begin) and said.strip() in text and not (cuts_end and self.end_id not in ids)
+        has_text_alone = not answer.keys() - {"role", "content"}
+        if prompt.is_targets and has_text_alone and not (prompt.is_whole and is_written):
+            return [*self.encode(said), *ends]  # a service that parses no reasoning sends it within the content
+        if not is_written:
+            raise ValueError(
+                f"{prompt.where}: the target's chat template does not write the answer behind the prompt and end "
+                "it, so what the target would write is not known: leave out the line"
+            )
+        ids = ids[: len(ids) - 1 - ids[::-1].index(self.end_id)] if cuts_end else ids
+        return [*ids, *ends]
 
 
 def begin_user_turns(

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from peagle.config import MAX_NUM_DEPTHS
 from peagle.schema import Section, SettingsError, problem_lines, read_yaml
 
 
@@ -47,7 +48,9 @@ class DrafterRecipe(Section):
     )
     num_layers: int = Field(4, ge=1, description="Layers of the drafter.")
     intermediate_size: int | None = Field(None, ge=16, description="Width of its MLPs; default: the target's.")
-    num_depths: int = Field(8, ge=1, description="K_train: draft tokens of one pass, or steps of the unroll.")
+    num_depths: int = Field(
+        8, ge=1, le=MAX_NUM_DEPTHS, description="K_train: draft tokens of one pass, or steps of the unroll."
+    )
     ptd_token_id: int | None = Field(
         None, ge=0, description="Mask token, an unused id of the target's vocabulary; P-EAGLE only."
     )
@@ -128,7 +131,7 @@ class Recipe(Section):
     data: str = Field(description="Folder of training conversations, as token ids.")
     conversations: str | None = Field(None, description="Source of which `peagle train` makes `data` if it is missing.")
     output: str = Field(description="Folder of checkpoints and of the finished head.")
-    seed: int = Field(0, description="Seed of data order and initialisation.")
+    seed: int = Field(0, ge=0, description="Seed of data order and initialisation.")
     compile: bool = Field(True, description="`torch.compile` on a GPU; never used on a CPU.")
     states_dir: str | None = Field(None, description="Folder that keeps the target's hidden states; default: none.")
     log_every_steps: int = Field(50, ge=1, description="Steps between log lines.")

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from peagle.checkpoint import build_drafter
-from peagle.config import DrafterConfig, read_target_config
+from peagle.config import DrafterConfig, read_target_config, resolve_aux_layer_ids
 from peagle.model import Drafter
 from peagle.train.data import Batch, Conversations
 
@@ -79,18 +79,21 @@ class Target:
     def states(
         self, tokens_BN: Tensor, position_BN: Tensor, aux_layer_ids: tuple[int, ...], *, eager: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """One pass over packed documents; no token sees another document.
+        """One pass over packed documents; no token sees another document. A head may leave its layers unnamed.
 
         position_BN: position within the document; where it does not go on by one, another document begins. eager: not
         compiled, for shapes that do not come again. Returns (aux [B, N, C * S]: residual stream entering each of
         `aux_layer_ids`, concatenated in that order; last [B, N, S]: what `lm_head_VS` turns into logits).
 
-        Raises ValueError for a layer that the target does not have.
+        Raises ValueError for a layer that the target does not have, and for the end of its last one.
         """
         num_layers = self.config["num_hidden_layers"]
+        aux_layer_ids = resolve_aux_layer_ids(aux_layer_ids, num_layers)
         if max(aux_layer_ids) >= num_layers or min(aux_layer_ids) < 0:
             raise ValueError(
-                f"aux_layer_ids = {aux_layer_ids}: must be in 0..{num_layers - 1}, inputs of the target's layers"
+                f"aux_layer_ids = {aux_layer_ids}: must be in 0..{num_layers - 1}, inputs of the target's layers; vLLM "
+                f"also takes {num_layers}, behind the last one, which transformers gives after the final norm only: "
+                "such a head is served, and neither trained nor evaluated"
             )
         body = self._eager_body if eager else self._body
         tokens_BN, position_BN = tokens_BN.to(self._entry), position_BN.to(self._entry)

@@ -32,7 +32,7 @@ from peagle.config import read_target_config
 from peagle.model import Drafter
 from peagle.provenance import conditions
 from peagle.train.data import Batch, Conversations, PackedBatches, check_data_fits, read_manifest, write_manifest
-from peagle.train.evaluate import evaluate, load_answers, table
+from peagle.train.evaluate import check_categories, evaluate, load_answers, table
 from peagle.train.passes import (
     Eagle3Pass,
     PassReport,
@@ -284,6 +284,7 @@ class Trainer(HeadTraining):
         if self.workers.leads:
             made = read_manifest(recipe.data)
             names = made.get("categories") or ["default"] * len(data)
+            check_categories(recipe.data, names, data)
             kept = {key: made[key] for key in ("tokenizer", "temperature") if key in made}
             data.select(held_out).save_part(folder, "000")
             write_manifest(folder, kept | {"categories": [names[index] for index in held_out]})
@@ -401,7 +402,7 @@ class Trainer(HeadTraining):
         self.average.swap()
         groups = evaluate([self.drafter], self.target, load_answers(self.answers, max_conversations))["groups"]
         self.average.swap()
-        for group in ("all", "non-looping", "humaneval"):
+        for group in ("all", "non-looping"):
             if group in groups:
                 self._append({"step": self.step, "group": group, **groups[group]})
         return groups

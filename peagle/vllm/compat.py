@@ -242,15 +242,12 @@ ATTRIBUTES: Mapping[str, Sequence[str]] = {
         "req_states",
         "sampler",
         "speculator",
-        "vocab_size",
     ),
     "v2 speculator": (
         "arange_np",
         "draft_tokens",
         "max_num_reqs",
         "num_speculative_steps",
-        "seeds",
-        "temperature",
     ),
     "clients": ("_api_process_count", "_api_process_rank"),
     "runner": (

@@ -19,7 +19,7 @@ from torch import Tensor
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from peagle.config import UNNAMED_LAYERS, default_aux_layer_ids
+from peagle.config import resolve_aux_layer_ids
 from peagle.drafter.client import Link
 from peagle.drafter.pool import LinkPool
 from peagle.drafter.projection import InputProjection
@@ -217,12 +217,9 @@ def make_sender(config: Any, device: torch.device) -> StepSender | None:
         max_num_rows=scheduler.max_num_batched_tokens,
         vocab_size=model.get_vocab_size(),
     )
-    layer_ids = tuple(about["aux_layer_ids"])
-    if layer_ids == UNNAMED_LAYERS:
-        layer_ids = default_aux_layer_ids(model.hf_text_config.num_hidden_layers)
     pool = LinkPool(
         shape,
-        aux_layer_ids=layer_ids,
+        aux_layer_ids=resolve_aux_layer_ids(tuple(about["aux_layer_ids"]), model.hf_text_config.num_hidden_layers),
         device=device,
         name=f"target {config.instance_id}",
         max_deadline_s=about["max_deadline_s"],

@@ -3,8 +3,9 @@
 Enters: a request whose `SamplingParams.extra_args["peagle_k"]` says its `max_k`, which is K if that is fixed. Leaves:
 `SchedulerOutput`s in which that request has at most as many drafts, and outputs that carry what was verified and
 accepted (`peagle.vllm.step_notes`).
-The drafter always proposes K_max tokens in its one pass (P-EAGLE, arXiv 2602.01469, section 3); K limits verification
-only. So fewer verified drafts cost no draft quality and keep the distribution of the output.
+The drafter proposes at least as many tokens as the next step verifies, at most K_max, in its one pass (P-EAGLE, arXiv
+2602.01469, section 3). No draft depends on the number of those behind it. So fewer verified drafts cost no draft
+quality and keep the distribution of the output.
 
 Given to vLLM as an import string, `scheduler_cls=SYNC_SCHEDULER` or `ASYNC_SCHEDULER` of `peagle.vllm.engine_settings`,
 for its V1 and its V2 model runner. Where requests bring cumulative acceptance rates, a

@@ -20,7 +20,8 @@ If the drafter's attention has full graphs only for equal numbers of rows, all a
 full graph runs on vLLM's piecewise graphs, if their sizes reach. If attention can renew its metadata from numbers on
 the GPU, as vLLM does between EAGLE's drafts, full graphs do so: the host lays out rows and replays.
 
-Drafts are greedy: vLLM's rejection sampling keeps the output's distribution with them.
+Drafts are greedy. With the standard method `peagle.vllm.verification.CoupledSampler` takes the place of vLLM's
+rejection sampling, and keeps the output's distribution.
 
 B requests, N target rows, M rows of the pass, S drafts, H drafter's hidden size, X concatenated size of the auxiliary
 hidden states, A size of the attention's output.

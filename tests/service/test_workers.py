@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from peagle.train.data import Batch
 from peagle.train.passes import PassReport
 from peagle.train.recipe import Recipe
 from peagle.train.trainer import Trainer
@@ -25,14 +26,12 @@ def environment_of_worker() -> dict[str, str]:
 
 
 class ForBoth(Trainer):
-    """Its steps have the batches of two workers, one after the other."""
+    """Its steps have the batches of two workers, as one."""
 
     def run_pass(self, *_: Any) -> PassReport:
-        for number in (2 * self.step, 2 * self.step + 1):
-            report = super().run_pass(next(self.batches(number)).to(self.device))
-        for parameter in self.optimizer.parameters:
-            parameter.grad /= 2
-        return report
+        pair = [vars(next(self.batches(number))) for number in (2 * self.step, 2 * self.step + 1)]
+        both = Batch(**{name: torch.cat([one[name] for one in pair]) for name in pair[0]})
+        return super().run_pass(both.to(self.device))
 
 
 @pytest.mark.service

@@ -46,6 +46,25 @@ def test_vocabulary_tables_must_agree(tmp_path: Path) -> None:
         load_with(t2d=head_tensors(REDUCED)["t2d"].index_fill(0, torch.tensor([0]), True))
 
 
+def test_a_table_that_orders_the_whole_vocabulary_anew_is_refused(tmp_path: Path) -> None:
+    """A plain head has none, so it would be lost."""
+    head, ids = save_head(tmp_path / "head", CONFIG, head_tensors(CONFIG)), torch.arange(100)
+    rewrite(head, d2t=0 * ids)
+    load_head(head)
+    rewrite(head, d2t=ids.roll(1) - ids)
+    with pytest.raises(HeadError, match="d2t orders the whole vocabulary anew, .* without d2t"):
+        load_head(head)
+
+
+def test_a_head_is_not_written_beside_other_weights(tmp_path: Path) -> None:
+    """They would be read with it."""
+    head = save_head(tmp_path / "head", CONFIG, head_tensors(CONFIG))
+    (head / "model.safetensors").rename(head / "model-00001-of-00001.safetensors")
+    with pytest.raises(HeadError, match=r"holds other weights \(model-00001-of-00001.safetensors\), .*: name another"):
+        save_head(head, *load_head(head))
+    assert load_head(head)[0] == CONFIG
+
+
 def test_save_refuses_what_load_would(tmp_path: Path) -> None:
     tensors = head_tensors(CONFIG)
     del tensors["fc.weight"]

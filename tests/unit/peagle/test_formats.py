@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from deployments.cli import main
-from peagle.checkpoint import build_drafter, load_head
+from peagle.checkpoint import build_drafter, load_head, target_ids
 from peagle.config import UNNAMED_LAYERS, DrafterConfig, HeadError, plain_config
 from peagle.heads import convert
 from peagle.train.cod import attend_under
@@ -69,10 +69,52 @@ def test_nothing_of_the_head_is_lost_and_what_is_the_targets_is_left_out_and_nam
 def test_a_converted_head_keeps_what_publishing_needs(source: Path, tmp_path: Path) -> None:
     (source / "provenance.json").write_text('{"made": 1}')
     convert(source, tmp_path / "whole")
-    _, _, left_out = convert(tmp_path / "whole", tmp_path / "small", has_tables=False)
+    target = target_with_tables_of(tmp_path / "whole", tmp_path / "target")
+    _, _, left_out = convert(tmp_path / "whole", tmp_path / "small", target, has_tables=False)
     assert (tmp_path / "small" / "provenance.json").read_text() == '{"made": 1}'
     whole, small = (load_head(tmp_path / name)[1].keys() for name in ("whole", "small"))
     assert set(left_out) == whole - small - {"mask_embedding"} != set()
+
+
+def target_with_tables_of(head: Path, folder: Path) -> Path:
+    """A checkpoint whose tables a head has."""
+    config, tensors = load_head(head)
+    lm_head_VH = torch.randn(config.vocab_size, config.hidden_size)
+    ids = target_ids(tensors["d2t"]) if "d2t" in tensors else torch.arange(config.vocab_size)
+    lm_head_VH[ids] = tensors["lm_head.weight"]
+    sizes = {"vocab_size": config.vocab_size, "hidden_size": config.target_hidden_size, "num_hidden_layers": 16}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(sizes | {"tie_word_embeddings": False}))
+    save_file(
+        {"model.embed_tokens.weight": tensors["embed_tokens.weight"], "lm_head.weight": lm_head_VH},
+        folder / "model.safetensors",
+    )
+    return folder
+
+
+@pytest.mark.parametrize("name", ["embed_tokens__weight", "lm_head__weight"])
+def test_tables_that_are_not_the_targets_are_not_left_out(source: Path, tmp_path: Path, name: str) -> None:
+    convert(source, tmp_path / "whole")
+    target, table = target_with_tables_of(tmp_path / "whole", tmp_path / "target"), name.replace("__", ".")
+    own_VH = load_head(tmp_path / "whole")[1][table]
+    own_VH[1] += 1
+    rewrite(tmp_path / "whole", **{name: own_VH})
+    with pytest.raises(HeadError, match=f"has a {table} of its own, not the target's, so it cannot"):
+        convert(tmp_path / "whole", tmp_path / "small", target, has_tables=False)
+    with pytest.raises(HeadError, match="has embed_tokens.weight, perhaps not the target's: name its target with"):
+        convert(tmp_path / "whole", tmp_path / "small", has_tables=False)
+    assert not (tmp_path / "small").exists()
+
+
+def test_a_head_is_not_converted_over_the_provenance_of_another(source: Path, tmp_path: Path) -> None:
+    (source / "provenance.json").write_text('{"made": 1}')
+    for _ in range(2):
+        convert(source, tmp_path / "head")
+    convert(tmp_path / "head", tmp_path / "head")
+    for changed in ('{"made": 2}', None):
+        (source / "provenance.json").unlink() if changed is None else (source / "provenance.json").write_text(changed)
+        with pytest.raises(HeadError, match=r"head/provenance.json is another head's: name another folder"):
+            convert(source, tmp_path / "head")
 
 
 def test_unknown_tensors_and_settings_are_named(source: Path, tmp_path: Path) -> None:

@@ -1,17 +1,19 @@
 """A head that is trained on: on a small random target it gains, and what is saved is what was judged."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from peagle.checkpoint import is_plain, load_head
-from peagle.config import HeadError
+from peagle.config import UNNAMED_LAYERS, HeadError
 from peagle.heads import shipped_heads
 from peagle.train.continual import HeadInTraining, continual_recipe
 from peagle.train.data import Conversations
 from peagle.train.target import Target
+from tests.support.head_factory import reconfigure
 from tests.support.small_run import write_small_head
 
 K = 4
@@ -32,21 +34,33 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_gains_from_round_to_round_and_its_file_is_the_head_that_was_judged(small: Path, tmp_path: Path) -> None:
     data, target, rests = Conversations.load(small / "data"), Target(small / "target"), []
     names = ["chat"] * len(data)
-    head = HeadInTraining(SETTINGS, target, small / "run" / "head")
+    head = HeadInTraining(SETTINGS, target, small / "run" / "head", 6)
     figures = head.train(data, rests.append)
-    assert (figures["num_steps"], len(rests)) == (40, 39)
+    assert (figures["num_steps"], len(rests), len(figures["accuracy"])) == (40, 39, 4)
     first = head.compare(data, K, names)
     assert first["low"] > 1
     assert first["acceptance_length_new"] > first["acceptance_length_current"]
     head.save(tmp_path / "learned", {"parent_digest": "abc"})
     assert json.loads((tmp_path / "learned" / "provenance.json").read_text())["parent_digest"] == "abc"
     assert is_plain(tmp_path / "learned", load_head(tmp_path / "learned")[0])
-    again = HeadInTraining(SETTINGS, target, tmp_path / "learned")
+    again = HeadInTraining(SETTINGS, target, tmp_path / "learned", 6)
     stored = again.compare(data, K, names)
     assert stored["ratio"] == 1
     assert stored["acceptance_length_current"] == pytest.approx(first["acceptance_length_new"], rel=0.05)  # bfloat16
     head.train(data, rests.append)
     assert head.compare(data, K, names)["ratio"] > first["ratio"]
+
+
+def test_a_head_that_names_neither_layers_nor_depths_is_trained_for_the_drafts_of_the_service(
+    small: Path, tmp_path: Path
+) -> None:
+    head_dir = Path(shutil.copytree(small / "run" / "head", tmp_path / "head"))
+    reconfigure(head_dir, eagle_aux_hidden_state_layer_ids=..., eagle_config=..., num_depths=...)
+    head = HeadInTraining(SETTINGS | {"schedule": {"max_steps": 1}}, Target(small / "target"), head_dir, 6)
+    assert len(head.train(Conversations.load(small / "data"), lambda _: None)["accuracy"]) == 6
+    head.save(tmp_path / "learned", {})
+    saved = load_head(tmp_path / "learned")[0]
+    assert (saved.aux_layer_ids, saved.num_depths_is_known) == (UNNAMED_LAYERS, False)
 
 
 def test_settings_of_a_round_are_checked() -> None:
@@ -59,4 +73,4 @@ def test_settings_of_a_round_are_checked() -> None:
 
 def test_an_eagle3_head_is_refused(small: Path) -> None:
     with pytest.raises(HeadError, match="EAGLE-3"):
-        HeadInTraining({}, Target(small / "target"), shipped_heads()["smollm2-135m-instruct-eagle3"])
+        HeadInTraining({}, Target(small / "target"), shipped_heads()["smollm2-135m-instruct-eagle3"], 6)

@@ -10,14 +10,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from deployments.cli import main
 from peagle.checkpoint import save_drafter
-from peagle.config import DrafterConfig
+from peagle.config import DrafterConfig, HeadError
 from peagle.draft import DraftSession
 from peagle.model import Drafter
 from peagle.train import evaluate as program
 from peagle.train.data import Conversations, write_manifest
-from peagle.train.evaluate import AnswerCounts, figures, replay, walk
+from peagle.train.evaluate import AnswerCounts, figures, replay, table, walk
 from peagle.train.target import Target
-from tests.support.head_factory import random_drafter
+from tests.support.head_factory import random_drafter, reconfigure
 
 VOCABULARY, PROMPT_TOKENS, NUM_DEPTHS = 6, 4, 3
 """So few tokens that an untrained drafter is often right."""
@@ -77,6 +77,7 @@ def test_every_anchor_accepts_what_drafting_there_gets_right(target: Target, cha
 def folders(target: Target, tmp_path: Path) -> Path:
     """Heads of both kinds, and answers at two temperatures."""
     save_drafter(tmp_path / "p-eagle", new_drafter(target))
+    reconfigure(tmp_path / "p-eagle", eagle_aux_hidden_state_layer_ids=..., eagle_config=...)  # vLLM's default layers
     save_drafter(tmp_path / "eagle3", new_drafter(target, ptd_token_id=None, num_layers=1, num_depths=2))
     for seed, (name, manifest) in enumerate({"greedy": {}, "sampled": {"temperature": 1.0}}.items()):
         data = random_data(10, seed)
@@ -85,9 +86,10 @@ def folders(target: Target, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_program_writes_table_and_json(target: Target, folders: Path, capsys) -> None:
+def test_program_writes_table_and_json(target: Target, folders: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("peagle.heads.shipped_heads", lambda: {"ours": folders / "eagle3"})
     arguments = ["evaluate", folders / "p-eagle", folders / "greedy", folders / "sampled"]
-    arguments += ["--against", folders / "eagle3", "--target", target.model.config.name_or_path]
+    arguments += ["--against", "ours", "--target", target.model.config.name_or_path]
     arguments += ["--out", folders / "out"]
     assert main([str(argument) for argument in arguments]) == 0
     document = json.loads((folders / "out" / "evaluation.json").read_text())
@@ -98,6 +100,8 @@ def test_program_writes_table_and_json(target: Target, folders: Path, capsys) ->
         ours, theirs = (one[side]["all"]["acceptance_length"]["3"] for side in ("groups", "against"))
         assert one["ratios"]["all"]["ratio"]["3"] == pytest.approx(ours / theirs, abs=1e-3)
     assert "ratio K=3" in capsys.readouterr().out
+    with pytest.raises(HeadError, match="'nothing' is neither a directory nor shipped; shipped: ours"):
+        list(program.evaluate_heads("nothing", [folders / "greedy"], "no target"))
     some = program.load_answers(folders / "greedy", max_per_category=3)
     assert some.categories == ["code", "qa"] * 3
     assert some.data.tokens.tolist() == program.load_answers(folders / "greedy").data.select(range(6)).tokens.tolist()
@@ -128,4 +132,11 @@ def test_walk_visits_the_anchors_that_decoding_visits() -> None:
     assert (found["num_answers"], found["num_tokens"]) == (2, 8)
     assert found["acceptance_length"] == {"1": 1.3333, "2": 1.6, "3": 1.6}
     assert found["survival"] == [0.6, 0.2, 0.0]
-    assert "acceptance_length_95" not in figures(counts.select(np.array([1])))
+    one = figures(counts.select(np.array([1])))
+    assert "acceptance_length_95" not in one
+    groups = {"all": found, "chat": found, "chat looping": one, "looping": one, "non-looping": found}
+    assert [line.split("  ")[0] for line in table({"groups": groups}).splitlines()[1:]] == [
+        "all",
+        "chat looping",
+        "looping",
+    ]

@@ -120,6 +120,20 @@ def test_chain_weights_equal_a_slow_loop() -> None:
     torch.testing.assert_close(weight_R, expected_R)
 
 
+def test_a_row_weighs_the_same_whichever_worker_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two workers, whose gradients are averaged: one has 100 rows, the other has one."""
+
+    def weigh(num_rows: int, num_others: int = 0) -> Tensor:
+        monkeypatch.setattr("peagle.train.losses.dist.is_initialized", lambda: num_others > 0)
+        monkeypatch.setattr("peagle.train.losses.dist.get_world_size", lambda: 2)
+        monkeypatch.setattr("peagle.train.losses.dist.all_reduce", lambda total: total.add_(num_others))
+        token_N, offset_R = torch.arange(num_rows + 1), torch.zeros(num_rows, dtype=torch.int64)
+        weights = ChainWeights(offset_R, token_N, num_depths=1, offset_decay=1.0, reach=1.0)
+        return weights.weigh(token_N[1:], offset_R, token_N[1:])
+
+    torch.testing.assert_close(torch.cat([weigh(100, 1), weigh(1, 100)]) / 2, weigh(101))
+
+
 def test_no_rows_are_no_loss() -> None:
     problem = dataclasses.replace(Problem.draw(), label_R=torch.empty(0, dtype=torch.int64))
     hidden_RH = torch.empty(0, 8, dtype=torch.float64, requires_grad=True)

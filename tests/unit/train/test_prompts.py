@@ -156,6 +156,66 @@ def test_turns_are_rendered_as_the_template_does(template) -> None:
         assert template.before + template.encode(text) + template.after == template.render(Prompt((user(text),))).prompt
 
 
+TURN = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+ASKED = "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+#: Written as Qwen 2.5 writes turns, and as Llama 3 does, without whitespace around them.
+ORDINARY = [None, TURN + "{{ m.content }}<|im_end|>\n" + ASKED, TURN + "{{ m.content | trim }}<|im_end|>" + ASKED]
+
+
+@pytest.mark.parametrize("chat_template", ORDINARY)
+@pytest.mark.parametrize("about", [{}, {"is_whole": False, "is_targets": True}, {"is_targets": True}])
+@pytest.mark.parametrize("text", ["d 12", "```python\n    x = 1\n```", "naïve 東京  42", "<|im_end|> m"])
+def test_an_ordinary_template_changes_no_token_of_an_answer(target_dir, chat_template, about, text: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(target_dir)
+    tokenizer.chat_template = chat_template or tokenizer.chat_template
+    expected = tokenizer.encode(text) + ([2] if about.get("is_whole", True) else [])
+    assert ChatTemplate(tokenizer).render(Prompt((user("a"),), answer=assistant(text), **about)).answer == expected
+
+
+CHANNEL = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>final{% endif %}"
+    "<|message|>{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+)
+THINK = (
+    TURN + "{% if m.role == 'assistant' %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{{ m.content.split('</think>')[-1] }}<|im_end|>\n" + ASKED
+)
+BEGUN = THINK.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n")
+NEVER = TURN + "{{ m.content }}<|im_end|>\n" + BEGUN[len(THINK) - len(ASKED) :]
+OPEN = TURN + "{{ m.content }}\n" + ASKED
+CUT, RAW = {"is_whole": False, "is_targets": True}, {"is_targets": True}
+REASONED = {**assistant(""), "reasoning_content": "m"}
+
+
+@pytest.mark.parametrize(
+    ("chat_template", "answer", "about", "written"),
+    [
+        (CHANNEL, assistant("Hi"), {}, "<|channel|>final<|message|>Hi<|im_end|>"),
+        (BEGUN, assistant("Hi"), {}, "\n</think>\n\nHi<|im_end|>"),
+        (NEVER, assistant("Hi"), {}, None),
+        (THINK, assistant("m</think>Hi"), {}, None),
+        (THINK, assistant("m</think>Hi"), RAW, "m</think>Hi<|im_end|>"),
+        (BEGUN, assistant("m"), CUT, "m"),
+        (THINK, REASONED, CUT, "<think>\nm"),
+        (BEGUN, REASONED, CUT, "m"),
+        (THINK, {**REASONED, "content": "Hi"}, CUT, "<think>\nm\n</think>\n\nHi"),
+        (OPEN, assistant("Hi"), {}, "Hi<|im_end|>"),
+    ],
+)
+def test_an_answer_has_what_the_target_writes_around_its_text_and_no_more(
+    target_dir: Path, chat_template: str, answer: dict[str, str], about: dict[str, bool], written: str | None
+) -> None:
+    """A cut answer ends where the target stopped, and text of a service that parses no reasoning stays as it is."""
+    tokenizer = AutoTokenizer.from_pretrained(target_dir)
+    tokenizer.chat_template = chat_template
+    prompt = Prompt((user("a"),), answer=answer, **about)
+    if written is None:
+        with pytest.raises(ValueError, match="does not write the answer behind the prompt and end it"):
+            ChatTemplate(tokenizer).render(prompt)
+    else:
+        assert tokenizer.decode(ChatTemplate(tokenizer).render(prompt).answer) == written
+
+
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 CALL = {"id": "call-1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
 TOOL_TEMPLATE = """

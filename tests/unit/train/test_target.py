@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from peagle.config import read_target_config
+from peagle.config import UNNAMED_LAYERS, read_target_config
 from peagle.train.target import Target
 
 SIZES = dict(vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=8, head_dim=8)
@@ -56,8 +56,10 @@ def test_packed_documents_are_read_as_if_alone(target: Target) -> None:
 def test_layer_that_the_target_lacks(target: Target) -> None:
     tokens = torch.ones(1, 4, dtype=torch.long)
     for taps in ((2, 4, 8), (-1,)):
-        with pytest.raises(ValueError, match=r"must be in 0..7, inputs of the target's layers"):
+        with pytest.raises(ValueError, match=r"must be in 0..7, inputs of the target's layers; .* takes 8, behind"):
             target.states(tokens, tokens.cumsum(1) - 1, taps)
+    unnamed, default = (target.states(tokens, tokens.cumsum(1) - 1, taps)[0] for taps in (UNNAMED_LAYERS, (2, 4, 5)))
+    assert torch.equal(unnamed, default)
 
 
 def test_capped_logits_are_refused(tmp_path) -> None:

@@ -120,6 +120,8 @@ def test_held_out_conversations_are_evaluated_on_and_kept_for_peagle_evaluate(sm
     [
         ("drafter.num_layer=2", "drafter.num_layer"),
         ("cod.ratio=1.5", "cod.ratio"),
+        ("drafter.num_depths=65", "drafter.num_depths: .* less than or equal to 64"),
+        ("seed=-1", "seed: .* greater than or equal to 0"),
         ("schedule.max_steps=many", "schedule.max_steps"),
         ("drafter.ptd_token_id", "section.key=value"),
         ("applications=[]", r"is the config of a service: `peagle serve "),

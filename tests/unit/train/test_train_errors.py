@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from peagle.train.data import Batch, Conversations
+from peagle.train.data import Batch, Conversations, write_manifest
 from peagle.train.passes import PassReport
 from peagle.train.recipe import Recipe
 from peagle.train.trainer import Trainer
@@ -30,6 +30,13 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_last_checkpoint(small) -> 
     assert kept["step"] == 10
     assert all(bool(value.isfinite().all()) for value in kept["drafter"].values())
     assert not (small / "nan" / "head").exists()
+
+
+def test_data_with_more_conversations_than_categories_is_named(small, tmp_path) -> None:
+    shutil.copytree(small / "data", tmp_path / "data")
+    write_manifest(tmp_path / "data", {"categories": ["a"] * 3})
+    with pytest.raises(ValueError, match=r"data: manifest.json names 3 categories for 24 conversations"):
+        Trainer(load(small, "few", f"data={tmp_path / 'data'}", "evaluate.held_out=0.4"))
 
 
 def test_out_of_memory_names_the_settings(small) -> None:

@@ -311,7 +311,7 @@ def test_missing_names_are_told_in_one_line() -> None:
         "2 return values of Scheduler.schedule()",
     ]
     assert compat.missing_methods("vllm.gone:X", ()) == ["vllm.gone:X"]
-    with pytest.raises(compat.UnsupportedVLLMError, match=r"has no complex\..*, complex\.temperature, which"):
+    with pytest.raises(compat.UnsupportedVLLMError, match=r"has no complex\..*, complex\.num_speculative_steps, which"):
         compat.check("v2 speculator", 1j)
 
 
