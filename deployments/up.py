@@ -62,6 +62,17 @@ SERVICE_PATH = "deployments.app:build"
 HAPROXY_PORTS = {"RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500}
 """Ports that HAProxy needs besides that of HTTP, with Ray's defaults."""
 
+OWNED_OPTIONS = {
+    "num_replicas": "set target.num_replicas or drafter.replicas.num_replicas under args",
+    "autoscaling_config": "set autoscaling under args",
+    "user_config": "set callers, limits and depth under args",
+    "max_ongoing_requests": "set limits under args",
+    "ray_actor_options": "set num_cpus, bundle and env of target, drafter.replicas or ingress under args",
+    "placement_group_bundles": "set target.bundle under args",
+    "request_router_config": "see docs/configuration.md#environment-of-ray",
+}
+"""Serve's options that cannot be set for a deployment, each with what to do instead. Others follow from `args` too."""
+
 Say = Callable[[str], None]
 
 
@@ -216,7 +227,12 @@ def _read_application(application: dict[str, Any], is_here: bool) -> ClusterSett
             needs = {DRAFTER_NAME: "drafter.placement: remote", LEARNER_NAME: "a section learning"}.get(given["name"])
             hint = f": it needs {needs}" if needs else nearest(given["name"], names)
             raise UpError(f"deployments: {given['name']} is not one of {listed(names)}{hint}")
-        if settings.drafter is not None and given["name"] == DRAFTER_NAME and given.get("user_config"):
+        is_drafter = given["name"] == DRAFTER_NAME
+        free = ("name", "logging_config", "health_check_", "graceful_shutdown_", *(["user_config"] * is_drafter))
+        for key in (key for key in given if not key.startswith(free)):
+            remedy = OWNED_OPTIONS.get(key, "it follows from args")
+            raise UpError(f"deployments.{given['name']}.{key} is not yours to set: {remedy}")
+        if settings.drafter is not None and is_drafter and given.get("user_config"):
             drafter = swapped(settings.drafter, given["user_config"], known)
             check_heads(settings.model_copy(update={"drafter": drafter}))
     if settings.drafter is not None and not {"drafter", "speculative_config"} & args.keys():
@@ -267,7 +283,7 @@ def _make_live(application: dict[str, Any], settings: ClusterSettings) -> None:
             (args["drafter"].get("replicas") or {}).pop("num_replicas", None)
             changes[DRAFTER_NAME] = {"num_replicas": settings.drafter.replicas.num_replicas}
     for given in application.get("deployments") or ():
-        changes[given["name"]] = {**changes.get(given["name"], {}), **given}
+        changes[given["name"]] = {**given, **changes.get(given["name"], {})}  # nothing given takes callers' keys away
     application["deployments"] = [{"name": name, **options} for name, options in changes.items()]
 
 

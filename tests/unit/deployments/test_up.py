@@ -94,6 +94,18 @@ def test_each_of_several_models_is_changed_live() -> None:
         ({**config(), "proxy_location": "Nowhere"}, "proxy_location"),
         ({**config(), "callers": {"web": {}}}, "learning and kubernetes, stand under args of applications"),
         ({**config(prt=8001)}, "unknown key http_options.prt; did you mean port?"),
+        (
+            application(deployments=[{"name": "target", "user_config": {}}]),
+            "deployments.target.user_config is not yours to set: set callers, limits and depth under args",
+        ),
+        (
+            application(deployments=[{"name": "target", "num_replicas": 2}]),
+            "deployments.target.num_replicas is not yours to set: set target.num_replicas or",
+        ),
+        (
+            application(deployments=[{"name": "router", "max_replicas_per_node": 2}]),
+            "deployments.router.max_replicas_per_node is not yours to set: it follows from args",
+        ),
         (application(import_path="x"), '- applications.0.import_path: Got invalid import path "x"'),
         (
             application(deployments=[{"name": "target", "num_replica": 2}]),
@@ -318,7 +330,7 @@ def test_options_that_the_file_itself_gives_to_deployments_stay(write: Any) -> N
     raw = served(target={"bundle": {"CPU": 1.0}, "num_replicas": 2})
     raw["applications"][0]["deployments"] = [
         {"name": "drafter", "user_config": {"head": "org/other"}},
-        {"name": "target", "max_ongoing_requests": 7},
+        {"name": "target", "health_check_timeout_s": 7},
     ]
     made = live_form(*read_config(write(raw)))
     options = {one["name"]: one for one in made["applications"][0]["deployments"]}
@@ -326,8 +338,16 @@ def test_options_that_the_file_itself_gives_to_deployments_stay(write: Any) -> N
     raw["applications"][0]["deployments"][0]["user_config"]["head"] = "other"
     with pytest.raises(ValueError, match=r"user_config.head: 'other' is not one of ours"):
         read_config(write(raw))
-    assert (options["target"]["num_replicas"], options["target"]["max_ongoing_requests"]) == (2, 7)
+    assert (options["target"]["num_replicas"], options["target"]["health_check_timeout_s"]) == (2, 7)
     assert options["target"]["user_config"]["limits"]["max_num_sequences"] == 16
+
+
+def test_nothing_that_a_config_gives_to_a_deployment_lets_callers_in_without_a_key(write: Any) -> None:
+    config, settings = read_config(write(served(callers={"web": {"key_sha256": "ab" * 32}})))
+    config["applications"][0]["deployments"] = [{"name": "target", "user_config": {}}]
+    (application,) = live_form(config, settings)["applications"]
+    options = {one["name"]: one for one in application["deployments"]}
+    assert options["target"]["user_config"]["callers"]["web"]["key_sha256"] == "ab" * 32
 
 
 def test_replicas_that_no_node_can_hold_are_refused_at_once(machine: Any, refuse: Any) -> None:
