@@ -181,7 +181,12 @@ def test_no_more_requests_run_than_may(service: SmallService, tmp_path: Path) ->
         ("{", "line 2: Expecting property name"),
         ('{"custom_id": 1, "url": "/v1/a", "body": {}}', "line 2: custom_id: Input should be a valid string"),
         ('{"custom_id": "b", "url": "http://a/v1/", "body": {}}', "line 2: url: String should match"),
-        ('{"custom_id": "b", "url": "/v1/a", "body": []}', "line 2: body: Input should be a valid dictionary"),
+        ('{"custom_id": "b", "url": "/v1/a", "body": []}', "line 2: body: Input should be a mapping"),
+        (
+            '{"custom_id": "b", "url": "/v1/a", "body": {"a": "\\ud83d"}}',
+            "line 2: body cannot be sent as JSON: 'utf-8'",
+        ),
+        ('{"custom_id": "b", "url": "/v1/a", "body": {"a": NaN}}', "line 2: body cannot be sent as JSON: Out of range"),
         ('{"custom_id": "b", "url": "/v1/a", "body": {"stream": true}}', "line 2: body.stream is true"),
         ('{"custom_id": "a", "url": "/v1/a", "body": {}}', "line 2: custom_id 'a' stands in an earlier line"),
     ],
