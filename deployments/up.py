@@ -182,8 +182,13 @@ def read_config(path: Path, *, is_here: bool = True) -> tuple[Any, ...]:
         raise UpError("\n  - ".join([f"{path} is not a Ray Serve config file:", *lines])) from error
     except ValueError as error:
         raise UpError(str(error)) from error
+    if not 0 < (port := _address(config)[1]) < 2**16:
+        raise UpError(f"{path}: http_options.port is {port}: write a port from 1 to 65535")
     for index, application in enumerate(config["applications"]):
         application.setdefault("name", "default")
+        if not re.fullmatch(r"(/[^/{}]+)+|/", prefix := application.get("route_prefix") or "/"):
+            remedy = "write a path such as /coder, without / at its end"
+            raise UpError(f"{path}: applications.{index}.route_prefix is {prefix!r}: {remedy}")
         given, known = application["import_path"], (SERVICE_PATH, GATEWAY_PATH)
         if given.startswith("deployments") and given not in known:  # others may build the service in a module of theirs
             raise UpError(f"{path}: applications.{index}.import_path: no {given}{nearest(given, known)}")
@@ -305,8 +310,10 @@ def asked_resources(
     """What all replicas together ask for, by Ray resource and setting: at the most, or those that start first."""
     asked = defaultdict[str, dict[str, float]](lambda: defaultdict(float))
     for settings in services:
-        is_one = at_start and settings.autoscaling is not None
-        num_targets, num_drafters = (1, 1) if is_one else (settings.max_num_targets, settings.max_num_drafters)
+        num_targets, num_drafters, scaling = settings.max_num_targets, settings.max_num_drafters, settings.autoscaling
+        if at_start and scaling is not None:
+            num_targets = max(1, scaling.target.min)
+            num_drafters = 0 if scaling.drafter is None else max(1, scaling.drafter.min)
         asked["CPU"]["target.num_cpus"] += num_targets * settings.target.num_cpus
         asked["CPU"]["ingress.num_cpus"] += settings.ingress.num_cpus
         for name, number in settings.target.bundle.items():
@@ -339,9 +346,14 @@ def describe(config: Mapping[str, Any], *services: ClusterSettings) -> str:
     totals = {name: sum(parts.values()) for name, parts in sorted(asked_resources(config, services).items())}
     needed = ", ".join(f"{name} {total:g}" for name, total in totals.items() if total)
     lines.append(f"Ray resources at the most: {needed}")
+    for application in model_applications(config):
+        if (path := application["import_path"]) != SERVICE_PATH:
+            lines.append(f"{application['name']} is built by {path}, not by {SERVICE_PATH}: not checked")
     sources = [one.model.source for one in services]
     heads = [one.drafter.head for one in services if one.drafter is not None and one.drafter.head]
-    if absent := sorted({name for name in (*heads, *sources) if "/" in name and not Path(name).is_dir()}):
+    if unnamed := sorted({name for name in (*heads, *sources) if name.startswith("YOUR_ORG/")}):
+        lines.append(f"to be replaced by yours before it can be served: {', '.join(unnamed)}")
+    elif absent := sorted({name for name in (*heads, *sources) if "/" in name and not Path(name).is_dir()}):
         lines.append(f"ok; not here yet, so their shapes are not checked: {', '.join(absent)}")
     else:
         lines.append("ok")

@@ -213,6 +213,15 @@ def test_check_says_what_a_config_asks_for_and_starts_nothing(capsys: pytest.Cap
     assert "P-EAGLE, remote, K_max " in said  # and not vLLM's name of the method, which is eagle3
 
 
+def test_check_says_what_it_did_not_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "configs" / "coder.yaml").read_text().replace("deployments.app:build", "mine.app:build")
+    (path := tmp_path / "c.yaml").write_text(text)
+    assert main(["check", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2] == "peagle is built by mine.app:build, not by deployments.app:build: not checked"
+    assert lines[-1].startswith("to be replaced by yours before it can be served: YOUR_ORG/Qwen")
+
+
 def test_heads_says_so_where_none_has_changed(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deployments.view.fetch", lambda url, api_key: {"head_changes": []})
     assert main(["heads"]) == 0

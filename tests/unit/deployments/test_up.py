@@ -94,6 +94,9 @@ def test_each_of_several_models_is_changed_live() -> None:
         ({**config(), "proxy_location": "Nowhere"}, "proxy_location"),
         ({**config(), "callers": {"web": {}}}, "learning and kubernetes, stand under args of applications"),
         ({**config(prt=8001)}, "unknown key http_options.prt; did you mean port?"),
+        (config(port=99999), "http_options.port is 99999: write a port from 1 to 65535"),
+        (application(route_prefix="v1"), "applications.0.route_prefix is 'v1': write a path such as /coder"),
+        (application(route_prefix="/v1/"), "applications.0.route_prefix is '/v1/'"),
         (
             application(deployments=[{"name": "target", "user_config": {}}]),
             "deployments.target.user_config is not yours to set: set callers, limits and depth under args",
@@ -117,6 +120,10 @@ def test_each_of_several_models_is_changed_live() -> None:
             "deployments: drafter is not one of target and router: it needs drafter.placement: remote",
         ),
         (application(args={"modle": {}}), "unknown key modle"),
+        (
+            application(args={"model": {"source": "smollm2-135m-instruct"}, "engine": {"uds": "/run/s"}}),
+            "unknown key engine.uds: neither engine nor API reads it",
+        ),
         ({"applications": [{"import_path": "deployments.app:build"}]}, "missing key model"),
         (
             application(import_path="deployments.ap:build"),
@@ -348,6 +355,15 @@ def test_nothing_that_a_config_gives_to_a_deployment_lets_callers_in_without_a_k
     (application,) = live_form(config, settings)["applications"]
     options = {one["name"]: one for one in application["deployments"]}
     assert options["target"]["user_config"]["callers"]["web"]["key_sha256"] == "ab" * 32
+
+
+@pytest.mark.parametrize(("fewest", "num_targets"), [(0, 1), (2, 2)])
+def test_replicas_that_start_first_are_as_many_as_autoscaling_keeps(write: Any, fewest: int, num_targets: int) -> None:
+    scaling = {"policy": "queue_length", "target": {"min": fewest, "max": 3}, "drafter": {"min": fewest, "max": 3}}
+    drafter = {**REMOTE, "replicas": {"num_cpus": 0.5}}
+    raw, *services = read_config(write(served(drafter=drafter, autoscaling=scaling)))
+    cpus = up.asked_resources(raw, services, at_start=True)["CPU"]
+    assert (cpus["target.bundle"], cpus["drafter.replicas.num_cpus"]) == (num_targets, 0.5 * num_targets)
 
 
 def test_replicas_that_no_node_can_hold_are_refused_at_once(machine: Any, refuse: Any) -> None:
