@@ -424,7 +424,9 @@ def _own_ray(num_cpus: int, environ: Mapping[str, str], detach: bool) -> Iterato
     # Ray's processes inherit this environment; the checkout is importable there also when it is not installed.
     root = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [root, environ.get("PYTHONPATH")]))
-    env = {**environ, "PYTHONPATH": path}
+    # Their jobs find this Python first, also where no virtual environment is active.
+    programs = os.pathsep.join(filter(None, [str(Path(sys.executable).parent), environ.get("PATH")]))
+    env = {**environ, "PYTHONPATH": path, "PATH": programs}
     if detach:
         command = [_tool("ray"), "start", "--head", "--num-cpus", str(num_cpus), "--disable-usage-stats"]
         done = subprocess.run(command, capture_output=True, text=True, env=env, start_new_session=True)
@@ -713,10 +715,11 @@ def usage(url: str, model: str, dashboard: str, *, needs_key: bool = False) -> s
         f"model='{model}', temperature=0, messages=[dict(role='user', content='{question}')])"
         ".choices[0].message.content)"
     )
+    token = f"   (token: {_tool('ray')} get-auth-token)" if os.environ.get("RAY_AUTH_MODE") == "token" else ""
     return (
         f"\nReady: {url}/v1   (model {model}{', API_KEY stands for the key of a caller' if needs_key else ''})\n"
         f"Page:  {url}/\n"
-        f"Ray:   {dashboard}/\n\n"
+        f"Ray:   {dashboard}/{token}\n\n"
         f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json'{key_header} -d '{body}'\n\n"
         f'{sys.executable} -c "{client}"\n\n'
         f"{_serve_command('status')}\n"

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -364,6 +365,25 @@ def test_replicas_that_start_first_are_as_many_as_autoscaling_keeps(write: Any, 
     raw, *services = read_config(write(served(drafter=drafter, autoscaling=scaling)))
     cpus = up.asked_resources(raw, services, at_start=True)["CPU"]
     assert (cpus["target.bundle"], cpus["drafter.replicas.num_cpus"]) == (num_targets, 0.5 * num_targets)
+
+
+def test_jobs_on_rays_machine_find_this_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    environments: list[dict[str, str]] = []
+
+    def run(*_: Any, env: dict[str, str], **__: Any) -> Any:
+        environments.append(env)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(up.subprocess, "run", run)
+    with up._own_ray(8, {"PATH": "/usr/bin"}, detach=True):
+        assert environments[0]["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
+
+
+def test_the_dashboard_is_printed_with_the_command_for_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    assert re.search(r"Ray: +http://d/   \(token: \S+/ray get-auth-token\)\n", up.usage("http://s", "m", "http://d"))
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert "http://d/\n" in up.usage("http://s", "m", "http://d")
 
 
 def test_replicas_that_no_node_can_hold_are_refused_at_once(machine: Any, refuse: Any) -> None:
