@@ -123,7 +123,7 @@ def test_what_is_typed_is_asked_and_commands_change_how(service: SmallService, c
 
 def test_a_cache_that_cannot_be_written_keeps_nobody_from_talking(service: SmallService, tmp_path) -> None:
     (tmp_path / "cache").write_text("a file")
-    type_keys(service, "one\r/quit\rtwo\r")
+    type_keys(service, f"one\r/quit\rtwo\r{LEAVE}")
     assert service.messages == [[("user", "one")]]
 
 
