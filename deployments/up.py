@@ -424,8 +424,8 @@ def _own_ray(num_cpus: int, environ: Mapping[str, str], detach: bool) -> Iterato
     # Ray's processes inherit this environment; the checkout is importable there also when it is not installed.
     root = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [root, environ.get("PYTHONPATH")]))
-    # Their jobs find this Python first, also where no virtual environment is active.
-    programs = os.pathsep.join(filter(None, [str(Path(sys.executable).parent), environ.get("PATH")]))
+    # Jobs get it too, and find this Python first where no virtual environment is active.
+    programs = f"{Path(sys.executable).parent}{os.pathsep}{environ.get('PATH', os.defpath)}"
     env = {**environ, "PYTHONPATH": path, "PATH": programs}
     if detach:
         command = [_tool("ray"), "start", "--head", "--num-cpus", str(num_cpus), "--disable-usage-stats"]
