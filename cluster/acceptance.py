@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from cluster.counts import CounterDeltas, Counts
-from cluster.request import TRIAL_SUFFIX
+from cluster.request import MAX_NUM_WORKLOADS, TRIAL_SUFFIX
 from cluster.step_latency import Array
 
 PUBLISHED_RATES = (0.80, 0.64, 0.50, 0.39, 0.30, 0.22, 0.17)
@@ -36,8 +36,8 @@ DESIGN_EFFECT = 4.0
 """Steps that count as one independent step, because steps of one request resemble each other. In
 benchmarks/results/2026-11-21-traces-smollm2-135m.npz the variance of a_i between requests is 3.6 times the binomial one
 (median over tasks and positions, quartiles 2.4 and 4.8)."""
-MAX_HEADS, MAX_WORKLOADS = 4, 64
-"""Numbers of heads, and of workloads of each, whose evidence is kept: those with the latest steps."""
+MAX_HEADS = 4
+"""Heads whose evidence is kept, of MAX_NUM_WORKLOADS of each: those with the latest steps."""
 
 
 def check_rates(rates: Sequence[float], owner: str) -> None:
@@ -102,7 +102,7 @@ class AcceptancePosteriors:
             evidence = self._evidence[head] = self._evidence.pop(head, {})
             for name, counts in sorted(counts_by_workload.items(), key=lambda item: item[1].num_steps):
                 evidence[name] = _age_and_add(evidence.pop(name, self._none_2K), counts, self._half_life_steps)
-            for latest_last, most in ((evidence, MAX_WORKLOADS), (self._evidence, MAX_HEADS)):
+            for latest_last, most in ((evidence, MAX_NUM_WORKLOADS), (self._evidence, MAX_HEADS)):
                 while len(latest_last) > most:
                     del latest_last[next(iter(latest_last))]
         self._rates.clear()

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from cluster.counts import CounterDeltas, Counts
-from cluster.request import base_workload
+from cluster.request import MAX_NUM_WORKLOADS, base_workload
 
 CANDIDATE = "candidate-"
 """Begins the names of proposed heads."""
@@ -243,8 +243,8 @@ def compare_heads(
 # ---- the manager
 
 MAX_CHANGES = 32
-MAX_HEADS, MAX_WORKLOADS = 16, 64
-"""Evidence is kept of as many heads, those that drafted last, and of each of as many workloads, its latest."""
+MAX_HEADS = 16
+"""Evidence is kept of as many heads, those that drafted last, and of MAX_NUM_WORKLOADS of each, the latest."""
 
 
 @dataclass
@@ -420,7 +420,7 @@ class HeadManager:
                     found = table[base_workload(name)] = table.pop(base_workload(name), HeadEvidence())
                     found.add(counts, self._num_uncounted[name], MAX_EVIDENCE_STEPS if table is kept else None)
             for table in tables:
-                while len(table) > MAX_WORKLOADS:
+                while len(table) > MAX_NUM_WORKLOADS:
                     del table[next(iter(table))]
         for name in {name for by_workload in deltas.by_head.values() for name in by_workload}:
             del self._num_uncounted[name]

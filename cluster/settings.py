@@ -10,6 +10,7 @@ are Ray's logical CPUs.
 
 import json
 import math
+import os
 import re
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -41,8 +42,20 @@ OWNED_ENGINE_KEYS = {
     "per_request_spec_decode_metrics": "acceptance is always recorded for each request",
     "disable_log_stats": "acceptance is counted from the engine's statistics",
     "data_parallel_size": "set target.num_replicas",
+    "api_key": "set callers",
+    "host": "set http_options.host",
+    "port": "set http_options.port",
+    "root_path": "set route_prefix of the application",
+    "allowed_origins": "set ingress.allow_origins",
+    "ssl_certfile": "put a proxy or an Ingress with TLS in front",
+    "lora_modules": "adapters are not served: serve the merged model",
 }
-"""Engine arguments that cannot be set, each with what to do instead."""
+"""Engine arguments, and those of `vllm serve`, that cannot be set, each with what to do instead."""
+
+UNREAD_ENGINE_KEYS = (
+    "enable_scale_out", "enable_server_load_tracking", "enable_tokenizer_info_endpoint", "sse_keep_alive_interval",
+)  # fmt: skip
+"""Arguments of vLLM's API that only the server of `vllm serve` reads."""
 
 COUNTED = (
     "max_model_len", "max_num_seqs", "tensor_parallel_size", "pipeline_parallel_size", "max_num_batched_tokens",
@@ -136,7 +149,7 @@ class Catalog:
     def resolve(self, source: str, shipped: Collection[str], what: str) -> str:
         """`source` as it is when it is shipped, a Hugging Face id or in an object store, else the absolute path of its
         directory. Raises ValueError when it is none of these, or a directory without a config.json."""
-        path = Path(source).expanduser()
+        path = Path(os.path.expanduser(source))  # noqa: PTH111  # Path's own raises where there is no such user
         is_elsewhere = any(path.is_relative_to(folder) for folder in self.elsewhere)
         if source in shipped or source.startswith(OBJECT_STORES) or is_elsewhere:
             return source
@@ -211,7 +224,7 @@ class TargetSettings(Section):
 
     num_replicas: Count = Field(1, description="Target replicas; with `autoscaling` leave it out.")
     num_cpus: float = Field(1.0, ge=0, description="Logical CPUs of the replica's own process.")
-    bundle: dict[str, float] = Field(
+    bundle: dict[str, Annotated[float, Field(ge=0)]] = Field(
         default_factory=lambda: {"GPU": 1.0},
         description="Ray resources of each engine worker, such as `{GPU: 1}` or `{CPU: 1}`.",
     )
@@ -350,8 +363,8 @@ class DrafterSettings(Section):
         problems = []
         if self.is_remote and head is not None and not head.is_parallel:
             problems.append(
-                f".placement: remote is for P-EAGLE heads, which draft in one pass, and the head {self.head} is an "
-                "EAGLE-3 head, which drafts one token after another: write colocated"
+                f".head: {self.head} is an EAGLE-3 head, which drafts one token after another; placement: remote and "
+                "live swaps take P-EAGLE heads: name one of these, or write drafter.placement: colocated"
             )
         max_draft_tokens = self.max_draft_tokens or (None if head is None else head.num_depths)
         if max_draft_tokens is None:
@@ -765,12 +778,17 @@ class ClusterSettings(Section):
         for key, value in engine.items():
             if key in OWNED_ENGINE_KEYS:
                 problems.append(f".{key} is not yours to set: {OWNED_ENGINE_KEYS[key]}")
-            elif known is not None and key not in known:
-                problems.append(f"unknown key engine.{key}: vLLM has no such argument{nearest(key, known)}")
+            elif known is not None and (key in UNREAD_ENGINE_KEYS or key not in known):
+                problems.append(f"unknown key engine.{key}: neither engine nor API reads it{nearest(key, known)}")
             elif key in COUNTED and (type(value) is not int or value < 1):
                 problems.append(f".{key} must be an integer from 1, not {value!r:.80}")
             elif known is not None and not engine.get(PARSER_PLUGINS.get(key, "")):
                 problems += type_problems(f"engine.{key}", value, known[key])
+        share = getattr(info.data.get("target"), "bundle", {}).get("GPU", 0.0)
+        if 0 < share <= 0.5 and any(engine.get(f"{kind}_parallel_size", 1) != 1 for kind in ("tensor", "pipeline")):
+            problems.append(
+                f"target.bundle has GPU: {share:g}: two workers on one GPU are refused by NCCL, write GPU: 1"
+            )
         source, load_format = getattr(info.data.get("model"), "source", ""), engine.get("load_format")
         if source.startswith(OBJECT_STORES) and load_format not in STREAMED_FORMATS:
             problems.append(

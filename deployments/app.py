@@ -166,7 +166,7 @@ def catalog() -> Catalog:
         frozenset(EMBEDDED_TARGETS),
         Path(peagle.heads.__file__).parent,
         read_head_config,
-        SettingTypes.read("engine/arg_utils:AsyncEngineArgs", "entrypoints/launchers/cli_args:FrontendArgs"),
+        SettingTypes.read("engine/arg_utils:AsyncEngineArgs", "entrypoints/launchers/cli_args:BaseFrontendArgs"),
         SettingTypes.read("config/speculative:SpeculativeConfig"),
     )
 

@@ -37,7 +37,19 @@ class BatchRequest(BaseModel):
     def _check_body(cls, body: Json) -> Json:
         if body.get("stream"):
             raise ValueError(".stream is true: answers of a batch come whole, leave it out")
+        try:
+            json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+        except ValueError as error:
+            raise ValueError(f" cannot be sent as JSON: {error}") from error
         return body
+
+
+def client_options(url: str, api_key: str | None) -> tuple[Json, Any]:
+    """Options of an OpenAI client of the service at `url`, and `extra_headers` of its requests: without a key none is
+    sent, as a service with keys would take any for a wrong one."""
+    base = url.rstrip("/").removesuffix("/v1")
+    headers = {} if api_key else {"Authorization": openai.Omit()}
+    return {"base_url": f"{base}/v1", "api_key": api_key or "none"}, headers
 
 
 def read_requests(path: Path) -> tuple[dict[str, BatchRequest], list[Json]]:
@@ -84,14 +96,14 @@ def keep_answers(out: Path) -> set[str]:
 
 async def answer_file(
     path: Path, out: Path | None, url: str, api_key: str | None = None, *, max_running: int = 32
-) -> tuple[int, int]:
+) -> tuple[int, int, list[str]]:
     """Answer the requests of a file, `max_running` at a time. What `out` has an answer to is not asked again.
 
     Args:
         out: file of answers; None: standard output.
         url: of the service, such as `http://127.0.0.1:8000`.
 
-    Returns the number of requests that are answered, and of lines that are not.
+    Returns how many requests are answered now and were before, and why each other line was refused.
 
     Raises:
         ValueError: the file has no line, `out` is no file of answers, or the service refuses the key.
@@ -99,11 +111,9 @@ async def answer_file(
     """
     requests, refused = read_requests(path)
     answered = set() if out is None else keep_answers(out) & requests.keys()
-    base = url.rstrip("/").removesuffix("/v1")
-    headers = {} if api_key else {"Authorization": openai.Omit()}  # a service with keys takes "none" for a wrong one
-    client = openai.AsyncOpenAI(
-        base_url=f"{base}/v1", api_key=api_key or "none", max_retries=MAX_RETRIES, timeout=TIMEOUT_S
-    )
+    options, headers = client_options(url, api_key)
+    client = openai.AsyncOpenAI(**options, max_retries=MAX_RETRIES, timeout=TIMEOUT_S)
+    num_before, refusals = len(answered), [line["error"]["message"] for line in refused]
     todo = [request for name, request in requests.items() if name not in answered]
     left = iter(todo)
 
@@ -113,10 +123,12 @@ async def answer_file(
 
     async def work(sink: TextIO, bar: Any) -> None:
         for request in left:
-            response = await _ask(client, base + request.url, request.body, headers)
+            response = await _ask(client, request, headers)
             write(sink, {"custom_id": request.custom_id, "response": response, "error": None})
             if response["status_code"] == 200:
                 answered.add(request.custom_id)
+            else:
+                refusals.append(f"{request.custom_id}: {response['status_code']} {json.dumps(response['body'])[:200]}")
             bar.update()
 
     with contextlib.ExitStack() as stack:
@@ -135,7 +147,7 @@ async def answer_file(
             raise ValueError(f"{url} refuses the key: {error.message}") from error
         except openai.APIConnectionError as error:
             raise OSError(f"{url} does not answer: {error.__cause__ or error}") from error
-    return len(answered), len(requests) + len(refused) - len(answered)
+    return len(answered) - num_before, num_before, refusals
 
 
 async def _check_service(client: openai.AsyncOpenAI, headers: Any) -> None:
@@ -147,10 +159,11 @@ async def _check_service(client: openai.AsyncOpenAI, headers: Any) -> None:
             raise
 
 
-async def _ask(client: openai.AsyncOpenAI, url: str, body: Json, headers: Any) -> Json:
+async def _ask(client: openai.AsyncOpenAI, request: BatchRequest, headers: Any) -> Json:
     """Status and body of the answer to a request. Raises AuthenticationError where the service refuses the key."""
     try:
-        answer: Any = await client.post(url, body=body, cast_to=object, options={"headers": headers})
+        path = request.url.removeprefix("/v1")
+        answer: Any = await client.post(path, body=request.body, cast_to=object, options={"headers": headers})
     except openai.APIStatusError as error:
         if error.status_code == 401:
             raise

@@ -12,6 +12,7 @@ from openai.types.chat import ChatCompletionChunk
 from prompt_toolkit import PromptSession
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 
+from deployments.batch import client_options
 from peagle.store import cache_root
 
 HELP = """\
@@ -19,7 +20,7 @@ HELP = """\
 /system TEXT    system prompt of this conversation; without TEXT: none
 /reset          forget what was said
 /help           this list
-Enter sends, Ctrl-C stops an answer, Ctrl-D leaves. Text of several lines can be pasted."""
+Enter sends, Ctrl-C stops an answer, /quit or Ctrl-D leaves. Text of several lines can be pasted."""
 
 
 class Conversation:
@@ -33,14 +34,13 @@ class Conversation:
         self._url, self._sampling = url, sampling
         self._system: list[Any] = []
         self._turns: list[Any] = []
-        # Without a key no header: the client would send what a service with keys takes for a wrong one.
-        self._headers: Any = {} if api_key else {"Authorization": openai.Omit()}
-        self._client = openai.OpenAI(base_url=f"{url.rstrip('/')}/v1", api_key=api_key or "none")
+        options, self._headers = client_options(url, api_key)
+        self._client = openai.OpenAI(**options)
         with self._errors():
             self._model = self._client.models.list(extra_headers=self._headers).data[0].id
 
     def obey(self, line: str) -> None:
-        """Carry out a command, or ask what is no command."""
+        """Carry out a command, or ask what is no command. Raises EOFError for `/quit`."""
         command, _, rest = line.strip().partition(" ")
         match command:
             case "":
@@ -51,6 +51,8 @@ class Conversation:
                 self._system = [{"role": "system", "content": rest}] if rest else []
             case "/reset":
                 self._turns.clear()
+            case "/quit":
+                raise EOFError
             case "/help":
                 typer.echo(HELP, err=True)
             case _ if command.startswith("/"):
@@ -122,7 +124,7 @@ def _history() -> History:
 
 
 def converse(conversation: Conversation) -> None:
-    """Obey what is typed until Ctrl-D; an error is shown, and the conversation goes on. Ctrl-C stops what runs."""
+    """Obey lines until Ctrl-D or `/quit`. An error is shown, and the conversation goes on. Ctrl-C stops an answer."""
     session: PromptSession[str] = PromptSession("> ", history=_history())
     while True:
         try:

@@ -9,6 +9,7 @@ error comes from.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import signal
@@ -48,7 +49,8 @@ def clock() -> Callable[[str], None]:
 
 def log_to_stderr() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
+    for name in ("httpx", "httpx2"):  # each logs every request; OpenAI's client uses the second
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def say_version(is_wanted: bool) -> None:
@@ -169,8 +171,9 @@ def chat(
     elif sys.stdin.isatty():
         converse(conversation)
     else:
-        for line in sys.stdin:
-            conversation.obey(line.strip())
+        with contextlib.suppress(EOFError):
+            for line in sys.stdin:
+                conversation.obey(line.strip())
 
 
 @app.command()
@@ -186,12 +189,11 @@ def batch(
     """Answer a file of requests by a running service. The same command goes on where an earlier run stopped."""
     from deployments.batch import answer_file
 
-    num_answered, num_refused = asyncio.run(answer_file(requests, out, url, api_key, max_running=max_running))
-    typer.echo(f"{num_answered} answered, {num_refused} refused", err=True)
-    if num_refused:
-        raise ValueError(
-            f"{requests}: {num_refused} of {num_answered + num_refused} lines were refused; see the output"
-        )
+    num, num_before, refusals = asyncio.run(answer_file(requests, out, url, api_key, max_running=max_running))
+    typer.echo(f"{num} answered, {num_before} had answers, {len(refusals)} refused", err=True)
+    if refusals:
+        where = f"see {out or 'the output'}; the first: {refusals[0]}"
+        raise ValueError(f"{requests}: {len(refusals)} lines were refused, {where}")
 
 
 # ---- targets and heads

@@ -18,7 +18,7 @@ import yaml
 
 from cluster.settings import ClusterSettings, PodSettings, key_variables
 from deployments.compat import MAX_STREAM_S, RAY_ENVIRONMENT
-from deployments.up import UpError, live_form, model_applications, read_config
+from deployments.up import UpError, gateway_application, live_form, model_applications, read_config
 from peagle import __version__
 
 Json = dict[str, Any]
@@ -33,6 +33,9 @@ KEYS_SECRET = "peagle-keys"
 CACHE = "/home/ray/.cache"
 """Where a pod keeps the checkpoints that it downloads. With GPUs it is a volume, if `kubernetes.volumes` has none."""
 
+OWN_FOLDERS = (CACHE, "/etc/ssl", "/opt/peagle", "/tmp/ray", "/usr/bin")
+"""Folders that a pod needs as its image has them."""
+
 # One replica on CPUs was seen to need about 6.5 GB with the embedded target (engine 4.1 GB; replica, router and proxy
 # 0.7 GB to 0.9 GB each; the object store apart), and a drafter beside it 1.1 GB. The limit leaves room for longer
 # contexts.
@@ -45,8 +48,9 @@ settings say nothing else."""
 def render(path: Path) -> str:
     """The manifest of a config's service. Raises UpError or ValueError for a wrong config."""
     config, settings, *others = read_config(path, is_here=False)
-    if others:
-        raise UpError(f"{path.name} serves several models: write a file for each, and let the Ingress choose by path")
+    if others or gateway_application(config) is not None:
+        remedy = "write a file for each model, without a gateway, and let the Ingress choose by path"
+        raise UpError(f"{path.name} serves several models: {remedy}")
     if not re.fullmatch(r"[a-z0-9-]{1,40}(?<!-)", path.stem):
         raise UpError(f"{path.name} names the RayService: rename it to small letters, digits and -, at most 40")
     service = Manifest(f"peagle-{path.stem}", config, settings)
@@ -164,6 +168,10 @@ class Manifest:
         mounts = {"/dev/shm": "shared-memory"} | {path: f"claim-{claim}" for path, claim in claims.items()}
         volumes: dict[str, Json] = {"shared-memory": {"emptyDir": memory}}
         volumes |= {f"claim-{claim}": {"persistentVolumeClaim": {"claimName": claim}} for claim in claims.values()}
+        for path in self.key_files:
+            if any(Path(used).is_relative_to(path.parent) for used in (*mounts, *OWN_FOLDERS)):
+                remedy = "name a folder that nothing else is in, such as /etc/peagle/keys"
+                raise UpError(f"callers: the secret with {path} would hide what {path.parent} holds: {remedy}")
         if self.key_files:  # Kubernetes renews mounted secrets, and replicas read them again
             mounts |= {str(path.parent): "keys" for path in self.key_files}
             volumes["keys"] = {"secret": {"secretName": KEYS_SECRET}}

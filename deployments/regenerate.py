@@ -11,7 +11,7 @@ from typing import Any
 import openai
 from pydantic import ValidationError
 
-from deployments.batch import answer_file
+from deployments.batch import answer_file, client_options
 from peagle.schema import problem_lines
 from peagle.train.prompts import Message, Prompt, check_is_new, keep_good, read_prompts, tokenize_prompts
 from peagle.train.recipe import Recipe
@@ -48,27 +48,26 @@ async def regenerate(
     out.mkdir(parents=True, exist_ok=True)
     requests, answers = out / "requests.jsonl", out / "answers.jsonl"
     requests.write_text("".join(json.dumps(request) + "\n" for _, request in asked.values()), encoding="utf-8")
-    _, num_refused = await answer_file(requests, answers, url, api_key, max_running=max_running)
+    *_, refusals = await answer_file(requests, answers, url, api_key, max_running=max_running)
     lines = [json.loads(line) for line in answers.read_bytes().split(b"\n") if line]
+    statuses = {line["custom_id"]: line["response"]["status_code"] if line["response"] else 400 for line in lines}
     found = [
         (asked[line["custom_id"]][0], line["response"]["body"]["choices"][0])
         for line in lines
-        if line["custom_id"] in asked and line["response"]["status_code"] == 200
+        if line["custom_id"] in asked and statuses[line["custom_id"]] == 200
     ]
-    statuses = {line["custom_id"]: line["response"]["status_code"] for line in lines}
     if left := sum(statuses.get(name, 500) == 429 or statuses.get(name, 500) >= 500 for name in asked):
         raise OSError(f"{url} has not answered {left} of {len(asked)} prompts yet: the same command asks these again")
     if not found:
         raise ValueError(f"{url} answered none of {len(asked)} prompts; see {answers}")
     answered = keep_good(found, _with_answer, answers)
     made = {"temperature": temperature, "max_answer_tokens": max_tokens, "model": model}
-    return tokenize_prompts(recipe.target_dir(), answered, source, out, **made) | {"num_refused": num_refused}
+    return tokenize_prompts(recipe.target_dir(), answered, source, out, **made) | {"num_refused": len(refusals)}
 
 
 async def _first_model(url: str, api_key: str | None) -> str:
-    base = f"{url.rstrip('/').removesuffix('/v1')}/v1"
-    headers: Any = {} if api_key else {"Authorization": openai.Omit()}
-    async with openai.AsyncOpenAI(base_url=base, api_key=api_key or "none", timeout=30) as client:
+    options, headers = client_options(url, api_key)
+    async with openai.AsyncOpenAI(**options, timeout=30) as client:
         try:
             return (await client.models.list(extra_headers=headers)).data[0].id
         except (openai.APIError, IndexError) as error:

@@ -24,22 +24,19 @@ from prometheus_client.core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from cluster.counts import CounterDeltas, Counts, TargetReport
-from cluster.heads import DrafterReport
+from cluster.heads import MAX_HEADS, DrafterReport
 from cluster.learning import LearnerReport
 from cluster.spending import DaySpending
 from deployments.metrics import FAMILIES, Families
 
 logger = logging.getLogger(__name__)
 
-MAX_NUM_HEADS = 16
-"""Heads whose counts are kept; the one that counted longest ago goes first."""
-
 
 def add_head_counts(by_head: dict[str, Counts], deltas: CounterDeltas) -> None:
     """Add new steps to those of each head, over all targets, in place. The heads that counted last stay."""
     for head, by_workload in deltas.by_head.items():
         by_head[head] = by_head.pop(head, Counts()) + sum(by_workload.values(), Counts())
-    while len(by_head) > MAX_NUM_HEADS:
+    while len(by_head) > MAX_HEADS:
         del by_head[next(iter(by_head))]
 
 

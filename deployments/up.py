@@ -62,6 +62,17 @@ SERVICE_PATH = "deployments.app:build"
 HAPROXY_PORTS = {"RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500}
 """Ports that HAProxy needs besides that of HTTP, with Ray's defaults."""
 
+OWNED_OPTIONS = {
+    "num_replicas": "set target.num_replicas or drafter.replicas.num_replicas under args",
+    "autoscaling_config": "set autoscaling under args",
+    "user_config": "set callers, limits and depth under args",
+    "max_ongoing_requests": "set limits under args",
+    "ray_actor_options": "set num_cpus, bundle and env of target, drafter.replicas or ingress under args",
+    "placement_group_bundles": "set target.bundle under args",
+    "request_router_config": "see docs/configuration.md#environment-of-ray",
+}
+"""Serve's options that cannot be set for a deployment, each with what to do instead. Others follow from `args` too."""
+
 Say = Callable[[str], None]
 
 
@@ -171,8 +182,13 @@ def read_config(path: Path, *, is_here: bool = True) -> tuple[Any, ...]:
         raise UpError("\n  - ".join([f"{path} is not a Ray Serve config file:", *lines])) from error
     except ValueError as error:
         raise UpError(str(error)) from error
+    if not 0 < (port := _address(config)[1]) < 2**16:
+        raise UpError(f"{path}: http_options.port is {port}: write a port from 1 to 65535")
     for index, application in enumerate(config["applications"]):
         application.setdefault("name", "default")
+        if not re.fullmatch(r"(/[^/{}]+)+|/", prefix := application.get("route_prefix") or "/"):
+            remedy = "write a path such as /coder, without / at its end"
+            raise UpError(f"{path}: applications.{index}.route_prefix is {prefix!r}: {remedy}")
         given, known = application["import_path"], (SERVICE_PATH, GATEWAY_PATH)
         if given.startswith("deployments") and given not in known:  # others may build the service in a module of theirs
             raise UpError(f"{path}: applications.{index}.import_path: no {given}{nearest(given, known)}")
@@ -216,7 +232,12 @@ def _read_application(application: dict[str, Any], is_here: bool) -> ClusterSett
             needs = {DRAFTER_NAME: "drafter.placement: remote", LEARNER_NAME: "a section learning"}.get(given["name"])
             hint = f": it needs {needs}" if needs else nearest(given["name"], names)
             raise UpError(f"deployments: {given['name']} is not one of {listed(names)}{hint}")
-        if settings.drafter is not None and given["name"] == DRAFTER_NAME and given.get("user_config"):
+        is_drafter = given["name"] == DRAFTER_NAME
+        free = ("name", "logging_config", "health_check_", "graceful_shutdown_", *(["user_config"] * is_drafter))
+        for key in (key for key in given if not key.startswith(free)):
+            remedy = OWNED_OPTIONS.get(key, "it follows from args")
+            raise UpError(f"deployments.{given['name']}.{key} is not yours to set: {remedy}")
+        if settings.drafter is not None and is_drafter and given.get("user_config"):
             drafter = swapped(settings.drafter, given["user_config"], known)
             check_heads(settings.model_copy(update={"drafter": drafter}))
     if settings.drafter is not None and not {"drafter", "speculative_config"} & args.keys():
@@ -267,7 +288,7 @@ def _make_live(application: dict[str, Any], settings: ClusterSettings) -> None:
             (args["drafter"].get("replicas") or {}).pop("num_replicas", None)
             changes[DRAFTER_NAME] = {"num_replicas": settings.drafter.replicas.num_replicas}
     for given in application.get("deployments") or ():
-        changes[given["name"]] = {**changes.get(given["name"], {}), **given}
+        changes[given["name"]] = {**given, **changes.get(given["name"], {})}  # nothing given takes callers' keys away
     application["deployments"] = [{"name": name, **options} for name, options in changes.items()]
 
 
@@ -289,8 +310,10 @@ def asked_resources(
     """What all replicas together ask for, by Ray resource and setting: at the most, or those that start first."""
     asked = defaultdict[str, dict[str, float]](lambda: defaultdict(float))
     for settings in services:
-        is_one = at_start and settings.autoscaling is not None
-        num_targets, num_drafters = (1, 1) if is_one else (settings.max_num_targets, settings.max_num_drafters)
+        num_targets, num_drafters, scaling = settings.max_num_targets, settings.max_num_drafters, settings.autoscaling
+        if at_start and scaling is not None:
+            num_targets = max(1, scaling.target.min)
+            num_drafters = 0 if scaling.drafter is None else max(1, scaling.drafter.min)
         asked["CPU"]["target.num_cpus"] += num_targets * settings.target.num_cpus
         asked["CPU"]["ingress.num_cpus"] += settings.ingress.num_cpus
         for name, number in settings.target.bundle.items():
@@ -323,9 +346,14 @@ def describe(config: Mapping[str, Any], *services: ClusterSettings) -> str:
     totals = {name: sum(parts.values()) for name, parts in sorted(asked_resources(config, services).items())}
     needed = ", ".join(f"{name} {total:g}" for name, total in totals.items() if total)
     lines.append(f"Ray resources at the most: {needed}")
+    for application in model_applications(config):
+        if (path := application["import_path"]) != SERVICE_PATH:
+            lines.append(f"{application['name']} is built by {path}, not by {SERVICE_PATH}: not checked")
     sources = [one.model.source for one in services]
     heads = [one.drafter.head for one in services if one.drafter is not None and one.drafter.head]
-    if absent := sorted({name for name in (*heads, *sources) if "/" in name and not Path(name).is_dir()}):
+    if unnamed := sorted({name for name in (*heads, *sources) if name.startswith("YOUR_ORG/")}):
+        lines.append(f"to be replaced by yours before it can be served: {', '.join(unnamed)}")
+    elif absent := sorted({name for name in (*heads, *sources) if "/" in name and not Path(name).is_dir()}):
         lines.append(f"ok; not here yet, so their shapes are not checked: {', '.join(absent)}")
     else:
         lines.append("ok")
@@ -396,7 +424,9 @@ def _own_ray(num_cpus: int, environ: Mapping[str, str], detach: bool) -> Iterato
     # Ray's processes inherit this environment; the checkout is importable there also when it is not installed.
     root = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [root, environ.get("PYTHONPATH")]))
-    env = {**environ, "PYTHONPATH": path}
+    # Jobs get it too, and find this Python first where no virtual environment is active.
+    programs = f"{Path(sys.executable).parent}{os.pathsep}{environ.get('PATH', os.defpath)}"
+    env = {**environ, "PYTHONPATH": path, "PATH": programs}
     if detach:
         command = [_tool("ray"), "start", "--head", "--num-cpus", str(num_cpus), "--disable-usage-stats"]
         done = subprocess.run(command, capture_output=True, text=True, env=env, start_new_session=True)
@@ -685,10 +715,11 @@ def usage(url: str, model: str, dashboard: str, *, needs_key: bool = False) -> s
         f"model='{model}', temperature=0, messages=[dict(role='user', content='{question}')])"
         ".choices[0].message.content)"
     )
+    token = f"   (token: {_tool('ray')} get-auth-token)" if os.environ.get("RAY_AUTH_MODE") == "token" else ""
     return (
         f"\nReady: {url}/v1   (model {model}{', API_KEY stands for the key of a caller' if needs_key else ''})\n"
         f"Page:  {url}/\n"
-        f"Ray:   {dashboard}/\n\n"
+        f"Ray:   {dashboard}/{token}\n\n"
         f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json'{key_header} -d '{body}'\n\n"
         f'{sys.executable} -c "{client}"\n\n'
         f"{_serve_command('status')}\n"

@@ -25,7 +25,7 @@ class Section(BaseModel):
     removed: typing.ClassVar[Mapping[str, str]] = {}
     """Keys that earlier versions had, each with what stands in its place: they are refused with that."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
 
 class SettingsError(ValueError):
@@ -69,6 +69,9 @@ def problem_lines(error: ValidationError, model: type[BaseModel], path: str = ""
             lines.append(_unknown_key(where, _model_at(model, keys[:-1])))
         elif detail["type"] == "missing":
             lines.append(f"missing key {where}")
+        elif detail["type"] == "model_type" and keys:
+            first = next(iter(_model_at(model, keys).model_fields))
+            lines.append(f"{where} must be a mapping, such as {{{first}: ...}}, not {detail['input']!r:.80}")
         else:
             lines.append(f"{where}: {_said(detail)}" if where else _said(detail))
     return lines
@@ -111,8 +114,8 @@ def type_problems(path: str, value: Any, expected: Any) -> list[str]:
 
 def _said(detail: Any) -> str:
     """pydantic's words, with the value unless it holds others."""
-    value = detail["input"]
-    return detail["msg"] if isinstance(value, Mapping | list) else f"{detail['msg']}, not {value!r:.80}"
+    value, text = detail["input"], re.sub("valid dictionary.*", "mapping", detail["msg"])
+    return text if isinstance(value, Mapping | list) else f"{text}, not {value!r:.80}"
 
 
 def nearest(key: Any, known: Collection[str]) -> str:
@@ -128,11 +131,12 @@ def listed(names: Collection[Any]) -> str:
 
 
 def _unknown_key(path: str, model: type[BaseModel]) -> str:
-    """An unknown key with the nearest valid one."""
-    key = path.rpartition(".")[2]
+    """An unknown key with the nearest valid one, or with the one section here that has it."""
+    above, dot, key = path.rpartition(".")
     if issubclass(model, Section) and key in model.removed:
         return f"{path} is no setting any more: {model.removed[key]}"
-    hint = nearest(key, model.model_fields) or "."
+    inner = [f"{above}{dot}{name}.{key}" for name in model.model_fields if key in _model_at(model, [name]).model_fields]
+    hint = f"; did you mean {inner[0]}?" if len(inner) == 1 else nearest(key, model.model_fields) or "."
     return f"unknown key {path}{hint} Valid keys here: {', '.join(model.model_fields)}"
 
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from cluster import acceptance
-from cluster.acceptance import MAX_HEADS, MAX_WORKLOADS, PUBLISHED_RATES, AcceptancePosteriors, AcceptanceSnapshot
+from cluster.acceptance import MAX_HEADS, PUBLISHED_RATES, AcceptancePosteriors, AcceptanceSnapshot
 from cluster.counts import CounterDeltas, Counts
+from cluster.request import MAX_NUM_WORKLOADS
 
 K_MAX = 7
 CODE = (0.9, 0.88, 0.86, 0.85, 0.85, 0.84, 0.84)
@@ -128,12 +129,12 @@ def test_many_workloads_keep_memory_bounded_and_the_busy_ones_stay() -> None:
     posteriors, few, many = AcceptancePosteriors(K_MAX), steps(CHAT, 20, 0), steps(CODE, 500, 1)
     busy = {f"busy-{index}": many for index in range(4)}
     add(posteriors, **{f"sys-{index}": few for index in range(1000)}, **busy)
-    assert len(posteriors.workloads()) == MAX_WORKLOADS
+    assert len(posteriors.workloads()) == MAX_NUM_WORKLOADS
     for index in range(200):
         add(posteriors, **{f"one-{index}": few})
         posteriors.rates(f"unknown-{index}")
         add(posteriors, **busy)
-    assert len(posteriors.workloads()) == MAX_WORKLOADS
+    assert len(posteriors.workloads()) == MAX_NUM_WORKLOADS
     assert set(busy) <= set(posteriors.workloads())
     assert posteriors.rates("busy-0").mean == pytest.approx(np.cumprod(CODE), abs=0.05)
 

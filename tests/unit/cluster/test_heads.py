@@ -8,7 +8,6 @@ import pytest
 
 from cluster.counts import CounterDeltas, Counts, WorkloadCounts
 from cluster.heads import (
-    MAX_WORKLOADS,
     DesiredHeads,
     DrafterReport,
     HeadChange,
@@ -20,6 +19,7 @@ from cluster.heads import (
     HeadState,
     compare_heads,
 )
+from cluster.request import MAX_NUM_WORKLOADS
 from tests.support.head_traffic import HeadTraffic, acceptance_length, requests_of
 
 NUM_BEFORE = 1800
@@ -159,12 +159,12 @@ def test_a_head_is_not_rolled_back_for_what_another_target_costs() -> None:
 def test_evidence_is_kept_of_the_workloads_of_late() -> None:
     """Clients name workloads as they like, and all of it is saved."""
     traffic = HeadTraffic(make_manager(0), 0, {"a": 0.0})
-    for number in range(MAX_WORKLOADS + 20):
+    for number in range(MAX_NUM_WORKLOADS + 20):
         traffic.run(60, workload=f"tag-{number}")
         traffic.run(60, workload="always")
     (kept,) = traffic.manager.state.evidence.values()
-    assert len(kept) == MAX_WORKLOADS
-    assert {"always", f"tag-{MAX_WORKLOADS + 19}"} < kept.keys()
+    assert len(kept) == MAX_NUM_WORKLOADS
+    assert {"always", f"tag-{MAX_NUM_WORKLOADS + 19}"} < kept.keys()
 
 
 def test_a_trial_begins_anew_with_another_target() -> None:

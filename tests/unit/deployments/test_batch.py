@@ -1,5 +1,6 @@
 """`peagle batch` against a small real service: what is sent, what is written, and how a run goes on."""
 
+import asyncio
 import json
 import re
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from deployments import regenerate
 from deployments.batch import BatchRequest, read_requests
 from deployments.cli import main
 
@@ -105,8 +107,8 @@ def test_each_line_is_answered_or_says_why_not(service: SmallService, tmp_path: 
     out = tmp_path / "answers.jsonl"
     assert main(["batch", str(path), "--out", str(out), "--url", f"{service.url}/v1/", "--api-key", "sk"]) == 1
     shown = capsys.readouterr().err
-    assert "2 answered, 2 refused" in shown
-    assert f"{path}: 2 of 4 lines were refused; see the output" in shown
+    assert "2 answered, 0 had answers, 2 refused" in shown
+    assert f"{path}: 2 lines were refused, see {out}; the first: line 4: Expecting ':'" in shown
     found = answers(out)
     assert found["a"] == {"custom_id": "a", "response": {"status_code": 200, "body": {"text": "a"}}, "error": None}
     assert found["full"]["response"]["status_code"] == 200
@@ -125,12 +127,15 @@ def test_without_a_file_for_answers_they_are_printed(service: SmallService, tmp_
     assert service.asked == [(CHAT, {"prompt": "a"}, None)]  # a key that is none would be refused as a wrong one
 
 
-def test_a_run_goes_on_where_it_stopped(service: SmallService, tmp_path: Path) -> None:
+def test_a_run_goes_on_where_it_stopped(service: SmallService, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "answers.jsonl"
     main(["batch", str(written(tmp_path / "some.jsonl", "a", "refused")), "--out", str(out), "--url", service.url])
     out.write_text(out.read_text() + '{"custom_id": "b", "resp')  # killed while it wrote
     path = written(tmp_path / "all.jsonl", "a", "b", "refused", "c")
     assert main(["batch", str(path), "--out", str(out), "--url", service.url]) == 1
+    shown = capsys.readouterr().err
+    assert "2 answered, 1 had answers, 1 refused" in shown
+    assert 'the first: refused: 400 {"error": {"message": "not so"' in shown
     assert service.count() == {"a": 1, "b": 1, "refused": 2, "c": 1}
     assert len(out.read_text().splitlines()) == 4
     assert answers(out).keys() == {"a", "b", "refused", "c"}
@@ -181,7 +186,12 @@ def test_no_more_requests_run_than_may(service: SmallService, tmp_path: Path) ->
         ("{", "line 2: Expecting property name"),
         ('{"custom_id": 1, "url": "/v1/a", "body": {}}', "line 2: custom_id: Input should be a valid string"),
         ('{"custom_id": "b", "url": "http://a/v1/", "body": {}}', "line 2: url: String should match"),
-        ('{"custom_id": "b", "url": "/v1/a", "body": []}', "line 2: body: Input should be a valid dictionary"),
+        ('{"custom_id": "b", "url": "/v1/a", "body": []}', "line 2: body: Input should be a mapping"),
+        (
+            '{"custom_id": "b", "url": "/v1/a", "body": {"a": "\\ud83d"}}',
+            "line 2: body cannot be sent as JSON: 'utf-8'",
+        ),
+        ('{"custom_id": "b", "url": "/v1/a", "body": {"a": NaN}}', "line 2: body cannot be sent as JSON: Out of range"),
         ('{"custom_id": "b", "url": "/v1/a", "body": {"stream": true}}', "line 2: body.stream is true"),
         ('{"custom_id": "a", "url": "/v1/a", "body": {}}', "line 2: custom_id 'a' stands in an earlier line"),
     ],
@@ -193,3 +203,22 @@ def test_a_wrong_line_does_not_refuse_the_file(tmp_path: Path, line: str, messag
     requests, (refused,) = read_requests(path)
     assert requests == {"a": BatchRequest.model_validate(right)}
     assert re.match(re.escape(message), refused["error"]["message"])
+
+
+def test_training_data_is_made_without_a_line_that_could_not_be_sent(tmp_path: Path, monkeypatch: Any) -> None:
+    async def answer(path: Path, out: Path, *_: Any, **__: Any) -> tuple[int, int, list[str]]:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        refused = [{"custom_id": line["custom_id"], "response": None, "error": {}} for line in lines]
+        out.write_text("".join(json.dumps(line) + "\n" for line in refused))
+        return 0, 0, ["line 1"]
+
+    async def model(*_: Any) -> str:
+        return "m"
+
+    monkeypatch.setattr(regenerate, "answer_file", answer)
+    monkeypatch.setattr(regenerate, "_first_model", model)
+    (source := tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    recipe: Any = None
+    made = regenerate.regenerate(recipe, str(source), tmp_path / "out", "http://s", max_tokens=8, temperature=0.0)
+    with pytest.raises(ValueError, match="http://s answered none of 1 prompts"):
+        asyncio.run(made)

@@ -123,7 +123,7 @@ def test_what_is_typed_is_asked_and_commands_change_how(service: SmallService, c
 
 def test_a_cache_that_cannot_be_written_keeps_nobody_from_talking(service: SmallService, tmp_path) -> None:
     (tmp_path / "cache").write_text("a file")
-    type_keys(service, f"one\r{LEAVE}")
+    type_keys(service, f"one\r/quit\rtwo\r{LEAVE}")
     assert service.messages == [[("user", "one")]]
 
 
@@ -143,7 +143,8 @@ def run(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
 
 
 def test_a_pipe_gives_lines_and_gets_plain_text(service: SmallService) -> None:
-    done = run("chat", "--url", service.url, "--api-key", "sk-1", text="one\n\n/k 1\ntwo\n")
+    done = run("chat", "--url", f"{service.url}/v1/", "--api-key", "sk-1", text="one\n\n/k 1\ntwo\n/quit\nthree\n")
+    assert done.returncode == 0
     assert done.stdout == 2 * f"{ANSWER}\n"
     assert [body.get("drafting") for body, _ in service.asked] == [None, {"k": 1}]
     assert {key for _, key in service.asked} == {"Bearer sk-1"}

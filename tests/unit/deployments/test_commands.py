@@ -1,6 +1,7 @@
 """The command `peagle`: what it offers, how it fails, and that the commands which documentation names can be typed."""
 
 import json
+import logging
 import re
 import shlex
 import shutil
@@ -15,7 +16,7 @@ import torch
 import typer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from deployments.cli import app, main
+from deployments.cli import app, log_to_stderr, main
 from peagle.checkpoint import save_head
 from peagle.train.data import Conversations
 from tests.support.head_factory import CONFIG, TARGET, head_tensors
@@ -211,6 +212,23 @@ def test_check_says_what_a_config_asks_for_and_starts_nothing(capsys: pytest.Cap
     assert "GPU 2" in said
     assert said.splitlines()[-1].startswith("ok; not here yet, so their shapes are not checked: ")
     assert "P-EAGLE, remote, K_max " in said  # and not vLLM's name of the method, which is eagle3
+
+
+def test_check_says_what_it_did_not_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "configs" / "coder.yaml").read_text().replace("deployments.app:build", "mine.app:build")
+    (path := tmp_path / "c.yaml").write_text(text)
+    assert main(["check", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2] == "peagle is built by mine.app:build, not by deployments.app:build: not checked"
+    assert lines[-1].startswith("to be replaced by yours before it can be served: YOUR_ORG/Qwen")
+
+
+def test_commands_do_not_log_each_request_of_their_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    loggers = [logging.getLogger(name) for name in ("httpx", "httpx2")]
+    for logger in loggers:
+        monkeypatch.setattr(logger, "level", logging.NOTSET)
+    log_to_stderr()
+    assert [logger.level for logger in loggers] == [logging.WARNING, logging.WARNING]
 
 
 def test_heads_says_so_where_none_has_changed(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:

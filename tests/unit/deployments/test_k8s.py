@@ -27,6 +27,7 @@ from deployments import ROUTER_NAME, TARGET_NAME
 from deployments.app import build
 from deployments.batch import read_requests
 from deployments.cli import main
+from deployments.gateway import GATEWAY_PATH
 from deployments.manifest import CPU, GPU, KEYS_SECRET, render
 from deployments.up import UpError, read_config
 from peagle.checkpoint import read_head_config
@@ -212,6 +213,23 @@ def test_keys_are_named_and_not_held(make: Any, monkeypatch: pytest.MonkeyPatch)
     caller = identify_caller(settings.caller_table(), "Bearer sk-web")
     assert (caller.name, caller.max_k) == ("web", 3)
     assert "callers" not in options[ROUTER_NAME]["user_config"]  # None there would open the service
+
+
+@pytest.mark.parametrize("folder", ["/models", "/", "/etc", "/home/ray/.cache"])
+def test_keys_hide_no_folder_of_a_pod(make: Any, folder: str) -> None:
+    raw, args = config()
+    args["kubernetes"] = {"volumes": {"/models": "weights"}}
+    args["callers"] = {"web": {"key_file": str(Path(folder, "web"))}}
+    with pytest.raises(UpError, match=f"would hide what {folder} holds: name a folder that nothing else is in"):
+        make(raw)
+
+
+def test_a_gateway_has_no_manifest(make: Any) -> None:
+    raw, _ = config()
+    raw["applications"][0]["route_prefix"] = "/m"
+    raw["applications"].insert(0, {"name": "g", "import_path": GATEWAY_PATH, "args": {"models": {"m": "/m"}}})
+    with pytest.raises(UpError, match="write a file for each model, without a gateway"):
+        make(raw)
 
 
 # ---- pods

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -94,6 +95,21 @@ def test_each_of_several_models_is_changed_live() -> None:
         ({**config(), "proxy_location": "Nowhere"}, "proxy_location"),
         ({**config(), "callers": {"web": {}}}, "learning and kubernetes, stand under args of applications"),
         ({**config(prt=8001)}, "unknown key http_options.prt; did you mean port?"),
+        (config(port=99999), "http_options.port is 99999: write a port from 1 to 65535"),
+        (application(route_prefix="v1"), "applications.0.route_prefix is 'v1': write a path such as /coder"),
+        (application(route_prefix="/v1/"), "applications.0.route_prefix is '/v1/'"),
+        (
+            application(deployments=[{"name": "target", "user_config": {}}]),
+            "deployments.target.user_config is not yours to set: set callers, limits and depth under args",
+        ),
+        (
+            application(deployments=[{"name": "target", "num_replicas": 2}]),
+            "deployments.target.num_replicas is not yours to set: set target.num_replicas or",
+        ),
+        (
+            application(deployments=[{"name": "router", "max_replicas_per_node": 2}]),
+            "deployments.router.max_replicas_per_node is not yours to set: it follows from args",
+        ),
         (application(import_path="x"), '- applications.0.import_path: Got invalid import path "x"'),
         (
             application(deployments=[{"name": "target", "num_replica": 2}]),
@@ -105,6 +121,10 @@ def test_each_of_several_models_is_changed_live() -> None:
             "deployments: drafter is not one of target and router: it needs drafter.placement: remote",
         ),
         (application(args={"modle": {}}), "unknown key modle"),
+        (
+            application(args={"model": {"source": "smollm2-135m-instruct"}, "engine": {"uds": "/run/s"}}),
+            "unknown key engine.uds: neither engine nor API reads it",
+        ),
         ({"applications": [{"import_path": "deployments.app:build"}]}, "missing key model"),
         (
             application(import_path="deployments.ap:build"),
@@ -318,7 +338,7 @@ def test_options_that_the_file_itself_gives_to_deployments_stay(write: Any) -> N
     raw = served(target={"bundle": {"CPU": 1.0}, "num_replicas": 2})
     raw["applications"][0]["deployments"] = [
         {"name": "drafter", "user_config": {"head": "org/other"}},
-        {"name": "target", "max_ongoing_requests": 7},
+        {"name": "target", "health_check_timeout_s": 7},
     ]
     made = live_form(*read_config(write(raw)))
     options = {one["name"]: one for one in made["applications"][0]["deployments"]}
@@ -326,8 +346,44 @@ def test_options_that_the_file_itself_gives_to_deployments_stay(write: Any) -> N
     raw["applications"][0]["deployments"][0]["user_config"]["head"] = "other"
     with pytest.raises(ValueError, match=r"user_config.head: 'other' is not one of ours"):
         read_config(write(raw))
-    assert (options["target"]["num_replicas"], options["target"]["max_ongoing_requests"]) == (2, 7)
+    assert (options["target"]["num_replicas"], options["target"]["health_check_timeout_s"]) == (2, 7)
     assert options["target"]["user_config"]["limits"]["max_num_sequences"] == 16
+
+
+def test_nothing_that_a_config_gives_to_a_deployment_lets_callers_in_without_a_key(write: Any) -> None:
+    config, settings = read_config(write(served(callers={"web": {"key_sha256": "ab" * 32}})))
+    config["applications"][0]["deployments"] = [{"name": "target", "user_config": {}}]
+    (application,) = live_form(config, settings)["applications"]
+    options = {one["name"]: one for one in application["deployments"]}
+    assert options["target"]["user_config"]["callers"]["web"]["key_sha256"] == "ab" * 32
+
+
+@pytest.mark.parametrize(("fewest", "num_targets"), [(0, 1), (2, 2)])
+def test_replicas_that_start_first_are_as_many_as_autoscaling_keeps(write: Any, fewest: int, num_targets: int) -> None:
+    scaling = {"policy": "queue_length", "target": {"min": fewest, "max": 3}, "drafter": {"min": fewest, "max": 3}}
+    drafter = {**REMOTE, "replicas": {"num_cpus": 0.5}}
+    raw, *services = read_config(write(served(drafter=drafter, autoscaling=scaling)))
+    cpus = up.asked_resources(raw, services, at_start=True)["CPU"]
+    assert (cpus["target.bundle"], cpus["drafter.replicas.num_cpus"]) == (num_targets, 0.5 * num_targets)
+
+
+def test_jobs_on_rays_machine_find_this_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    environments: list[dict[str, str]] = []
+
+    def run(*_: Any, env: dict[str, str], **__: Any) -> Any:
+        environments.append(env)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(up.subprocess, "run", run)
+    with up._own_ray(8, {"PATH": "/usr/bin"}, detach=True):
+        assert environments[0]["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
+
+
+def test_the_dashboard_is_printed_with_the_command_for_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    assert re.search(r"Ray: +http://d/   \(token: \S+/ray get-auth-token\)\n", up.usage("http://s", "m", "http://d"))
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert "http://d/\n" in up.usage("http://s", "m", "http://d")
 
 
 def test_replicas_that_no_node_can_hold_are_refused_at_once(machine: Any, refuse: Any) -> None:
