@@ -106,7 +106,7 @@ def best_ks(demands: Sequence[Demand], latency: StepLatency) -> Plan:
     """K of each workload that gives the most tokens per second within the limits of TPOT; at a tie, fewer drafts. Where
     no plan compared keeps all limits, the one that exceeds them least.
 
-    `demands`: at least one, and each workload once."""
+    `demands`: at least one. Of two of one workload, the plan names the last."""
     scale = 1.0 / min(1.0, sum(demand.num_requests for demand in demands))  # a step that runs has a request
     loads_C = np.array([scale * demand.num_requests for demand in demands])
     limits_C = np.array([demand.max_tpot_s for demand in demands])
@@ -265,8 +265,9 @@ class KPolicy:
             plan = steady_ks(loaded, latency, ks)
             beside = [demand.pinned(plan.ks[demand.workload]) for demand in loaded]
         for name in dict.fromkeys((DEFAULT_WORKLOAD, *self.posteriors.workloads(), *self._load)):
-            found, demand = plan, self._demand(name, 1.0, is_cold)
-            if found is None or name not in found.ks:  # as one request beside those that share steps
+            found, demand = plan, self._demand(name, 1.0, is_cold, is_free=True)
+            is_pinned = base_workload(name) in self.rules.by_workload  # then `default` still stands for others
+            if found is None or name not in found.ks or is_pinned:  # as one request beside those that share steps
                 found = steady_ks([*beside, demand], latency, ks)
             k, rates = found.ks[name], tuple(round(rate, 4) for rate in demand.rates)
             # On a GPU the drafter's pass is left out only where no request may draft, on a CPU step by step.
@@ -282,13 +283,11 @@ class KPolicy:
             )
         return choices
 
-    def _demand(self, name: str, num_requests: float, is_cold: bool) -> Demand:
-        rules, base = self.rules, base_workload(name)
-        low, high = (
-            rules.by_workload.get(base, int(is_cold and rules.max_k > 0)),
-            rules.by_workload.get(base, rules.max_k),
-        )
-        rates = self.posteriors.rates(name).mean[:high]
+    def _demand(self, name: str, num_requests: float, is_cold: bool, *, is_free: bool = False) -> Demand:
+        """`is_free`: though the operator may have pinned its K."""
+        rules, base, bounds = self.rules, base_workload(name), (int(is_cold and self.rules.max_k > 0), self.rules.max_k)
+        low, high = bounds if is_free else (rules.by_workload.get(base, k) for k in bounds)
+        rates = self.posteriors.rates(name).mean[: rules.max_k]
         return Demand(name, num_requests, rates, high, low, rules.max_tpot_ms.get(base, math.inf) / 1e3)
 
     def make_update(self, num_targets: int) -> PolicyUpdate:

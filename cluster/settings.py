@@ -49,13 +49,12 @@ OWNED_ENGINE_KEYS = {
     "allowed_origins": "set ingress.allow_origins",
     "ssl_certfile": "put a proxy or an Ingress with TLS in front",
     "lora_modules": "adapters are not served: serve the merged model",
+    "enable_scale_out": "only the server of vllm serve reads it",
+    "enable_server_load_tracking": "only the server of vllm serve reads it",
+    "enable_tokenizer_info_endpoint": "only the server of vllm serve reads it",
+    "sse_keep_alive_interval": "only the server of vllm serve reads it",
 }
 """Engine arguments, and those of `vllm serve`, that cannot be set, each with what to do instead."""
-
-UNREAD_ENGINE_KEYS = (
-    "enable_scale_out", "enable_server_load_tracking", "enable_tokenizer_info_endpoint", "sse_keep_alive_interval",
-)  # fmt: skip
-"""Arguments of vLLM's API that only the server of `vllm serve` reads."""
 
 COUNTED = (
     "max_model_len", "max_num_seqs", "tensor_parallel_size", "pipeline_parallel_size", "max_num_batched_tokens",
@@ -778,7 +777,7 @@ class ClusterSettings(Section):
         for key, value in engine.items():
             if key in OWNED_ENGINE_KEYS:
                 problems.append(f".{key} is not yours to set: {OWNED_ENGINE_KEYS[key]}")
-            elif known is not None and (key in UNREAD_ENGINE_KEYS or key not in known):
+            elif known is not None and key not in known:
                 problems.append(f"unknown key engine.{key}: neither engine nor API reads it{nearest(key, known)}")
             elif key in COUNTED and (type(value) is not int or value < 1):
                 problems.append(f".{key} must be an integer from 1, not {value!r:.80}")
@@ -786,9 +785,7 @@ class ClusterSettings(Section):
                 problems += type_problems(f"engine.{key}", value, known[key])
         share = getattr(info.data.get("target"), "bundle", {}).get("GPU", 0.0)
         if 0 < share <= 0.5 and any(engine.get(f"{kind}_parallel_size", 1) != 1 for kind in ("tensor", "pipeline")):
-            problems.append(
-                f"target.bundle has GPU: {share:g}: two workers on one GPU are refused by NCCL, write GPU: 1"
-            )
+            problems.append(f"target.bundle has GPU: {share:g}: NCCL refuses two workers on one GPU, write GPU: 1")
         source, load_format = getattr(info.data.get("model"), "source", ""), engine.get("load_format")
         if source.startswith(OBJECT_STORES) and load_format not in STREAMED_FORMATS:
             problems.append(

@@ -163,8 +163,7 @@ class EngineAnswers:
             await self._client.abort(ids)
         finally:
             self._ids.difference_update(ids)
-            record = self._recorder.pop(*ids)
-            self._charge(admitted.caller, admitted.number, Usage() if record is None else usage_of(record))
+            self._charge(admitted.caller, admitted.number, usage_of(self._pop(admitted)))
 
     async def _events(self, admitted: Admitted, events: Any) -> Answer:
         """vLLM's server-sent events, with `drafting` in the last chunk: the one that finishes the last choice, or with

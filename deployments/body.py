@@ -111,6 +111,7 @@ def _has_more_values(raw: bytes, most: int) -> bool:
     of nothing take 20 times the memory of their text."""
     if sum(map(raw.count, (b",", b"[", b"{"))) <= most:
         return False
+    # Besides one for each, there is a match for what follows the last, and an empty one at the end.
     return next(itertools.islice(_BEFORE_A_VALUE.finditer(raw), most + 2, None), None) is not None
 
 
@@ -439,5 +440,5 @@ def name_keys(message: str) -> str:
 
 @functools.cache
 def engine_keys() -> frozenset[str]:
-    found = SettingTypes.read("engine/arg_utils:AsyncEngineArgs", "entrypoints/launchers/cli_args:FrontendArgs")
+    found = SettingTypes.read("engine/arg_utils:AsyncEngineArgs", "entrypoints/launchers/cli_args:BaseFrontendArgs")
     return frozenset(found or ())

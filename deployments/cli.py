@@ -219,7 +219,9 @@ def prepare(
 def convert(
     source: Annotated[Path, typer.Argument(help="directory with config.json and safetensors")],
     out: Annotated[Path, typer.Argument(help="directory of the head")],
-    target: Annotated[Path | None, typer.Option(help="of a head without tables: its target's directory")] = None,
+    target: Annotated[
+        Path | None, typer.Option(help="directory of the target whose tables the head lacks, or is to lack")
+    ] = None,
     without_tables: Annotated[bool, typer.Option("--without-tables", help="a small head, which vLLM refuses")] = False,
 ) -> None:
     """Convert a head (of speculators, NeMo AutoModel, or without tables) to the form that stock vLLM loads."""

@@ -104,18 +104,19 @@ class Ready(msgspec.Struct, tag=True, array_like=True):
 
 
 class Item(msgspec.Struct, tag=True, array_like=True):
-    """An item of a job's `Answer`, an `ApiError` by its arguments; None at its end."""
+    """An item of a job's `Answer` but its `Usage`, an `ApiError` by its arguments; None at its end."""
 
     number: int
-    item: str | Usage | dict[str, Any] | None
+    item: str | dict[str, Any] | None
 
 
 class Charged(msgspec.Struct, tag=True, array_like=True):
-    """`Usage` of a request that was broken off. `number`: the front end's."""
+    """`Usage` of a request. `number`: the front end's. `job`: its number here; None where it was broken off."""
 
     caller: str
     number: int
     usage: Usage
+    job: int | None = None
 
 
 class Kept(msgspec.Struct, tag=True, array_like=True):
@@ -203,7 +204,6 @@ class FrontEndProcess:
         self.is_ready = False
         self.sequences = Counter[str]()  # of the requests that it answers, by workload
         self.jobs: dict[int, asyncio.Queue[str | ApiError | Usage | None]] = {}
-        self.left: dict[int, tuple[str, int]] = {}  # caller and number of jobs whose clients have gone, to their ends
         self.reports = deque[asyncio.Future[None]]()  # that it owes, the oldest first
         self.silent_since_s = 0.0  # while it owes some
         self.wire: Wire
@@ -359,17 +359,15 @@ class FrontEndProcesses:
             for report in process.reports:
                 report.cancel()
             self._recorder.drop_source(process.index, +process.sequences)
-            if self.num_restarts == MAX_RESTARTS:
-                self.problem = f"{how}, and {MAX_RESTARTS} others before it"
-            else:
-                logger.warning("%s; another one takes its place", how)
-                try:
-                    self._start(place, self.number + self.num_restarts)
-                except OSError as error:  # no memory, or too many open files
-                    self.problem = f"{how}, and no other one can be started: {error}"
-            if self.problem:
+            try:
+                if self.num_restarts == MAX_RESTARTS:
+                    raise OSError(f"{MAX_RESTARTS} have taken the place of others before")
+                self._start(place, self.number + self.num_restarts)
+            except OSError as error:  # also no memory, or too many open files
+                self.problem = f"{how}, and no other one takes its place: {error}"
                 self._are_ready.set()
                 return
+            logger.warning("%s; another one takes its place", how)
             self.num_restarts += 1
             with contextlib.suppress(Exception):  # the engine may be gone too
                 await self._abort(process.index)
@@ -377,12 +375,10 @@ class FrontEndProcesses:
     def _handle(self, process: FrontEndProcess, message: Result) -> None:
         match message:
             case Item(number, item):
-                if (items := process.jobs.get(number)) is not None:
+                if (items := process.jobs.get(number)) is not None:  # its client may have gone meanwhile
                     items.put_nowait(ApiError(**item) if isinstance(item, dict) else item)
-                elif item is None:
-                    process.left.pop(number, None)
-                elif isinstance(item, Usage) and number in process.left:
-                    self._charge(*process.left[number], item)
+            case Charged(_, _, usage, job) if job in process.jobs:
+                process.jobs[job].put_nowait(usage)
             case Charged(caller, number, usage):
                 self._charge(caller, number, usage)
             case Counted(delta):
@@ -438,7 +434,6 @@ class FrontEndProcesses:
             process.sequences[admitted.drafting.workload] -= admitted.num_sequences
             if not is_over and process.is_ready:
                 process.wire.send(Stop(number))
-                process.left[number] = admitted.caller, admitted.number
             while not items.empty():
                 if isinstance(item := items.get_nowait(), Usage):
                     self._charge(admitted.caller, admitted.number, item)
@@ -452,7 +447,7 @@ class RemoteGrammarChecker(GrammarChecker):
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
-        self._numbers, self._waiting = itertools.count(), dict[int, asyncio.Future[dict[str, Any]]]()
+        self._numbers, self._waiting = itertools.count(), dict[int, asyncio.Future[dict[str, Any] | None]]()
 
     def stop(self) -> None: ...
 
@@ -464,17 +459,15 @@ class RemoteGrammarChecker(GrammarChecker):
             return {"error": f"structured_outputs is no JSON: {error}."}
         self._waiting[number] = outcome
         try:
-            return dict(await outcome)
+            if (found := await outcome) is None:
+                raise RuntimeError("a grammar cannot be checked")
+            return dict(found)
         finally:
             del self._waiting[number]
 
     def resolve(self, message: Outcome) -> None:
         outcome = self._waiting.get(message.number)
-        if outcome is None or outcome.done():
-            return
-        if message.outcome is None:
-            outcome.set_exception(RuntimeError("a grammar cannot be checked"))
-        else:
+        if outcome is not None and not outcome.done():
             outcome.set_result(message.outcome)
 
 
@@ -512,11 +505,13 @@ class Worker:
         except Exception:
             logger.exception("a request failed")
             self._send(job, internal_error())
-        finally:
-            self._send(job, None)
+        self._send(job, None)
 
     def _send(self, job: Job, item: str | ApiError | Usage | None) -> None:
-        self._wire.send(Item(job.number, item.arguments if isinstance(item, ApiError) else item))
+        if isinstance(item, Usage):
+            self._wire.send(Charged(job.admitted.caller, job.admitted.number, item, job.number))
+        else:
+            self._wire.send(Item(job.number, item.arguments if isinstance(item, ApiError) else item))
 
 
 def exit_with_replica(end: socket.socket) -> None:

@@ -33,8 +33,8 @@ KEYS_SECRET = "peagle-keys"
 CACHE = "/home/ray/.cache"
 """Where a pod keeps the checkpoints that it downloads. With GPUs it is a volume, if `kubernetes.volumes` has none."""
 
-OWN_FOLDERS = (CACHE, "/etc/ssl", "/opt/peagle", "/tmp/ray", "/usr/bin")
-"""Folders that a pod needs as its image has them."""
+OWN_FOLDERS, SYSTEM_FOLDERS = (CACHE, "/etc/ssl", "/opt/peagle", "/tmp/ray"), ("/bin", "/lib", "/proc", "/sys", "/usr")
+"""Folders that a pod needs as its image has them; of the latter everything within too."""
 
 # One replica on CPUs was seen to need about 6.5 GB with the embedded target (engine 4.1 GB; replica, router and proxy
 # 0.7 GB to 0.9 GB each; the object store apart), and a drafter beside it 1.1 GB. The limit leaves room for longer
@@ -169,7 +169,8 @@ class Manifest:
         volumes: dict[str, Json] = {"shared-memory": {"emptyDir": memory}}
         volumes |= {f"claim-{claim}": {"persistentVolumeClaim": {"claimName": claim}} for claim in claims.values()}
         for path in self.key_files:
-            if any(Path(used).is_relative_to(path.parent) for used in (*mounts, *OWN_FOLDERS)):
+            is_systems = any(path.is_relative_to(folder) for folder in SYSTEM_FOLDERS)
+            if is_systems or any(Path(used).is_relative_to(path.parent) for used in (*mounts, *OWN_FOLDERS)):
                 remedy = "name a folder that nothing else is in, such as /etc/peagle/keys"
                 raise UpError(f"callers: the secret with {path} would hide what {path.parent} holds: {remedy}")
         if self.key_files:  # Kubernetes renews mounted secrets, and replicas read them again

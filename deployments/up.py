@@ -71,7 +71,7 @@ OWNED_OPTIONS = {
     "placement_group_bundles": "set target.bundle under args",
     "request_router_config": "see docs/configuration.md#environment-of-ray",
 }
-"""Serve's options that cannot be set for a deployment, each with what to do instead. Others follow from `args` too."""
+"""Options of Serve that a deployment cannot have from a user, each with what to do instead."""
 
 Say = Callable[[str], None]
 
@@ -186,7 +186,7 @@ def read_config(path: Path, *, is_here: bool = True) -> tuple[Any, ...]:
         raise UpError(f"{path}: http_options.port is {port}: write a port from 1 to 65535")
     for index, application in enumerate(config["applications"]):
         application.setdefault("name", "default")
-        if not re.fullmatch(r"(/[^/{}]+)+|/", prefix := application.get("route_prefix") or "/"):
+        if not re.fullmatch(r"(/[^/{}]+)+|/", prefix := application.get("route_prefix", "/") or ""):
             remedy = "write a path such as /coder, without / at its end"
             raise UpError(f"{path}: applications.{index}.route_prefix is {prefix!r}: {remedy}")
         given, known = application["import_path"], (SERVICE_PATH, GATEWAY_PATH)
@@ -233,10 +233,11 @@ def _read_application(application: dict[str, Any], is_here: bool) -> ClusterSett
             hint = f": it needs {needs}" if needs else nearest(given["name"], names)
             raise UpError(f"deployments: {given['name']} is not one of {listed(names)}{hint}")
         is_drafter = given["name"] == DRAFTER_NAME
-        free = ("name", "logging_config", "health_check_", "graceful_shutdown_", *(["user_config"] * is_drafter))
-        for key in (key for key in given if not key.startswith(free)):
-            remedy = OWNED_OPTIONS.get(key, "it follows from args")
-            raise UpError(f"deployments.{given['name']}.{key} is not yours to set: {remedy}")
+        free = ("name", "logging_config", "health_check_", "graceful_shutdown_", "max_replicas_per_node")
+        free += ("user_config",) * is_drafter
+        if owned := [key for key in given if not key.startswith(free)]:
+            remedy = OWNED_OPTIONS.get(owned[0], "the service needs its own; see docs/configuration.md")
+            raise UpError(f"deployments.{given['name']}.{owned[0]} is not yours to set: {remedy}")
         if settings.drafter is not None and is_drafter and given.get("user_config"):
             drafter = swapped(settings.drafter, given["user_config"], known)
             check_heads(settings.model_copy(update={"drafter": drafter}))
@@ -348,7 +349,7 @@ def describe(config: Mapping[str, Any], *services: ClusterSettings) -> str:
     lines.append(f"Ray resources at the most: {needed}")
     for application in model_applications(config):
         if (path := application["import_path"]) != SERVICE_PATH:
-            lines.append(f"{application['name']} is built by {path}, not by {SERVICE_PATH}: not checked")
+            lines.append(f"{application['name']} is built by {path}; its args were checked as those of {SERVICE_PATH}")
     sources = [one.model.source for one in services]
     heads = [one.drafter.head for one in services if one.drafter is not None and one.drafter.head]
     if unnamed := sorted({name for name in (*heads, *sources) if name.startswith("YOUR_ORG/")}):

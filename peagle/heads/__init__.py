@@ -23,7 +23,6 @@ from peagle.checkpoint import (
     read_tensor_specs,
     save_head,
     tables_left_out,
-    target_ids,
     weight_files,
     with_tables,
     without_tables,
@@ -176,16 +175,13 @@ def _check_tables_are_targets(
     head_dir: Path, config: DrafterConfig, tensors: "dict[str, torch.Tensor]", target_dir: Path | None
 ) -> None:
     """Raises HeadError for a table of a head's own that is not the target's, the mask token's row apart."""
-    for name in (name for name in ("embed_tokens.weight", "lm_head.weight") if name in tensors):
-        if target_dir is None:
-            raise HeadError(f"head {head_dir} has {name}, perhaps not the target's: name its target with --target")
-        own_VH = tensors[name]
-        table_VH = target_table(target_dir, name).to(own_VH.dtype)
-        if name == "lm_head.weight" and "d2t" in tensors:
-            table_VH = table_VH[target_ids(tensors["d2t"])]
-        elif config.ptd_token_id is not None and table_VH.shape == own_VH.shape:
-            table_VH[config.ptd_token_id] = own_VH[config.ptd_token_id]
-        if not own_VH.equal(table_VH):
+    own: list[str] = [name for name in ("embed_tokens.weight", "lm_head.weight") if name in tensors]
+    if own and target_dir is None:
+        raise HeadError(f"head {head_dir} has {own[0]}, perhaps not the target's: name its target with --target")
+    tables = {name: target_table(Path(str(target_dir)), name).to(tensors[name].dtype) for name in own}
+    made = with_tables(config, without_tables(config, tensors), tables)
+    for name in own:
+        if not tensors[name].equal(made[name]):
             raise HeadError(f"head {head_dir} has a {name} of its own, not the target's, so it cannot be left out")
 
 
@@ -230,11 +226,12 @@ def convert(
         _check_tables_are_targets(source_dir, config, tensors, target_dir)
         tensors = without_tables(config, tensors)
     provenance, there = source_dir / "provenance.json", Path(out_dir) / "provenance.json"
-    if there.is_file() and not (provenance.is_file() and provenance.read_bytes() == there.read_bytes()):
-        raise HeadError(f"{there} is another head's: name another folder")
+    known = provenance.read_bytes() if provenance.is_file() else None
+    if there.is_file() and there.read_bytes() != known:
+        raise HeadError(f"{there} is of another training: delete it, or name another folder")
     save_head(out_dir, config, tensors)
-    if provenance.is_file() and not there.is_file():  # `peagle publish` needs it
-        shutil.copyfile(provenance, there)
+    if known is not None:  # `peagle publish` needs it
+        there.write_bytes(known)
     names = read_tensor_specs(source_dir).keys()
     left = [*TARGET_TENSORS, *(name for name in ("embed_tokens.weight", "lm_head.weight") if name not in tensors)]
     return config, len(tensors), [name for name in left if name in names]

@@ -262,8 +262,9 @@ def group_names(data: Conversations, categories: list[str]) -> list[list[str]]:
 def check_categories(folder: str | Path, categories: list[str], data: Conversations) -> None:
     """Raises ValueError where these are not one for each conversation of a folder."""
     if len(categories) != len(data):
-        count = len(categories) or "no"
-        raise ValueError(f"{folder}: manifest.json names {count} categories for {len(data)} conversations")
+        raise ValueError(
+            f"{folder}: manifest.json names {len(categories) or 'no'} categories for {len(data)} conversations"
+        )
 
 
 def load_answers(folder: str | Path, max_per_category: int | None = None) -> Answers:
@@ -278,8 +279,7 @@ def load_answers(folder: str | Path, max_per_category: int | None = None) -> Ans
     problems += type_problems("temperature", manifest.get("temperature"), float | None)
     if problems:
         raise ValueError(f"{path}: {'; '.join(problems)}: make the answers again with `peagle generate --prompts`")
-    categories = categories or []
-    check_categories(folder, categories, data)
+    check_categories(folder, categories := categories or [], data)
     if max_per_category is not None:
         first = [found[:max_per_category] for found in members([[category] for category in categories]).values()]
         chosen = sorted(np.concatenate(first).tolist())

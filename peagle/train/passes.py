@@ -50,8 +50,10 @@ logger = logging.getLogger(__name__)
 #: What chains see: document ids [B, N] (plain torch, any device), or `block_masks` (compiled functions, GPU).
 ChainMask = Tensor | tuple[BlockMask, ...]
 
-#: Fields of a drafter's configuration that `start_from` does not compare: vocabulary and depths.
-_FREE_TO_DIFFER = {"vocab_size", "draft_vocab_size", "ptd_token_id", "num_depths", "num_depths_is_known"}
+#: Fields of a drafter's configuration that `start_from` does not compare: vocabulary, depths and the number of layers.
+_FREE_TO_DIFFER = {
+    "vocab_size", "draft_vocab_size", "ptd_token_id", "num_depths", "num_depths_is_known", "num_hidden_layers"
+}  # fmt: skip
 _TILE = 1024  # queries whose scores exist at once where no kernel avoids them
 
 
@@ -76,8 +78,8 @@ def seen_by_drafter(batch: Batch, states: States, joined_share: float, step: int
 
 @dataclasses.dataclass(frozen=True)
 class PassReport:
-    """loss: weighted mean over useful rows (`ChainWeights`), detached. correct_R: draft is the target's most likely
-    token; offset_R: 0..K-1."""
+    """loss: the useful rows' weighted losses (`ChainWeights`) together, with one worker their mean, detached.
+    correct_R: draft is the target's most likely token; offset_R: 0..K-1."""
 
     loss: Tensor
     correct_R: Tensor

@@ -388,23 +388,31 @@ class ChatTemplate:
             return ends
         last = "content" if answer["content"] else "reasoning_content"
         said = answer.get(last, "")
+        up_to = ""  # the end of what was said
+        if said:
+            marked = self._behind(begin, prompt, {**answer, last: said + _SENTINEL})
+            up_to = (marked or "").partition(_SENTINEL)[0]
+        is_written, adds_nothing = up_to.endswith(said.lstrip()), up_to.startswith(said.strip())
+        has_text_alone = not answer.keys() - {"role", "content"}
+        if prompt.is_targets and has_text_alone and (adds_nothing or not (prompt.is_whole and is_written)):
+            return [*self.encode(said), *ends]  # a service that parses no reasoning sends it within the content
         # What a template writes behind a cut text, such as the end of the reasoning, is not the target's. A template
         # without a token that ends an answer writes nothing of the target's behind a whole text either.
         is_cut = bool(said) and not (prompt.is_whole and (self.closes or answer.get("tool_calls")))
-        whole = self._text(prompt, [*prompt.messages, {**answer, last: said + _SENTINEL} if is_cut else answer])
-        text = whole.removeprefix(begin).partition(_SENTINEL)[0]
-        ids, cuts_end = self.encode(text), self.closes and not is_cut
-        is_written = whole.startswith(begin) and said.strip() in text and not (cuts_end and self.end_id not in ids)
-        has_text_alone = not answer.keys() - {"role", "content"}
-        if prompt.is_targets and has_text_alone and not (prompt.is_whole and is_written):
-            return [*self.encode(said), *ends]  # a service that parses no reasoning sends it within the content
-        if not is_written:
+        text = up_to if is_cut else self._behind(begin, prompt, answer)
+        ids, cuts_end = self.encode(text or ""), self.closes and not is_cut
+        if text is None or not is_written or (cuts_end and self.end_id not in ids):
             raise ValueError(
                 f"{prompt.where}: the target's chat template does not write the answer behind the prompt and end "
                 "it, so what the target would write is not known: leave out the line"
             )
         ids = ids[: len(ids) - 1 - ids[::-1].index(self.end_id)] if cuts_end else ids
         return [*ids, *ends]
+
+    def _behind(self, begin: str, prompt: Prompt, answer: dict[str, Any]) -> str | None:
+        """What the template writes of an answer behind `begin`; None where it does not begin so."""
+        whole = self._text(prompt, [*prompt.messages, answer])
+        return whole.removeprefix(begin) if whole.startswith(begin) else None
 
 
 def begin_user_turns(

@@ -91,9 +91,8 @@ class Target:
         aux_layer_ids = resolve_aux_layer_ids(aux_layer_ids, num_layers)
         if max(aux_layer_ids) >= num_layers or min(aux_layer_ids) < 0:
             raise ValueError(
-                f"aux_layer_ids = {aux_layer_ids}: must be in 0..{num_layers - 1}, inputs of the target's layers; vLLM "
-                f"also takes {num_layers}, behind the last one, which transformers gives after the final norm only: "
-                "such a head is served, and neither trained nor evaluated"
+                f"aux_layer_ids = {aux_layer_ids}: must be in 0..{num_layers - 1}, inputs of the target's layers (vLLM "
+                f"serves a head that reads {num_layers}, the end of the last one; it cannot be trained or evaluated)"
             )
         body = self._eager_body if eager else self._body
         tokens_BN, position_BN = tokens_BN.to(self._entry), position_BN.to(self._entry)

@@ -315,7 +315,7 @@ def test_commands_beside_the_service_find_it(service, tmp_path):
     path.write_text("".join(json.dumps({"custom_id": name, **request}) + "\n" for name, request in requests.items()))
     done = run("-m", "deployments.cli", "batch", str(path), "--out", str(out), "--url", service.url)
     assert done.returncode == 1
-    assert "2 answered, 1 refused" in done.stderr
+    assert "2 answered, 0 had answers, 1 refused" in done.stderr
     answers = {line["custom_id"]: line["response"] for line in map(json.loads, out.read_text().splitlines())}
     assert {name: answer["status_code"] for name, answer in answers.items()} == {"a": 200, "b": 400, "c": 200}
     over_http = service.ask(drafting={"k": 3, "workload": "job"}).json()

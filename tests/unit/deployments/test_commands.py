@@ -219,7 +219,7 @@ def test_check_says_what_it_did_not_check(tmp_path: Path, capsys: pytest.Capture
     (path := tmp_path / "c.yaml").write_text(text)
     assert main(["check", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-2] == "peagle is built by mine.app:build, not by deployments.app:build: not checked"
+    assert lines[-2] == "peagle is built by mine.app:build; its args were checked as those of deployments.app:build"
     assert lines[-1].startswith("to be replaced by yours before it can be served: YOUR_ORG/Qwen")
 
 

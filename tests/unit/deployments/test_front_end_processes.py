@@ -175,9 +175,8 @@ async def test_tokens_that_are_under_way_when_the_client_leaves_are_charged(monk
     assert await anext(stream)
     process = replica.process(0)
     await stream.aclose()
-    process.theirs.send(front_end_processes.Item(0, Usage(4, 9, 4)))  # it has ended before it hears of that
-    await until(lambda: ("anyone", 0, Usage(4, 9, 4)) in replica.charged)
-    await until(lambda: process.left == {})
+    process.theirs.send(front_end_processes.Charged("anyone", 0, Usage(4, 9, 4), 0))  # before it hears of that
+    await until(lambda: replica.charged == [("anyone", 0, Usage(4, 9, 4))] * 2)
 
 
 async def test_answers_and_errors_come_through_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +223,7 @@ async def test_a_replica_that_loses_too_many_is_given_up(monkeypatch: pytest.Mon
         replica.process(0).die()
     await until(lambda: bool(replica.problem))
     assert replica.num_restarts == MAX_RESTARTS
-    assert "has ended with -9, and 8 others before it" in replica.problem
+    assert "has ended with -9, and no other one takes its place: 8 have" in replica.problem
     (refused,) = [item async for item in replica.ask()]
     assert (refused.status, refused.code) == (502, "model_not_ready"), "HAProxy asks another replica, and not with 503"
 
@@ -237,7 +236,7 @@ async def test_a_replica_whose_process_cannot_be_started_again_is_given_up(monke
     monkeypatch.setattr(front_end_processes, "FrontEndProcess", no_memory)
     replica.process(0).die()
     await until(lambda: bool(replica.problem))
-    assert "no other one can be started: no memory" in replica.problem
+    assert "no other one takes its place: no memory" in replica.problem
 
 
 async def test_an_engine_that_dies_ends_the_answers_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,8 +107,8 @@ def test_each_of_several_models_is_changed_live() -> None:
             "deployments.target.num_replicas is not yours to set: set target.num_replicas or",
         ),
         (
-            application(deployments=[{"name": "router", "max_replicas_per_node": 2}]),
-            "deployments.router.max_replicas_per_node is not yours to set: it follows from args",
+            application(deployments=[{"name": "router", "max_queued_requests": 2}]),
+            "deployments.router.max_queued_requests is not yours to set: the service needs its own",
         ),
         (application(import_path="x"), '- applications.0.import_path: Got invalid import path "x"'),
         (

@@ -56,7 +56,7 @@ def test_packed_documents_are_read_as_if_alone(target: Target) -> None:
 def test_layer_that_the_target_lacks(target: Target) -> None:
     tokens = torch.ones(1, 4, dtype=torch.long)
     for taps in ((2, 4, 8), (-1,)):
-        with pytest.raises(ValueError, match=r"must be in 0..7, inputs of the target's layers; .* takes 8, behind"):
+        with pytest.raises(ValueError, match=r"must be in 0..7, inputs of the target's layers .* reads 8, the end"):
             target.states(tokens, tokens.cumsum(1) - 1, taps)
     unnamed, default = (target.states(tokens, tokens.cumsum(1) - 1, taps)[0] for taps in (UNNAMED_LAYERS, (2, 4, 5)))
     assert torch.equal(unnamed, default)
