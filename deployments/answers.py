@@ -47,6 +47,7 @@ ENGINE_IDS: dict[Call, str] = {
 """What vLLM makes of the name of a request; it numbers the prompts of a completion behind that."""
 
 FIELDS: dict[Call, dict[str, str]] = {
+    "chat": {"max_tokens": "max_completion_tokens"},
     "responses": {"messages": "input", "max_tokens": "max_output_tokens"},
     "messages": {"stop": "stop_sequences", "max_completion_tokens": "max_tokens"},
 }
@@ -233,7 +234,7 @@ class EngineAnswers:
         param = failure.param or ""
         field = param.partition(".")[0]
         own = name if field == "structured_outputs" else FIELDS.get(admitted.call, {}).get(field)
-        if own is not None:
+        if own is not None and not (admitted.call == "chat" and own not in admitted.fields):
             return ApiError(failure.status, failure.message.replace(field, own), param=param.replace(field, own))
         if failure.status == 500 and grammars(admitted.fields):
             # vLLM ends a request whose grammar rejects every token, such as that of a schema which refers to itself.

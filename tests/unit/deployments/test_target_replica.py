@@ -221,6 +221,13 @@ def test_what_is_raised_before_the_first_token_is_the_requests_fault_or_the_serv
         assert refused.status == status or isinstance(error, KeyError | RecursionError), error
 
 
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_a_refusal_of_vllms_name_for_a_field_names_the_clients(field: str) -> None:
+    error = VLLMValidationError("max_tokens must be at least 1, got 0.", parameter="max_tokens")
+    (refused,) = items(Replica(lambda _: raising(error)), **{field: 0})
+    assert (refused.param, refused.message.split()[0]) == (field, field)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_grammar_that_allows_no_text_is_an_error_of_the_request(stream: bool) -> None:
     """vLLM ends such a request as it ends one that it failed on."""
