@@ -179,9 +179,9 @@ def _check_tables_are_targets(
     if own and target_dir is None:
         raise HeadError(f"head {head_dir} has {own[0]}, perhaps not the target's: name its target with --target")
     tables = {name: target_table(Path(str(target_dir)), name).to(tensors[name].dtype) for name in own}
-    made = with_tables(config, without_tables(config, tensors), tables)
+    tables |= with_tables(config, without_tables(config, tensors), tables)
     for name in own:
-        if not tensors[name].equal(made[name]):
+        if not tensors[name].equal(tables[name]):
             raise HeadError(f"head {head_dir} has a {name} of its own, not the target's, so it cannot be left out")
 
 

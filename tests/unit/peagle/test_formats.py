@@ -113,7 +113,7 @@ def test_a_head_is_not_converted_over_the_provenance_of_another(source: Path, tm
     convert(tmp_path / "head", tmp_path / "head")
     for changed in ('{"made": 2}', None):
         (source / "provenance.json").unlink() if changed is None else (source / "provenance.json").write_text(changed)
-        with pytest.raises(HeadError, match=r"head/provenance.json is another head's: name another folder"):
+        with pytest.raises(HeadError, match=r"head/provenance.json is of another training: delete it, or"):
             convert(source, tmp_path / "head")
 
 
