@@ -106,7 +106,7 @@ def best_ks(demands: Sequence[Demand], latency: StepLatency) -> Plan:
     """K of each workload that gives the most tokens per second within the limits of TPOT; at a tie, fewer drafts. Where
     no plan compared keeps all limits, the one that exceeds them least.
 
-    `demands`: at least one. Of two of one workload, the plan names the last."""
+    `demands`: at least one, and each workload once."""
     scale = 1.0 / min(1.0, sum(demand.num_requests for demand in demands))  # a step that runs has a request
     loads_C = np.array([scale * demand.num_requests for demand in demands])
     limits_C = np.array([demand.max_tpot_s for demand in demands])
@@ -268,7 +268,11 @@ class KPolicy:
             found, demand = plan, self._demand(name, 1.0, is_cold, is_free=True)
             is_pinned = base_workload(name) in self.rules.by_workload  # then `default` still stands for others
             if found is None or name not in found.ks or is_pinned:  # as one request beside those that share steps
-                found = steady_ks([*beside, demand], latency, ks)
+                others = [
+                    dataclasses.replace(one, workload=f"pinned {name}") if one.workload == name else one
+                    for one in beside
+                ]
+                found = steady_ks([*others, demand], latency, ks)
             k, rates = found.ks[name], tuple(round(rate, 4) for rate in demand.rates)
             # On a GPU the drafter's pass is left out only where no request may draft, on a CPU step by step.
             steps_decide = not self.rules.max_tpot_ms and (any(found.ks.values()) or not self._on_gpu)

@@ -505,7 +505,8 @@ class Worker:
         except Exception:
             logger.exception("a request failed")
             self._send(job, internal_error())
-        self._send(job, None)
+        finally:  # whatever ends it, such as a panic of a library in Rust
+            self._send(job, None)
 
     def _send(self, job: Job, item: str | ApiError | Usage | None) -> None:
         if isinstance(item, Usage):

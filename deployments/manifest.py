@@ -33,8 +33,8 @@ KEYS_SECRET = "peagle-keys"
 CACHE = "/home/ray/.cache"
 """Where a pod keeps the checkpoints that it downloads. With GPUs it is a volume, if `kubernetes.volumes` has none."""
 
-OWN_FOLDERS, SYSTEM_FOLDERS = (CACHE, "/etc/ssl", "/opt/peagle", "/tmp/ray"), ("/bin", "/lib", "/proc", "/sys", "/usr")
-"""Folders that a pod needs as its image has them; of the latter everything within too."""
+IMAGE_FOLDERS = "/bin", "/dev", "/etc/ssl", "/lib", "/lib64", "/opt/peagle", "/proc", "/sbin", "/sys", "/usr"
+"""Folders that a pod needs as its image has them."""
 
 # One replica on CPUs was seen to need about 6.5 GB with the embedded target (engine 4.1 GB; replica, router and proxy
 # 0.7 GB to 0.9 GB each; the object store apart), and a drafter beside it 1.1 GB. The limit leaves room for longer
@@ -169,8 +169,9 @@ class Manifest:
         volumes: dict[str, Json] = {"shared-memory": {"emptyDir": memory}}
         volumes |= {f"claim-{claim}": {"persistentVolumeClaim": {"claimName": claim}} for claim in claims.values()}
         for path in self.key_files:
-            is_systems = any(path.is_relative_to(folder) for folder in SYSTEM_FOLDERS)
-            if is_systems or any(Path(used).is_relative_to(path.parent) for used in (*mounts, *OWN_FOLDERS)):
+            used = map(Path, (*mounts, CACHE, "/tmp/ray", *IMAGE_FOLDERS))
+            is_within = any(path.is_relative_to(folder) for folder in IMAGE_FOLDERS)
+            if is_within or any(folder.is_relative_to(path.parent) for folder in used):
                 remedy = "name a folder that nothing else is in, such as /etc/peagle/keys"
                 raise UpError(f"callers: the secret with {path} would hide what {path.parent} holds: {remedy}")
         if self.key_files:  # Kubernetes renews mounted secrets, and replicas read them again

@@ -69,6 +69,7 @@ OWNED_OPTIONS = {
     "max_ongoing_requests": "set limits under args",
     "ray_actor_options": "set num_cpus, bundle and env of target, drafter.replicas or ingress under args",
     "placement_group_bundles": "set target.bundle under args",
+    "max_replicas_per_node": "Serve takes it for deployments without placement groups only",
     "request_router_config": "see docs/configuration.md#environment-of-ray",
 }
 """Options of Serve that a deployment cannot have from a user, each with what to do instead."""
@@ -233,8 +234,8 @@ def _read_application(application: dict[str, Any], is_here: bool) -> ClusterSett
             hint = f": it needs {needs}" if needs else nearest(given["name"], names)
             raise UpError(f"deployments: {given['name']} is not one of {listed(names)}{hint}")
         is_drafter = given["name"] == DRAFTER_NAME
-        free = ("name", "logging_config", "health_check_", "graceful_shutdown_", "max_replicas_per_node")
-        free += ("user_config",) * is_drafter
+        free = ("name", "logging_config", "health_check_", "graceful_shutdown_", *(["user_config"] * is_drafter))
+        free += ("max_replicas_per_node",) * (given["name"] != TARGET_NAME)
         if owned := [key for key in given if not key.startswith(free)]:
             remedy = OWNED_OPTIONS.get(owned[0], "the service needs its own; see docs/configuration.md")
             raise UpError(f"deployments.{given['name']}.{owned[0]} is not yours to set: {remedy}")

@@ -175,10 +175,12 @@ def _check_tables_are_targets(
     head_dir: Path, config: DrafterConfig, tensors: "dict[str, torch.Tensor]", target_dir: Path | None
 ) -> None:
     """Raises HeadError for a table of a head's own that is not the target's, the mask token's row apart."""
-    own: list[str] = [name for name in ("embed_tokens.weight", "lm_head.weight") if name in tensors]
-    if own and target_dir is None:
+    names = ("embed_tokens.weight", "lm_head.weight")
+    if not (own := [name for name in names if name in tensors]):
+        return
+    if target_dir is None:
         raise HeadError(f"head {head_dir} has {own[0]}, perhaps not the target's: name its target with --target")
-    tables = {name: target_table(Path(str(target_dir)), name).to(tensors[name].dtype) for name in own}
+    tables: dict[str, torch.Tensor] = {name: target_table(target_dir, name).to(tensors[own[0]].dtype) for name in names}
     tables |= with_tables(config, without_tables(config, tensors), tables)
     for name in own:
         if not tensors[name].equal(tables[name]):
@@ -230,7 +232,7 @@ def convert(
     if there.is_file() and there.read_bytes() != known:
         raise HeadError(f"{there} is of another training: delete it, or name another folder")
     save_head(out_dir, config, tensors)
-    if known is not None:  # `peagle publish` needs it
+    if known is not None and not there.is_file():  # `peagle publish` needs it
         there.write_bytes(known)
     names = read_tensor_specs(source_dir).keys()
     left = [*TARGET_TENSORS, *(name for name in ("embed_tokens.weight", "lm_head.weight") if name not in tensors)]

@@ -392,7 +392,7 @@ class ChatTemplate:
         if said:
             marked = self._behind(begin, prompt, {**answer, last: said + _SENTINEL})
             up_to = (marked or "").partition(_SENTINEL)[0]
-        is_written, adds_nothing = up_to.endswith(said.lstrip()), up_to.startswith(said.strip())
+        is_written, adds_nothing = up_to.endswith(said.lstrip()), up_to.strip() == said.strip()
         has_text_alone = not answer.keys() - {"role", "content"}
         if prompt.is_targets and has_text_alone and (adds_nothing or not (prompt.is_whole and is_written)):
             return [*self.encode(said), *ends]  # a service that parses no reasoning sends it within the content

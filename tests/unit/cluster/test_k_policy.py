@@ -252,6 +252,14 @@ def test_k_is_chosen_beside_what_the_operator_pinned() -> None:
     rules = replace(POLICY, by_workload={"default": 0})
     found = observed(report(workloads={"default": counts(0.9, 5000, 2)}), rules=rules)
     assert k_of(found, "unseen") > 0, "only what names no workload is pinned"
+    before = counts(0.01, 5000, 40)
+    found = observed(
+        report(workloads={"default": before}), rules=replace(rules, by_workload={"default": 7}), on_gpu=True
+    )
+    assert (choose(found, "unseen").k, choose(found, "unseen").max_k) == (0, 7), "the drafter's pass runs anyway"
+    better = before + replace(counts(0.9, 90_000), num_started=0)
+    found.observe([report(workloads={"default": better})], 1.0)
+    assert k_of(found, "unseen") > 0, "a change need gain nothing but its own tokens"
 
 
 def test_the_limits_of_a_caller_and_of_later_settings_cap_k() -> None:

@@ -215,7 +215,7 @@ def test_keys_are_named_and_not_held(make: Any, monkeypatch: pytest.MonkeyPatch)
     assert "callers" not in options[ROUTER_NAME]["user_config"]  # None there would open the service
 
 
-@pytest.mark.parametrize("folder", ["/models", "/", "/etc", "/home/ray/.cache"])
+@pytest.mark.parametrize("folder", ["/models", "/", "/etc", "/home/ray/.cache", "/etc/ssl/certs", "/lib64/k"])
 def test_keys_hide_no_folder_of_a_pod(make: Any, folder: str) -> None:
     raw, args = config()
     args["kubernetes"] = {"volumes": {"/models": "weights"}}

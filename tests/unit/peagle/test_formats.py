@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from deployments.cli import main
 from peagle.checkpoint import build_drafter, load_head, target_ids
 from peagle.config import UNNAMED_LAYERS, DrafterConfig, HeadError, plain_config
-from peagle.heads import convert
+from peagle.heads import convert, shipped_heads
 from peagle.train.cod import attend_under
 from tests.support.head_factory import reconfigure, rewrite
 
@@ -90,6 +90,12 @@ def target_with_tables_of(head: Path, folder: Path) -> Path:
         folder / "model.safetensors",
     )
     return folder
+
+
+def test_a_head_without_tables_of_its_own_needs_no_target_to_stay_so(tmp_path: Path) -> None:
+    for head in shipped_heads().values():
+        convert(head, tmp_path / head.name, has_tables=False)
+        assert load_head(tmp_path / head.name)[1].keys() == load_head(head)[1].keys()
 
 
 @pytest.mark.parametrize("name", ["embed_tokens__weight", "lm_head__weight"])

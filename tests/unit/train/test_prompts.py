@@ -197,6 +197,7 @@ REASONED = {**assistant(""), "reasoning_content": "m"}
         (THINK, assistant("</think>"), {}, None),
         (THINK, assistant("m</think>Hi"), RAW, "m</think>Hi<|im_end|>"),
         (ORDINARY[2], assistant(" Hi\n"), RAW, " Hi\n<|im_end|>"),
+        (CHANNEL, assistant("<|channel|>"), RAW, "<|channel|>final<|message|><|channel|><|im_end|>"),
         (BEGUN, assistant("m"), CUT, "m"),
         (THINK, REASONED, CUT, "<think>\nm"),
         (BEGUN, REASONED, CUT, "m"),
