@@ -151,7 +151,7 @@ def prepare_head(
 
 
 def head_directory(head: str | Path) -> Path:
-    """Of a shipped head by its name, else the directory itself. Raises HeadError for neither."""
+    """The directory of a shipped head by its name, or `head` where it is one. Raises HeadError for neither."""
     shipped = shipped_heads()
     if str(head) in shipped:
         return shipped[str(head)]

@@ -5,6 +5,7 @@ import json
 import pickle
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -310,12 +311,15 @@ async def test_an_answer_is_charged_though_its_client_leaves_at_the_end(tmp_path
     assert json.loads(line)["output_tokens"] == 9
 
 
-async def test_a_replica_that_ends_writes_the_lines_that_wait_for_tokens(tmp_path: Path) -> None:
+async def test_a_replica_that_ends_writes_the_lines_that_wait_for_tokens_and_leaves_no_folder(tmp_path: Path) -> None:
     replica = Replica(lambda _: events(chunk(), chunk("stop")), UsageLog(str(tmp_path / "usage")))
     replica._client.abort = lambda _: asyncio.sleep(60)  # which says the tokens too late
     replica.engine.shutdown = lambda: asyncio.sleep(0)  # type: ignore[attr-defined]
     await leave(replica.ask("chat", {"messages": HELLO, "stream": True}), 1)
+    folder = TemporaryDirectory(dir=tmp_path)
+    replica._front_ends = SimpleNamespace(metrics_folder=folder)  # type: ignore[assignment]
     await TargetServer.__del__(replica)
+    assert not Path(folder.name).exists()
     (line,) = (tmp_path / "usage").read_text().splitlines()
     assert (json.loads(line)["status"], "output_tokens" in line) == (499, False)
 
