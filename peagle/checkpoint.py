@@ -348,7 +348,7 @@ def build_drafter(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> Drafter:
-    """A `Drafter` in evaluation mode with a head's weights, from either form.
+    """A `Drafter` in evaluation mode with a head's weights, from any form.
 
     embed_VH: the target's embedding table [V, H]. lm_head_VH: its output matrix [V, H], of which a reduced draft
     vocabulary takes its rows. Tables of the head's own win. All are frozen. dtype: by default float32.

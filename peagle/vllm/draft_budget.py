@@ -126,7 +126,8 @@ class DraftBudget:
         """Whether the drafter's pass runs in the step of these requests, so that the next one has drafts to verify.
 
         It is left out if steps without it give more tokens per second. The drafter then misses rows of the requests,
-        and its later drafts are a little worse. Requests that keep their K, and prompts, always have their pass.
+        and its later drafts are a little worse. Requests that keep a K above 0 always have their pass, and so do
+        prompts beside requests that may draft.
         """
         if not any(max_ks) or prompt_tokens or self._num_drafted < MIN_DRAFTED:
             self._num_drafted += sum(map(bool, max_ks))

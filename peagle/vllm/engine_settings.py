@@ -52,7 +52,7 @@ def engine_kwargs(
 
     Args:
         target_dir: checkpoint of the target; None leaves `model` out (`ray.serve.llm` sets it from its own setting).
-        head_dir: prepared head in vLLM's format; None means no speculation.
+        head_dir: prepared head in vLLM's format; None, without a `method` of vLLM's own, means no speculation.
         method: as vLLM names it. "eagle3" means P-EAGLE and EAGLE-3 heads. Any other one is vLLM's own: head_dir goes
             to vLLM unread, None if the method has no files.
         max_draft_tokens: K_max, from 1 to the head's `num_depths`, if known. None: `num_depths`; vLLM's own methods
