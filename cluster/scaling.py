@@ -200,12 +200,7 @@ class ScalingPolicy:
         return f"{num_steps:.0f} verified steps tell too little of acceptance" if num_steps < MIN_STEPS else ""
 
     def _decide_by_acceptance(
-        self,
-        traffic: Mapping[str, WorkloadTraffic],
-        k_policy: KPolicy,
-        target: Pool,
-        num_silent: int,
-        kept: str,
+        self, traffic: Mapping[str, WorkloadTraffic], k_policy: KPolicy, target: Pool, num_silent: int, kept: str
     ) -> Decision:
         settings, (capacity, length) = self.settings, replica_capacity(k_policy, traffic)
         excess = max(0.0, self._ongoing - target.num_wanted * k_policy.max_num_seqs)

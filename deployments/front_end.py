@@ -327,11 +327,7 @@ class FrontEnd:
         self._workloads.remember(base_workload(workload))
 
     async def answer(
-        self,
-        call: Call,
-        document: Mapping[str, Any],
-        caller: Caller = ANYONE,
-        headers: Mapping[str, str] | None = None,
+        self, call: Call, document: Mapping[str, Any], caller: Caller = ANYONE, headers: Mapping[str, str] | None = None
     ) -> AsyncGenerator[str]:
         """The answer to a request, from its admission to its end: one JSON text, or server-sent events.
 

@@ -256,12 +256,7 @@ class FrontEndProcesses:
     """
 
     def __init__(
-        self,
-        number: int,
-        max_workloads: int,
-        recorder: DraftingRecorder,
-        charge: Charge,
-        keep: Keep | None = None,
+        self, number: int, max_workloads: int, recorder: DraftingRecorder, charge: Charge, keep: Keep | None = None
     ) -> None:
         self.number = number
         self.grammars: GrammarChecker

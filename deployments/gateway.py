@@ -30,7 +30,7 @@ from deployments import GATEWAY_NAME, compat
 from deployments.app import TARGET_REQUESTS, bind
 from deployments.errors import json_response, not_ready, server_lost
 from deployments.http_streams import EventStream, read_body, until_disconnected
-from deployments.replicas import METRICS_INTERVAL_S, PacedCall
+from deployments.replicas import PacedCall
 from deployments.telemetry import METRICS_CONTENT_TYPE, labelled, prometheus_text
 from peagle.schema import Problems, Section, SettingsError, problem_lines
 
@@ -91,7 +91,7 @@ class Forwarder:
         self._forwarded = Admission(max(1, MAX_FORWARDED // settings.num_replicas), max_queued=0)
         self._forwarded.num_reserved = self._forwarded.max_running // 4
         self._bodies = BodyBudget(BODIES_HELD * settings.max_body_bytes)
-        self._metrics = PacedCall(self._collect_metrics, METRICS_INTERVAL_S)
+        self._metrics = PacedCall(self._collect_metrics)
         self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True),  # one kept open may end at any moment
             timeout=aiohttp.ClientTimeout(total=None),

@@ -37,7 +37,7 @@ class PacedCall(Generic[ReportT]):
     """A coroutine function that starts at most once in `interval_s`, and when it has ended: all who ask before a start
     get its result."""
 
-    def __init__(self, work: Callable[[], Awaitable[ReportT]], interval_s: float) -> None:
+    def __init__(self, work: Callable[[], Awaitable[ReportT]], interval_s: float = METRICS_INTERVAL_S) -> None:
         self._work, self._interval_s, self._started_s = work, interval_s, -math.inf
         self._next: asyncio.Task[ReportT] | None = None
         self._lock = asyncio.Lock()

@@ -22,47 +22,17 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from cluster.counts import Counts, TargetReport
-from cluster.heads import (
-    CANDIDATE,
-    DesiredHeads,
-    DrafterReport,
-    HeadChange,
-    HeadManager,
-    HeadProposal,
-    HeadRef,
-)
+from cluster.heads import CANDIDATE, DesiredHeads, DrafterReport, HeadChange, HeadManager, HeadProposal, HeadRef
 from cluster.history import POINT_S, ServiceHistory
 from cluster.k_policy import KPolicy, PolicyUpdate
 from cluster.learning import LearnerReport
 from cluster.request import base_workload
 from cluster.settings import ClusterSettings, DrafterSettings
-from deployments import DRAFTER_NAME, TARGET_NAME, compat
+from deployments import DRAFTER_NAME, TARGET_NAME, compat, telemetry
 from deployments.autoscaling import Autoscaler, read_pools
 from deployments.metrics import Families
-from deployments.replicas import (
-    METRICS_INTERVAL_S,
-    POLL_TIMEOUT_S,
-    REPLICA_LOST,
-    PacedCall,
-    ReplicaMonitor,
-    repeat,
-    settings_with,
-)
+from deployments.replicas import POLL_TIMEOUT_S, REPLICA_LOST, PacedCall, ReplicaMonitor, repeat, settings_with
 from deployments.state import StateStore
-from deployments.telemetry import (
-    add_change_metrics,
-    add_depth_metrics,
-    add_drafter_metrics,
-    add_head_counts,
-    add_head_metrics,
-    add_learner_metrics,
-    add_scaling_metrics,
-    add_spending_metrics,
-    add_target_metrics,
-    drafting_document,
-    labelled,
-    prometheus_text,
-)
 from peagle.heads import candidate_directory, candidate_files, keep_candidate
 
 logger = logging.getLogger(__name__)
@@ -124,8 +94,8 @@ class Router:
         for monitor in (self._monitor, self._drafters, self._learner):
             if monitor is not None:
                 monitor.start()
-        self._metrics = PacedCall(self._collect_metrics, METRICS_INTERVAL_S)
-        self._drafting = PacedCall(self._collect_drafting, METRICS_INTERVAL_S)
+        self._metrics = PacedCall(self._collect_metrics)
+        self._drafting = PacedCall(self._collect_drafting)
         recording = repeat(self._add_point, POINT_S, "the page lacks a point of its history")
         self._recording = asyncio.create_task(recording)
 
@@ -243,17 +213,17 @@ class Router:
         reports = await self._monitor.refresh()
         model = self._settings.model.id
         found = Families()
-        add_target_metrics(found, reports, self._monitor.num_ready or 0, model)
-        add_head_metrics(found, self._head_counts)
-        add_change_metrics(found, self._heads.document())
-        add_depth_metrics(found, self._document(), model)
-        add_scaling_metrics(found, self._scaling_document())
-        add_spending_metrics(found, self._state.spending.today)
+        telemetry.add_target_metrics(found, reports, self._monitor.num_ready or 0, model)
+        telemetry.add_head_metrics(found, self._head_counts)
+        telemetry.add_change_metrics(found, self._heads.document())
+        telemetry.add_depth_metrics(found, self._document(), model)
+        telemetry.add_scaling_metrics(found, self._scaling_document())
+        telemetry.add_spending_metrics(found, self._state.spending.today)
         if self._drafters is not None:
-            add_drafter_metrics(found, await self._drafters.refresh(), reports)
+            telemetry.add_drafter_metrics(found, await self._drafters.refresh(), reports)
         if self._learner is not None:
-            add_learner_metrics(found, self._learner.reports)
-        return prometheus_text([*found.values(), *await self._replica_families()])
+            telemetry.add_learner_metrics(found, self._learner.reports)
+        return telemetry.prometheus_text([*found.values(), *await self._replica_families()])
 
     async def _replica_families(self) -> list[Metric]:
         """What each replica's front end and engine count themselves."""
@@ -262,7 +232,7 @@ class Router:
             for answer in await compat.ask_each(self._target, "front_end_metrics", POLL_TIMEOUT_S):
                 if isinstance(answer, tuple):
                     replica, found = answer
-                    families += labelled(found, replica=replica)
+                    families += telemetry.labelled(found, replica=replica)
         return families
 
     async def _add_point(self) -> None:
@@ -285,7 +255,7 @@ class Router:
             row |= self._history.times(row["workload"])
         return {
             **document,
-            **drafting_document(reports, self._head_counts, drafters),
+            **telemetry.drafting_document(reports, self._head_counts, drafters),
             **self._history.document(time.monotonic()),
             "settings": self._settings.model_dump(mode="json", exclude_none=True, include=SHOWN_SETTINGS),
             "head_changes": self._heads.document(),
@@ -314,7 +284,7 @@ class Router:
         if deltas is None:
             return
         self._history.observe(reports, deltas, policy.num_requests, policy.latency, now_s)
-        add_head_counts(self._head_counts, deltas)
+        telemetry.add_head_counts(self._head_counts, deltas)
         # The first reports count from the targets' start, and heads may have changed since.
         if self._heads.is_ready and self._counts_are_new:
             weights = "+".join(sorted({report.weights for report in reports} - {""}))
