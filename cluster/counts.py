@@ -274,9 +274,7 @@ def _activity(report: TargetReport, names: Iterable[str]) -> int:
 
 def counts_since(counts: WorkloadCounts, earlier: WorkloadCounts | None) -> WorkloadCounts:
     """What came on top of `earlier`; all of it where a counter fell, because it began anew."""
-    if earlier is None:
-        return counts.copy()
     try:
-        return counts - earlier
+        return counts - (earlier or WorkloadCounts())
     except ValueError:
         return counts.copy()

@@ -213,7 +213,7 @@ class KPolicy:
 
     def __init__(self, rules: KRules, *, on_gpu: bool = False, max_num_seqs: float = math.inf) -> None:
         self.rules, self.max_num_seqs = rules, max_num_seqs
-        self._tracker = DeltaTracker()
+        self.tracker = DeltaTracker()
         self.posteriors = AcceptancePosteriors(rules.max_draft_tokens)
         self._on_gpu, self._guess = on_gpu, guessed_latency(on_gpu)
         self._latencies: dict[str, tuple[float, StepLatency]] = {}
@@ -236,7 +236,7 @@ class KPolicy:
         reports, None without any."""
         if not reports:
             return None
-        deltas = self._tracker.update(reports)
+        deltas = self.tracker.update(reports)
         self.posteriors.update(deltas)
         self._latencies |= {r.replica: (now_s, r.step_latency) for r in reports if r.step_latency is not None}
         self._latencies = {
@@ -335,14 +335,9 @@ class KPolicy:
             "survival": {end: [round(value, 4) for value in getattr(rates, end)] for end in ("mean", "low", "high")},
         }
 
-    @property
-    def last_reports(self) -> list[TargetReport]:
-        """What is counted already of each replica."""
-        return self._tracker.last_reports
-
     def restore(self, reports: Iterable[TargetReport], acceptance: AcceptanceSnapshot) -> None:
-        """Go on from `last_reports` and the posteriors' snapshot of an earlier policy. Raises ValueError for one of
-        another K_max."""
+        """Go on from `tracker.last_reports` and the posteriors' snapshot of an earlier policy. Raises ValueError for
+        one of another K_max."""
         self.posteriors.restore(acceptance)
         for report in reports:
-            self._tracker.remember(report)
+            self.tracker.remember(report)

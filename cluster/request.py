@@ -332,7 +332,10 @@ class Workloads:
     def _admitted(self, name: str, num_needed: int) -> str:
         if name in self._kept:
             return name
-        self._count(name)
+        self._num_counted += 1
+        if self._num_counted % HALVING_REQUESTS == 0:
+            self._counts = Counter({name: num // 2 for name, num in self._counts.items() if num > 1})
+        self._counts[name] += 1
         num = self._counts[name]
         if name in self._others:
             return name
@@ -345,12 +348,6 @@ class Workloads:
             return DEFAULT_WORKLOAD
         self._others[name] = None
         return name
-
-    def _count(self, name: str) -> None:
-        self._num_counted += 1
-        if self._num_counted % HALVING_REQUESTS == 0:
-            self._counts = Counter({name: num // 2 for name, num in self._counts.items() if num > 1})
-        self._counts[name] += 1
 
 
 def _texts(content: Any) -> list[str]:

@@ -128,7 +128,7 @@ class ScalingPolicy:
 
     def __init__(self, settings: AutoscalingSettings) -> None:
         self.settings = settings
-        self._traffic = TrafficHistory()
+        self.traffic = TrafficHistory()
         self._reported_s: dict[str, float] = {}
         self._observed_s = -math.inf
         self._ongoing, self._is_busy = 0.0, False
@@ -144,24 +144,20 @@ class ScalingPolicy:
         self._ongoing, self._is_busy = kept * self._ongoing + (1 - kept) * ongoing, ongoing > 0
         self._observed_s = now_s
         if deltas is not None:
-            self._traffic.add(deltas.workloads, queued, now_s)
-
-    def note_waiting(self, now_s: float) -> None:
-        """A request found no replica."""
-        self._traffic.note_busy(now_s)
+            self.traffic.add(deltas.workloads, queued, now_s)
 
     def decide(self, now_s: float, target: Pool, drafter: Pool | None, k_policy: KPolicy) -> Decision:
         """The wanted numbers of replicas at `now_s`. `drafter`: None where it is not known."""
         if target.num_running == 0 and target.num_wanted > 0:
-            self._traffic.note_busy(now_s)  # the client that it starts for was told to come again
-        settings, idle_s = self.settings, self._traffic.idle_s(now_s)
+            self.traffic.note_busy(now_s)  # the client that it starts for was told to come again
+        settings, idle_s = self.settings, self.traffic.idle_s(now_s)
         if target.num_running > self._num_running or target.num_running >= target.num_wanted:
             self._grown_s = now_s
         self._num_running = target.num_running
         num_silent = max(0, target.num_running - len(self._reported_s))
         if settings.target.min == 0 and not self._is_busy and idle_s >= settings.idle_s and not num_silent:
             return Decision(0, self._num_drafters(0), "idle", f"no request for {idle_s:.0f} s: scaled to zero")
-        traffic = self._traffic.by_workload()
+        traffic = self.traffic.by_workload()
         missing = self._find_missing(traffic, num_silent, k_policy, now_s)
         if missing or settings.policy == "queue_length":
             num_drafters = self._num_drafters(target.num_wanted)
@@ -187,7 +183,7 @@ class ScalingPolicy:
         self, traffic: Mapping[str, WorkloadTraffic], num_silent: int, k_policy: KPolicy, now_s: float
     ) -> str:
         """Why acceptance cannot decide; "" where it can."""
-        num_reporting, history_s = self._num_running - num_silent, self._traffic.history_s(now_s)
+        num_reporting, history_s = self._num_running - num_silent, self.traffic.history_s(now_s)
         if num_reporting < max(1, SILENT_SHARE * self._num_running):
             return f"only {num_reporting} of {self._num_running} replicas report"
         if history_s < MIN_HISTORY_S:

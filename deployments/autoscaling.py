@@ -100,7 +100,7 @@ class Autoscaler:
 
     def wake(self) -> None:
         """A request found no target replica, which alone wakes a target scaled to zero."""
-        self.policy.note_waiting(time.monotonic())
+        self.policy.traffic.note_busy(time.monotonic())
         self._decided_s = -math.inf
 
     async def decide(self, k_policy: KPolicy, now_s: float) -> None:

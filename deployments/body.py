@@ -179,20 +179,14 @@ def drop_unused(fields: Mapping[str, Any], unused: Collection[str]) -> dict[str,
     return given
 
 
-def _hint(record: type[BaseModel], name: str) -> str:
-    """What an unknown field is called here, or `nearest`."""
-    other = RENAMED_FIELDS.get(name, "")
-    known = known_fields(record)
-    is_renamed = other.partition(".")[0] in known
-    return f"; it is called {other} here" if is_renamed else nearest(f"{name:.80}", {*known, "drafting"})
-
-
 def parse_record(record: type[BaseModel], fields: dict[str, Any]) -> Any:
     """The request as vLLM's record of this type. Raises ApiError naming the field."""
-    for name in fields:
-        if name not in known_fields(record):
-            hint = _hint(record, name)
-            raise ApiError(400, f"unknown field {name:.80}{hint}", param=f"{name:.80}", code="unknown_field")
+    known = known_fields(record)
+    for name in (name for name in fields if name not in known):
+        other, shown = RENAMED_FIELDS.get(name, ""), f"{name:.80}"
+        is_renamed = other.partition(".")[0] in known
+        hint = f"; it is called {other} here" if is_renamed else nearest(shown, {*known, "drafting"})
+        raise ApiError(400, f"unknown field {shown}{hint}", param=shown, code="unknown_field")
     if record in (ChatCompletionRequest, TokenizeChatRequest):
         _check_messages(fields.get("messages"))
     try:

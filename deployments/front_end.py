@@ -119,21 +119,17 @@ class FrontEndMetrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
 
-        def histogram(name: str, buckets: tuple[float, ...]) -> Histogram:
-            text = FAMILIES[name].text
-            return Histogram(PREFIX + name, text, ["workload"], buckets=buckets, registry=self._registry)
+        def family(kind: Any, name: str, **options: Any) -> Any:
+            labels = FAMILIES[name].labels.removesuffix("replica").split()  # the router adds that one
+            return kind(PREFIX + name, FAMILIES[name].text, labels, registry=self._registry, **options)
 
-        self.first_token = histogram("time_to_first_token_seconds", LATENCY_BUCKETS_S)
-        self.per_token = histogram("time_per_output_token_seconds", TPOT_BUCKETS_S)
-        self.latency = histogram("request_latency_seconds", LATENCY_BUCKETS_S)
+        self.first_token = family(Histogram, "time_to_first_token_seconds", buckets=LATENCY_BUCKETS_S)
+        self.per_token = family(Histogram, "time_per_output_token_seconds", buckets=TPOT_BUCKETS_S)
+        self.latency = family(Histogram, "request_latency_seconds", buckets=LATENCY_BUCKETS_S)
         self._statuses: dict[str, set[str]] = {}  # of the answers counted, by workload
-        answers, queued = FAMILIES["answers"].text, FAMILIES["queued_requests"].text
-        self._answers = Counter(PREFIX + "answers", answers, ["workload", "status"], registry=self._registry)
-        self.queued = Gauge(PREFIX + "queued_requests", queued, registry=self._registry)
-        self._tokens = [
-            Counter(PREFIX + name, FAMILIES[name].text, ["caller"], registry=self._registry)
-            for name in ("caller_prompt_tokens", "caller_output_tokens", "caller_accepted_tokens")
-        ]
+        self._answers = family(Counter, "answers")
+        self.queued = family(Gauge, "queued_requests")
+        self._tokens = [family(Counter, f"caller_{kind}_tokens") for kind in ("prompt", "output", "accepted")]
 
     def count_answer(self, workload: str, status: int) -> None:
         """workload: "" where the request was refused before it had one."""

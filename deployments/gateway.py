@@ -8,7 +8,7 @@ is not ready gets its own requests refused, and no others.
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -163,27 +163,25 @@ class Forwarder:
         found = request.headers.getlist(self._address_header) if self._address_header else []
         return found[-1] if found else ""
 
-    async def _ask_all(self, request: Request, path: str = "") -> dict[str, tuple[int, bytes]]:
-        """Status and body of a GET of `path`, else that of the request, at each application, by its prefix; 503 where
-        none comes."""
+    async def _ask_all(self, ask: Callable[[str], Awaitable[aiohttp.ClientResponse]]) -> dict[str, tuple[int, bytes]]:
+        """Status and body that each application answers to `ask`, by its prefix; 503 where none comes."""
 
-        async def ask(prefix: str) -> tuple[int, bytes]:
+        async def read(prefix: str) -> tuple[int, bytes]:
             try:
-                async with asyncio.timeout(ASK_TIMEOUT_S):
-                    answer = await self._ask(request, "GET", prefix, b"", path)
+                async with asyncio.timeout(ASK_TIMEOUT_S), await ask(prefix) as answer:
                     return answer.status, await answer.read()
             except (ApiError, TimeoutError, aiohttp.ClientError):
                 return 503, b""
 
         prefixes = dict.fromkeys(self._models.values())
-        return dict(zip(prefixes, await asyncio.gather(*map(ask, prefixes)), strict=True))
+        return dict(zip(prefixes, await asyncio.gather(*map(read, prefixes)), strict=True))
 
     # ---- what the gateway answers itself
 
     async def models(self, request: Request) -> Response:
         """All models, also those that are not ready; or one of them."""
         cards = {name: {"id": name, "object": "model", "created": 0, "owned_by": "peagle"} for name in self._models}
-        answers = await self._ask_all(request, "/v1/models")
+        answers = await self._ask_all(lambda prefix: self._ask(request, "GET", prefix, b"", "/v1/models"))
         refusals = [answer for answer in answers.values() if answer[0] in (401, 403)]
         if len(refusals) == len(answers):
             return Response(refusals[0][1], refusals[0][0], media_type="application/json")
@@ -199,7 +197,7 @@ class Forwarder:
 
     async def health(self, request: Request) -> Response:
         """200 while any model is ready."""
-        found = await self._ask_all(request)
+        found = await self._ask_all(lambda prefix: self._ask(request, "GET", prefix, b""))
         states = {name: "ready" if found[prefix][0] == 200 else "not ready" for name, prefix in self._models.items()}
         if "ready" not in states.values():
             raise not_ready(next(iter(states)))
@@ -210,22 +208,15 @@ class Forwarder:
         return Response(await self._metrics(), media_type=METRICS_CONTENT_TYPE)
 
     async def _collect_metrics(self) -> bytes:
-        async def read(prefix: str) -> str:
-            try:
-                async with asyncio.timeout(ASK_TIMEOUT_S):
-                    async with self.session.get(f"{self._base_url}{prefix}/metrics") as answer:
-                        return await answer.text() if answer.status == 200 else ""
-            except (TimeoutError, aiohttp.ClientError):
-                return ""
-
-        def merge(texts: list[str]) -> bytes:
+        def merge() -> bytes:
             families = []
-            for prefix, text in zip(prefixes, texts, strict=True):
+            for prefix, (status, body) in answers.items():
+                text = body.decode() if status == 200 else ""
                 families += labelled(text_string_to_metric_families(text), application=prefix)
             return prometheus_text(families)
 
-        prefixes = list(dict.fromkeys(self._models.values()))
-        return await asyncio.to_thread(merge, await asyncio.gather(*map(read, prefixes)))
+        answers = await self._ask_all(lambda prefix: self.session.get(f"{self._base_url}{prefix}/metrics"))
+        return await asyncio.to_thread(merge)
 
     def app(self) -> Starlette:
         async def refuse(request: Request, error: Exception) -> Response:

@@ -59,7 +59,10 @@ class StateStore:
         """Begin where the last router stopped. A state that is damaged or of another version is logged and not used;
         its file is put aside."""
         try:
-            document = self._read()
+            if self._path is None:
+                document: Any = self._channel.get(LEARNED)
+            else:
+                document = json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else None
             if document is None:
                 return
             saved = msgspec.convert(document, SavedState)
@@ -75,12 +78,6 @@ class StateStore:
                     kept = f"; it is kept as {aside}"
             logger.warning("%s cannot be used (%s)%s", self._name, error, kept)
 
-    def _read(self) -> Any:
-        """None where there is none."""
-        if self._path is not None:
-            return json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else None
-        return self._channel.get(LEARNED)
-
     def save_soon(self, *, is_urgent: bool = False) -> None:
         """Save in a thread, when it is time again and the last save is done: a slow disk holds up no request.
         `is_urgent`: it is time."""
@@ -94,7 +91,7 @@ class StateStore:
 
     def document(self) -> dict[str, Any]:
         """The state of now, as JSON."""
-        learned = self._policy.last_reports, self._policy.posteriors.snapshot()
+        learned = self._policy.tracker.last_reports, self._policy.posteriors.snapshot()
         document: dict[str, Any] = msgspec.to_builtins(SavedState(*learned, self.spending, self._heads.state))
         return document
 

@@ -39,7 +39,7 @@ from cluster.errors import ApiError
 from cluster.k_policy import PolicyUpdate
 from cluster.learning import AnswerQueue, KeptAnswer
 from cluster.request import MAX_NUM_WORKLOADS, TRIAL_SUFFIX, base_workload
-from cluster.settings import ClusterSettings, LimitSettings, with_live
+from cluster.settings import ClusterSettings, DrafterSettings, LimitSettings, with_live
 from cluster.step_latency import StepLatency
 from deployments import compat
 from deployments.answers import EngineAnswers
@@ -352,16 +352,15 @@ def engine_config(settings: ClusterSettings, target: str, head_dir: Path | None,
     """`ray.serve.llm`'s configuration of the engine of a replica whose environment has `env`."""
     extra = {"enable_prompt_tokens_details": True, **settings.engine}  # usage says how much of a prompt was cached
     dtype = extra.pop("dtype", "auto")
-    on_cpu = not settings.target.has_gpu
-    drafter = settings.drafter
-    links = None if drafter is None or not drafter.is_remote else drafter.links
+    drafter = settings.drafter or DrafterSettings()  # without a drafter: that has no head
+    links = drafter.links  # of remote ones alone
     kwargs = engine_kwargs(
         None,
         head_dir,
-        method="eagle3" if drafter is None else drafter.method,
-        max_draft_tokens=None if drafter is None else drafter.max_draft_tokens,
+        method=drafter.method,
+        max_draft_tokens=drafter.max_draft_tokens,
         dtype=dtype,
-        on_cpu=on_cpu,
+        on_cpu=not settings.target.has_gpu,
         remote=None if links is None else RemoteSettings(links.max_deadline_ms / 1000),
         extra=extra,
     )
@@ -369,7 +368,7 @@ def engine_config(settings: ClusterSettings, target: str, head_dir: Path | None,
         # Ray makes vLLM's configuration in a task, and it is read in other processes again. Each of them imports the
         # scheduler when it unpickles its class, and with it the permission for vLLM's V2 runner.
         kwargs["scheduler_cls"] = resolve_obj_by_qualname(ASYNC_SCHEDULER)
-    if drafter is not None:
+    if settings.drafter is not None:
         kwargs["speculative_config"] |= drafter.engine_options
     return LLMConfig(
         model_loading_config={"model_id": settings.model.id, "model_source": target},

@@ -120,7 +120,7 @@ def test_a_restart_of_the_router_waits_for_data_and_then_says_the_same(is_saved:
     """Hours of counts are no arrivals, and where the posteriors were saved no step is needed again."""
     service = Service(3)
     before = service.run(60, rate=2.0)
-    saved = service.k_policy.last_reports, service.k_policy.posteriors.snapshot()
+    saved = service.k_policy.tracker.last_reports, service.k_policy.posteriors.snapshot()
     service.policy, service.k_policy = ScalingPolicy(settings()), k_policy()
     if is_saved:
         service.k_policy.restore(*saved)
@@ -142,7 +142,7 @@ def test_scaled_to_zero_and_back() -> None:
         return service.decide(pool).target
 
     assert target(5, Pool(0, 0)) == 0
-    service.policy.note_waiting(service.now_s)
+    service.policy.traffic.note_busy(service.now_s)
     assert target(1, Pool(0, 0)) is None, "the queue asks for at least one"
     for _ in range(3):  # it starts, and its client, told to come again, has no request here meanwhile
         assert target(10, Pool(0, 1)) is None
