@@ -26,7 +26,6 @@ from deployments.front_end import (
     Usage,
     drafting_field,
     event_document,
-    event_with,
     num_finished_choices,
     text_with,
 )
@@ -197,7 +196,8 @@ class EngineAnswers:
             return
         record = self._pop(admitted)
         last = max(index for index, event in enumerate(tail) if event_document(event))
-        tail[last] = event_with(tail[last], self._drafting_field(admitted, record))
+        text = text_with(event_document(tail[last]), self._drafting_field(admitted, record))
+        tail[last] = f"data: {text}\n\n"
         yield usage_of(record)  # before the tail, which the client may not read
         for event in tail:
             yield event

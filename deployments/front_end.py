@@ -445,8 +445,3 @@ def event_document(event: str) -> dict[str, Any]:
     """The JSON object of a server-sent event, {} for `[DONE]`."""
     data = event.removeprefix("data: ").strip()
     return dict(json.loads(data)) if data.startswith("{") else {}
-
-
-def event_with(event: str, drafting: Mapping[str, Any]) -> str:
-    """A server-sent event with `drafting` in its object."""
-    return f"data: {text_with(event_document(event), drafting)}\n\n"

@@ -222,10 +222,6 @@ class FrontEndProcess:
                 env={**os.environ, **environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     async def run(self, handle: Callable[["FrontEndProcess", Any], None]) -> str:
         """Hand on its messages until it ends. How it ended, in words."""
         self.wire = await Wire.open(self._end, Result)
@@ -233,12 +229,12 @@ class FrontEndProcess:
             async for message in self.wire.messages():
                 handle(self, message)
         except Exception:  # it starts anew
-            logger.exception("a message of front-end process %d cannot be handled", self.pid)
+            logger.exception("a message of front-end process %d cannot be handled", self._process.pid)
         self.is_ready = False
         self.wire.close()
         self.end()
         status = await asyncio.to_thread(self._process.wait)
-        return f"front-end process {self.pid} has ended with {status}"
+        return f"front-end process {self._process.pid} has ended with {status}"
 
     def end(self) -> None:
         self._process.kill()

@@ -205,28 +205,24 @@ def make_app(backend: Backend, entrance: Entrance) -> FastAPI:
 
     app.mount("/docs", StaticFiles(packages=[("vllm.entrypoints.serve.instrumentator", "static")]))
 
-    async def api_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
-        return json_response(error, _path(request.scope))
-
-    async def http_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        text, path = str(error.detail), _path(request.scope)
-        if error.status_code == 404:
-            text = f"{path:.80} is not served here, but {', '.join(served)}; /docs describes them"
-        response = json_response(ApiError(error.status_code, text), path)
-        response.headers.update(error.headers or {})
+    async def refuse(request: Request, error: Exception) -> Response:
+        path, headers = _path(request.scope), dict[str, str]()
+        if isinstance(error, HTTPException):
+            text, headers = str(error.detail), dict(error.headers or {})
+            if error.status_code == 404:
+                text = f"{path:.80} is not served here, but {', '.join(served)}; /docs describes them"
+            error = ApiError(error.status_code, text)
+        elif not isinstance(error, ApiError):
+            logger.error("a request to %s failed", request.url.path, exc_info=error)
+            error = internal_error()
+        response = json_response(error, path)
+        response.headers.update(headers)
         return response
-
-    async def unexpected(request: Request, error: Exception) -> Response:
-        logger.error("a request to %s failed", request.url.path, exc_info=error)
-        return json_response(internal_error(), _path(request.scope))
 
     served = [route.path_format for route in app.routes if isinstance(route, Route) and route.include_in_schema]
     app.openapi = functools.cache(functools.partial(openapi.document, app, RECORDS))  # type: ignore[method-assign]
-    app.add_exception_handler(ApiError, api_error)
-    app.add_exception_handler(HTTPException, http_error)
-    app.add_exception_handler(Exception, unexpected)
+    for kind in (ApiError, HTTPException, Exception):
+        app.add_exception_handler(kind, refuse)
     app.add_middleware(GateMiddleware, front_end=backend.front_end, entrance=entrance)
     # Added last and thereby outermost: a browser asks whether it may call before it sends a key.
     if origins := entrance.allow_origins:

@@ -210,8 +210,7 @@ def read_config(path: Path, *, is_here: bool = True) -> tuple[Any, ...]:
 
 def gateway_application(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """The application in front of those of several models."""
-    found = [application for application in config["applications"] if application["import_path"] == GATEWAY_PATH]
-    return found[0] if found else None
+    return next((one for one in config["applications"] if one["import_path"] == GATEWAY_PATH), None)
 
 
 def model_applications(config: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -227,7 +226,11 @@ def _read_application(application: dict[str, Any], is_here: bool) -> ClusterSett
         known = replace(known, elsewhere=pod_directories(args))
     settings = load_settings(args, known, env)
     check_heads(settings)
-    names = _deployment_names(settings)
+    names = [TARGET_NAME, ROUTER_NAME]
+    if settings.drafter is not None and settings.drafter.is_remote:
+        names.append(DRAFTER_NAME)
+    if settings.learning is not None:
+        names.append(LEARNER_NAME)
     for given in application.get("deployments") or ():
         if given["name"] not in names:
             needs = {DRAFTER_NAME: "drafter.placement: remote", LEARNER_NAME: "a section learning"}.get(given["name"])
@@ -247,13 +250,6 @@ def _read_application(application: dict[str, Any], is_here: bool) -> ClusterSett
     return settings
 
 
-def _deployment_names(settings: ClusterSettings) -> list[str]:
-    names = [TARGET_NAME, ROUTER_NAME]
-    if settings.drafter is not None and settings.drafter.is_remote:
-        names.append(DRAFTER_NAME)
-    return names if settings.learning is None else [*names, LEARNER_NAME]
-
-
 def live_form(config: Mapping[str, Any], *services: ClusterSettings) -> dict[str, Any]:
     """The config with what can be changed while requests run taken out of `args`, and put under `deployments`.
 
@@ -262,36 +258,31 @@ def live_form(config: Mapping[str, Any], *services: ClusterSettings) -> dict[str
     """
     made = copy.deepcopy(dict(config))
     for application, settings in zip(model_applications(made), services, strict=True):
-        _make_live(application, settings)
+        args, live = application["args"], live_config(settings)
+        for section in ("callers", "limits", "depth", "kubernetes"):
+            args.pop(section, None)
+        if settings.depth.state is not None:  # the router reads it before Serve hands it a user_config
+            args["depth"] = {"state": settings.depth.state}
+        if settings.learning is not None and settings.learning.workloads is None:  # callers say what may be kept
+            args["learning"] = {**args["learning"], "workloads": "callers"}
+        args["model"] = {key: value for key, value in args["model"].items() if key != "aliases"}
+        ingress = args.pop("ingress", None) or {}
+        if kept := {key: ingress[key] for key in ("allow_origins", "allowed_hosts", "usage_log") if ingress.get(key)}:
+            args["ingress"] = kept
+        changes: dict[str, dict[str, Any]] = {
+            ROUTER_NAME: {"ray_actor_options": {"num_cpus": settings.ingress.num_cpus}, "user_config": live},
+            TARGET_NAME: {"user_config": live},
+        }
+        if settings.autoscaling is None:
+            (args.get("target") or {}).pop("num_replicas", None)
+            changes[TARGET_NAME]["num_replicas"] = settings.target.num_replicas
+            if settings.drafter is not None and settings.drafter.replicas is not None:
+                (args["drafter"].get("replicas") or {}).pop("num_replicas", None)
+                changes[DRAFTER_NAME] = {"num_replicas": settings.drafter.replicas.num_replicas}
+        for given in application.get("deployments") or ():
+            changes[given["name"]] = {**given, **changes.get(given["name"], {})}  # what is given takes no keys away
+        application["deployments"] = [{"name": name, **options} for name, options in changes.items()]
     return made
-
-
-def _make_live(application: dict[str, Any], settings: ClusterSettings) -> None:
-    args = application["args"]
-    live = live_config(settings)
-    for section in ("callers", "limits", "depth", "kubernetes"):
-        args.pop(section, None)
-    if settings.depth.state is not None:  # the router reads it before Serve hands it a user_config
-        args["depth"] = {"state": settings.depth.state}
-    if settings.learning is not None and settings.learning.workloads is None:  # callers say what may be kept
-        args["learning"] = {**args["learning"], "workloads": "callers"}
-    args["model"] = {key: value for key, value in args["model"].items() if key != "aliases"}
-    ingress = args.pop("ingress", None) or {}
-    if kept := {key: ingress[key] for key in ("allow_origins", "allowed_hosts", "usage_log") if ingress.get(key)}:
-        args["ingress"] = kept
-    changes: dict[str, dict[str, Any]] = {
-        ROUTER_NAME: {"ray_actor_options": {"num_cpus": settings.ingress.num_cpus}, "user_config": live},
-        TARGET_NAME: {"user_config": live},
-    }
-    if settings.autoscaling is None:
-        (args.get("target") or {}).pop("num_replicas", None)
-        changes[TARGET_NAME]["num_replicas"] = settings.target.num_replicas
-        if settings.drafter is not None and settings.drafter.replicas is not None:
-            (args["drafter"].get("replicas") or {}).pop("num_replicas", None)
-            changes[DRAFTER_NAME] = {"num_replicas": settings.drafter.replicas.num_replicas}
-    for given in application.get("deployments") or ():
-        changes[given["name"]] = {**given, **changes.get(given["name"], {})}  # nothing given takes callers' keys away
-    application["deployments"] = [{"name": name, **options} for name, options in changes.items()]
 
 
 def base_url(config: Mapping[str, Any]) -> str:
@@ -487,9 +478,8 @@ def running_config(serve: Any, config: Mapping[str, Any]) -> dict[str, Any] | No
     if not found and (others := ", ".join(running)):
         remedy = "write that name to change it, or set RAY_ADDRESS=local for a Ray of its own"
         raise UpError(f"this config would end the application {others}, which this Ray cluster serves: {remedy}")
-    if not found or any(state["status"] not in {"RUNNING", "UNHEALTHY"} for state in found.values()):
-        return None
-    if any(state["deployed_app_config"] is None for state in found.values()):
+    serving = {"RUNNING", "UNHEALTHY"}
+    if not found or any(one["status"] not in serving or one["deployed_app_config"] is None for one in found.values()):
         return None
     applications = [state["deployed_app_config"] for state in running.values()]  # None: not of a config, or it ends
     return {**config, "applications": [application for application in applications if application is not None]}
