@@ -131,11 +131,8 @@ class Admission:
 
     @asynccontextmanager
     async def hold_places(self, caller: Caller, weight: int = 1) -> AsyncIterator[None]:
-        """Hold a place during the `async with`, after waiting for it in the queue.
-
-        Raises:
-            ApiError: (429) the queue is full.
-        """
+        """Hold a place during the `async with`, after waiting for it in the queue. Raises ApiError (429) where that is
+        full."""
         line = self._line_of(caller)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         line.waiting.append((turn, weight))
@@ -155,11 +152,8 @@ class Admission:
             self._hand_out_places()
 
     def count_request(self, caller: Caller) -> None:
-        """Count a request against the rate of its caller, whatever becomes of it.
-
-        Raises:
-            ApiError: (429) the caller has used up its own rate, or its tokens of the day; the request is not counted.
-        """
+        """Count a request against the rate of its caller, whatever becomes of it. Raises ApiError (429), and counts
+        nothing, where the caller has used up its own rate, or its tokens of the day."""
         day_s = self._day_clock()
         if caller.tokens_per_day is not None and self.spending.spent(caller.name, day_s) >= caller.tokens_per_day:
             message = f"the caller {caller.name} has used up its {caller.tokens_per_day} tokens a day, until 0:00 UTC"
@@ -253,11 +247,8 @@ class Admission:
 
 
 class BodyBudget:
-    """Bytes of request bodies that one replica holds, from their arrival to the end of their answers.
-
-    Args:
-        max_bytes: of all bodies, of which one caller may hold half. May be changed at any time.
-    """
+    """Bytes of request bodies that one replica holds, from their arrival to the end of their answers. `max_bytes`: of
+    all bodies, of which one caller may hold half. It may be changed at any time."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes

@@ -60,17 +60,13 @@ def client_network(address: str) -> str:
 ANYONE = Caller("anyone", tags="allow")
 """Every request of a service without a `callers` section, and every call by deployment handle inside the cluster."""
 
-
 Callers = Mapping[str, Caller]
 """The callers of a service by the SHA-256 of their keys, in lower-case hexadecimal."""
 
 
 def identify_caller(callers: Callers, authorization: str | None) -> Caller:
-    """The caller of a request with this Authorization header (None: without one).
-
-    Raises:
-        ApiError: (401) no header, another scheme than Bearer, or a key that nobody has. It does not repeat the key.
-    """
+    """The caller of a request with this Authorization header (None: without one). Raises ApiError (401), which does not
+    repeat the key, for no header, another scheme than Bearer, or a key that nobody has."""
     if not authorization:
         raise _unknown("this service needs an API key: send the header Authorization: Bearer YOUR_KEY")
     scheme, _, key = authorization.strip().partition(" ")

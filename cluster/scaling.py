@@ -175,8 +175,7 @@ class ScalingPolicy:
         if not traffic:
             number, why = _apply_dead_band(0.0, 0.0, target.num_wanted, settings.target, kept)
             reason = f"no arrivals for {idle_s:.0f} s{why}"
-            drafters = self._num_drafters(number)
-            return Decision(number, drafters, "acceptance", reason, self._ongoing, 0.0, needed=0.0)
+            return Decision(number, self._num_drafters(number), "acceptance", reason, self._ongoing, 0.0, needed=0.0)
         return self._decide_by_acceptance(traffic, k_policy, target, num_silent, kept)
 
     def _find_missing(

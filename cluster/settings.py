@@ -126,7 +126,6 @@ _KEY = re.compile(r"[!-~]+")  # what a header carries unchanged
 
 # ---- what exists on this machine
 
-
 Head = Any
 """The config of a head (`peagle.config.DrafterConfig`)."""
 
@@ -979,11 +978,8 @@ class ClusterSettings(Section):
         return found
 
     def read_key_files(self) -> dict[str, list[str]]:
-        """SHA-256 of the keys in the files of callers, by caller.
-
-        Raises:
-            SettingsError: listing every problem, without keys: no such file, a key with blanks, one key of two callers.
-        """
+        """SHA-256 of the keys in the files of callers, by caller. Raises SettingsError with every problem, without
+        keys: no such file, a key with blanks, one key of two callers."""
         sections, problems = self.callers or {}, list[str]()
         digests = {name: [one.key_sha256] for name, one in sections.items() if one.key_sha256}
         found: dict[str, list[str]] = {}
@@ -1023,10 +1019,7 @@ def load_settings(raw: Any, catalog: Catalog, env: Mapping[str, str] | None = No
     """Check `raw` and fill in what it leaves out.
 
     vLLM's published `speculative_config` may stand in place of `drafter`, as an object or its JSON in `raw`, or as
-    JSON in the environment variable SM_VLLM_SPECULATIVE_CONFIG.
-
-    Raises:
-        SettingsError: listing every problem.
+    JSON in the environment variable SM_VLLM_SPECULATIVE_CONFIG. Raises SettingsError: listing every problem.
     """
     if not isinstance(raw, Mapping):
         sections = listed(tuple(ClusterSettings.model_fields))
@@ -1041,11 +1034,8 @@ def load_settings(raw: Any, catalog: Catalog, env: Mapping[str, str] | None = No
 
 
 def swapped(drafter: DrafterSettings, user_config: Any, catalog: Catalog) -> DrafterSettings:
-    """`drafter` with the head in a deployment's `user_config`, `{head: ...}` or `{}`.
-
-    Raises:
-        ValueError: every problem: an unknown key, no such head, or one that drafts too few tokens.
-    """
+    """`drafter` with the head in a deployment's `user_config`, `{head: ...}` or `{}`. Raises ValueError with every
+    problem: an unknown key, no such head, or one that drafts too few tokens."""
     if not isinstance(user_config, Mapping):
         raise ValueError(f"user_config must be a mapping with head, not {user_config!r:.80}")
     if unknown := [str(key) for key in user_config if key != "head"]:
@@ -1113,11 +1103,7 @@ class LiveSettings(Section):
 
 
 def with_live(settings: ClusterSettings, live: Any) -> ClusterSettings:
-    """`settings` with what `live_config` made of others.
-
-    Raises:
-        SettingsError: listing every problem.
-    """
+    """`settings` with what `live_config` made of others. Raises SettingsError: listing every problem."""
     if not isinstance(live, Mapping):
         raise SettingsError(
             [f"user_config must be a mapping with {listed(LiveSettings.model_fields)}, not {live!r:.80}"]

@@ -172,11 +172,8 @@ def catalog() -> Catalog:
 
 
 def check_files(settings: ClusterSettings) -> None:
-    """Check the head (`check_heads`), the reader of object stores, and the learner's recipe, which needs torch.
-
-    Raises:
-        SettingsError: listing every problem.
-    """
+    """Check the head (`check_heads`), the reader of object stores, and the learner's recipe, which needs torch. Raises
+    SettingsError: listing every problem."""
     check_heads(settings)
     sources = [settings.model.source, *([settings.drafter.head] if settings.drafter is not None else [])]
     if any(name.startswith(OBJECT_STORES) for name in sources) and find_spec("runai_model_streamer") is None:
@@ -192,10 +189,7 @@ def check_files(settings: ClusterSettings) -> None:
 
 def check_heads(settings: ClusterSettings) -> None:
     """Check the head's files without loading them, and that they fit the target where that one's sizes are at hand.
-
-    Raises:
-        SettingsError: a damaged or missing file, wrong tensors, or a head for another target.
-    """
+    Raises SettingsError for a damaged or missing file, wrong tensors, or a head for another target."""
     if settings.drafter is None or settings.drafter.is_vllms_own:
         return
     embedded = EMBEDDED_TARGETS.get(settings.model.source)

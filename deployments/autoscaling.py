@@ -30,7 +30,6 @@ logger = logging.getLogger("ray.serve")
 
 POLICY = "deployments.autoscaling:ReplicaPolicy"
 
-
 DECISION_INTERVAL_S = 5.0
 
 RECORD = "replicas"

@@ -83,10 +83,7 @@ class TargetClient:
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> Json:
         """The answer to a chat. `fields`: those of /v1/chat/completions (`max_tokens`, `temperature`, `drafting`...).
-
-        Raises:
-            TargetError: a refused request, with the status and the field that HTTP would name.
-        """
+        Raises TargetError for a refused request, with the status and the field that HTTP would name."""
         (answer,) = self._start("chat", fields, messages=list(messages))
         return answer
 

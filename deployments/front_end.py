@@ -226,8 +226,7 @@ class FrontEnd:
         card = {"object": "model", "created": 0, "owned_by": "peagle", "permission": []}
         if self.max_model_len is not None:
             card["max_model_len"] = self.max_model_len
-        names = (self.model, *self._settings.model.aliases)
-        return {name: {"id": name, **card} for name in names}
+        return {name: {"id": name, **card} for name in (self.model, *self._settings.model.aliases)}
 
     @property
     def needs_key(self) -> bool:
@@ -325,11 +324,8 @@ class FrontEnd:
     async def answer(
         self, call: Call, document: Mapping[str, Any], caller: Caller = ANYONE, headers: Mapping[str, str] | None = None
     ) -> AsyncGenerator[str]:
-        """The answer to a request, from its admission to its end: one JSON text, or server-sent events.
-
-        Raises:
-            ApiError: instead of an answer, or in the midst of a stream.
-        """
+        """The answer to a request, from its admission to its end: one JSON text, or server-sent events. Raises ApiError
+        instead of an answer, or in the midst of a stream."""
         started_s, first_s, time_s = time.perf_counter(), None, time.time()
         workload, status, usage, is_counted_later = "", 499, None, False
         number = next(self._numbers)

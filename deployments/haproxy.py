@@ -36,7 +36,6 @@ OPTIONS = """
 for no longer than 60 s: it has 4,096 connections. HAProxy 2.8 that splices a request which came in two pieces never
 sees its client leave."""
 
-
 MAX_CONNECTIONS = 3072
 CONNECTIONS = f"""
     stick-table type ipv6 size 64k expire 2h store conn_cur

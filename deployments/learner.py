@@ -91,10 +91,9 @@ class Learner:
                 logger.exception("answers cannot be fetched")
 
     async def _learn(self) -> None:
-        num_new = self._buffer.num_new
         while True:
             await asyncio.sleep(COLLECT_INTERVAL_S)
-            if num_new.total() < self._learning.min_new_answers:
+            if self._buffer.num_new.total() < self._learning.min_new_answers:
                 continue
             try:
                 await self._run_round(await self._router.live_head.remote())

@@ -40,7 +40,6 @@ REFUSALS: Any = {
     "5XX": {"model": Error, "description": "No answer now. `Retry-After`, if there is one, says when to come back."},
 }
 
-
 UNUSED: dict[type[BaseModel], Collection[str]] = {BODIES[call]: fields for call, fields in UNUSED_FIELDS.items()}
 
 

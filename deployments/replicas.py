@@ -159,7 +159,6 @@ class ReplicaMonitor(Generic[ReportT]):
 
 # ---- drafters, as targets see them
 
-
 MAX_MISSED_POLLS = 3
 IDLE_POLLS = 10
 """Polls from one question for the links of an engine without requests to the next: each keeps a core of every worker
@@ -245,11 +244,10 @@ def link_reports(answers: Iterable[Any]) -> tuple[dict[str, Any], ...]:
     """The links of the one worker of an engine that has them, as `GET /drafting` shows them; other workers answer with
     nothing. Each has its drafter's address, its state (`peagle.drafter.client`), the path of the data, the last thing
     that went wrong, and what was counted since the link was made."""
-    shown = ("state", "path", "problem")
     return tuple(
         {
             "drafter": link["address"],
-            **{name: link[name] for name in shown},
+            **{name: link[name] for name in ("state", "path", "problem")},
             "counters": {
                 name[4:]: float(value)
                 for name, value in link.items()

@@ -118,11 +118,8 @@ class Router:
     # ---- heads
 
     async def propose(self, proposal: HeadProposal) -> HeadChange:
-        """Try a candidate on a share of the requests; `trial` says what becomes of it.
-
-        Raises:
-            ValueError: with the reason: a damaged head, no room for it, a trial that is under way.
-        """
+        """Try a candidate on a share of the requests; `trial` says what becomes of it. Raises ValueError with the
+        reason: a damaged head, no room for it, a trial that is under way."""
         files = proposal.files or await asyncio.to_thread(candidate_files, Path(proposal.source))
         digest = hashlib.sha256()
         for file in sorted(files):

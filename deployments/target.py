@@ -211,14 +211,13 @@ class TargetServer(LLMServer):
         await self.check_health()
         if self._front_ends is not None:
             await self._front_ends.refresh_counts()
-        text = self._recorder.step_latency
-        latency = msgspec.json.decode(text, type=StepLatency) if text else None
+        latency = self._recorder.step_latency
         return TargetReport(
             replica=self._replica,
             head=self.front_end.head_of(),
             trial_head=self.front_end.head_of(TRIAL_SUFFIX),
             workloads=self._recorder.workloads(),
-            step_latency=latency,
+            step_latency=msgspec.json.decode(latency, type=StepLatency) if latency else None,
             links=() if self._links is None else self._links.links,
             num_output_tokens=self._recorder.num_output_tokens,
             weights=self._weights,
@@ -314,10 +313,8 @@ MAX_QUEUED_ANSWER_BYTES = 16 * 2**20
 def prepare(settings: ClusterSettings) -> tuple[str, Path | None]:
     """Make the target and the head ready on this node: convert, join, or download what is not in the cache yet.
 
-    Returns what vLLM loads: the target's directory or Hugging Face id, and the head's directory.
-
-    Raises:
-        ValueError: a damaged file, or a head for another target.
+    Returns what vLLM loads: the target's directory or Hugging Face id, and the head's directory. Raises ValueError for
+    a damaged file, or a head for another target.
     """
     target, drafter = target_source(settings.model.source), settings.drafter
     if drafter is None or not drafter.head:

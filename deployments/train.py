@@ -33,8 +33,7 @@ def train(recipe: Path, overrides: list[str], num_workers: int) -> Path:
     Raises ValueError for a wrong recipe before any worker starts, ConnectionError where RAY_ADDRESS names no cluster,
     and Ray's TrainingFailedError, with a worker's error in it, when one fails.
     """
-    loaded = Recipe.load(recipe, overrides)
-    output = Path(loaded.output).resolve()
+    output = Path(Recipe.load(recipe, overrides).output).resolve()
     if not ray.is_initialized():
         address = os.environ.get("RAY_ADDRESS") or compat.local_cluster() or "local"
         if address != "local":

@@ -20,16 +20,10 @@ MAX_WAIT_S = 10.0
 
 class UsageLog:
     """Appends to a file, which is opened again after it was moved away (logrotate). Several replicas of a node may
-    share it: a line is one write.
-
-    Args:
-        path: of the file; `-`: standard output.
-
-    Raises:
-        OSError: the file cannot be opened.
-    """
+    share it: a line is one write."""
 
     def __init__(self, path: str) -> None:
+        """`path`: of the file; `-`: standard output. Raises OSError where the file cannot be opened."""
         target = logging.StreamHandler(sys.stdout) if path == STDOUT else WatchedFileHandler(path, encoding="utf-8")
         lines: queue.Queue[Any] = queue.Queue(MAX_WAITING_LINES)
         self._handler, self._listener = QueueHandler(lines), QueueListener(lines, target)
