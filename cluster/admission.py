@@ -191,8 +191,7 @@ class Admission:
     def _hand_out_places(self) -> None:
         """Give the free places to those whose turn it is."""
         while True:
-            waiting = [line for line in self._lines.values() if line.waiting]
-            lines = [line for line in waiting if line.may_start]
+            lines = [line for line in self._lines.values() if line.waiting and line.may_start]
             if not lines:
                 return
             line = min(lines, key=lambda line: (line.weight, line.last_served))

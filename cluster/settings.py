@@ -181,8 +181,7 @@ class ModelSettings(Section):
     """The target."""
 
     source: str = Field(
-        min_length=1,
-        description="Embedded model, directory, Hugging Face id `org/name`, or `s3://`, `gs://`, `az://`.",
+        min_length=1, description="Embedded model, directory, Hugging Face id `org/name`, or `s3://`, `gs://`, `az://`."
     )
     id: str = Field(
         "",
@@ -281,8 +280,7 @@ class DrafterSettings(Section):
     }
 
     method: Literal["eagle3", "eagle", "mtp", "dflash", "dspark", "draft_model", "ngram"] = Field(
-        "eagle3",
-        description="As vLLM names it. `eagle3`: a P-EAGLE or an EAGLE-3 head, as its file says.",
+        "eagle3", description="As vLLM names it. `eagle3`: a P-EAGLE or an EAGLE-3 head, as its file says."
     )
     head: str = Field("", description="Shipped head, or as `model.source`; none with `mtp` and `ngram`.")
     placement: Literal["colocated", "remote"] = Field(
@@ -609,8 +607,7 @@ class AutoscalingSettings(Section):
     }
 
     policy: Literal["acceptance", "queue_length"] = Field(
-        "acceptance",
-        description="`acceptance`: demand and capacity in tokens/s; `queue_length`: ongoing requests.",
+        "acceptance", description="`acceptance`: demand and capacity in tokens/s; `queue_length`: ongoing requests."
     )
     target: ReplicaRange = Field(description="Bounds of the number of targets.")
     drafter: ReplicaRange | None = Field(None, description="Bounds of the number of drafters, if remote.")
@@ -720,8 +717,7 @@ class KubernetesSettings(Section):
         None, description="Service account of worker pods, such as one that may read a bucket."
     )
     volumes: dict[str, str] = Field(
-        {},
-        description="PersistentVolumeClaims by the directory where all pods have them, with checkpoints.",
+        {}, description="PersistentVolumeClaims by the directory where all pods have them, with checkpoints."
     )
     shared_memory: Quantity | None = Field(None, description="/dev/shm of a pod; by default 1Gi, with GPUs 8Gi.")
     head: PodSettings = Field(default_factory=PodSettings, description="The pod of Ray's head, without replicas.")

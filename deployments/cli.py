@@ -6,8 +6,6 @@ exit status is 1. So it is for any other error, which is named as unexpected. `p
 error comes from.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

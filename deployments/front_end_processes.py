@@ -282,13 +282,14 @@ class FrontEndProcesses:
         """Processes that answer."""
         return sum(process.is_ready for process in self._processes.values())
 
-    def launch(self, config: Any, arguments: Namespace) -> Sequence[Address]:
-        """Start the processes, before the engine: they import while it loads. The addresses of their clients."""
+    def launch(self, config: Any, arguments: Namespace) -> tuple[Sequence[Address], str]:
+        """Start the processes, before the engine: they import while it loads. The addresses of their clients, and the
+        folder of their metrics."""
         self._addresses = client_addresses(config, self.number + MAX_RESTARTS)
         self._setup |= {"config": config, "arguments": arguments}
         for place in range(self.number):
             self._start(place, place)
-        return self._addresses
+        return self._addresses, self.metrics_folder.name
 
     def _start(self, place: int, number: int) -> None:
         setup = {**self._setup, "address": self._addresses[number]}

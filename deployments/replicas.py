@@ -186,11 +186,6 @@ class DrafterLinks:
         self._num_polls, self._awake_until = 0, 0
         self.links: tuple[dict[str, Any], ...] = ()
 
-    def start(self) -> None:
-        """Begin to poll on the running event loop."""
-        problem = "the drafters cannot be handed to the engine; it serves without them meanwhile"
-        self._task = asyncio.create_task(repeat(self.poll, POLL_INTERVAL_S, problem, at_once=True))
-
     async def poll(self) -> None:
         """Ask the drafters who they are, tell the engine what changed, and ask it for its links."""
         try:

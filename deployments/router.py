@@ -215,7 +215,8 @@ class Router:
         telemetry.add_change_metrics(found, self._heads.document())
         telemetry.add_depth_metrics(found, self._document(), model)
         telemetry.add_scaling_metrics(found, self._scaling_document())
-        telemetry.add_spending_metrics(found, self._state.spending.today)
+        for caller, tokens in self._state.spending.today.tokens.items():
+            found.add("caller_tokens_today", tokens, caller)
         if self._drafters is not None:
             telemetry.add_drafter_metrics(found, await self._drafters.refresh(), reports)
         if self._learner is not None:

@@ -18,8 +18,7 @@ import logging
 import os
 import socket
 import time
-from argparse import Namespace
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,7 @@ from deployments.telemetry import engine_metrics
 from deployments.usage_log import UsageLog
 from peagle.heads import head_digest, target_digest
 from peagle.schema import SettingsError
-from peagle.vllm.clients import Address, abort_all_of
+from peagle.vllm.clients import abort_all_of
 from peagle.vllm.engine_settings import ASYNC_SCHEDULER, RemoteSettings, engine_kwargs
 from peagle.vllm.grammar_checker import GrammarChecker, GrammarLimits
 from peagle.vllm.limits import guard
@@ -116,20 +115,14 @@ class TargetServer(LLMServer):
         self.front_end.set_keys(keys)
         charge = self.front_end.charge
 
-        on_cpu = not settings.target.has_gpu
         own_node = ray.get_runtime_context().get_node_id()
         has = next(node["Resources"] for node in ray.nodes() if node["NodeID"] == own_node)  # type: ignore[no-untyped-call]
         own_gpus = settings.target.bundle.get("GPU", 0) * settings.num_workers
         number = settings.target.front_ends or default_front_ends(has.get("CPU", 0), has.get("GPU", 0), own_gpus)
         several = FrontEndProcesses(number, max_workloads, self._recorder, charge, keep) if number > 1 else None
         self._front_ends = several
-
-        def launch_front_ends(vllm_config: Any, arguments: Namespace) -> tuple[Sequence[Address], str | None]:
-            if several is None:
-                return (), None
-            return several.launch(vllm_config, arguments), several.metrics_folder.name
-
-        await super().__init__(config, engine_cls=compat.engine_class(on_cpu, launch_front_ends))
+        launch = several.launch if several is not None else lambda vllm_config, arguments: ((), None)
+        await super().__init__(config, engine_cls=compat.engine_class(not settings.target.has_gpu, launch))
         self._client, self.vllm = client, vllm = compat.read_engine(self.engine)
         self._started_s = time.monotonic()
         self._grammars = GrammarChecker(client.vllm_config, grammar_limits(settings.limits))
@@ -153,7 +146,6 @@ class TargetServer(LLMServer):
         if router is not None:  # requests are served on, by the last update
             update = functools.partial(self._apply_update, router)
             loops.append(repeat(update, POLL_INTERVAL_S, "the router gives no policy update"))
-        self._following = [asyncio.create_task(loop) for loop in loops]
         self._links: DrafterLinks | None = None
         if drafter is not None:
             self._links = DrafterLinks(
@@ -162,7 +154,9 @@ class TargetServer(LLMServer):
                 is_busy=lambda: self.front_end.admission.num_running > 0,
                 on_heads=functools.partial(setattr, self.front_end, "heads"),
             )
-            self._links.start()
+            problem = "the drafters cannot be handed to the engine; it serves without them meanwhile"
+            loops.append(repeat(self._links.poll, POLL_INTERVAL_S, problem, at_once=True))
+        self._following = [asyncio.create_task(loop) for loop in loops]
         freeze_gc_heap()  # as vLLM's own server: a full collection of all that is loaded would hold up every stream
 
     async def __del__(self) -> None:

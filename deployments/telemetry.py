@@ -26,7 +26,6 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from cluster.counts import CounterDeltas, Counts, TargetReport
 from cluster.heads import MAX_HEADS, DrafterReport
 from cluster.learning import LearnerReport
-from cluster.spending import DaySpending
 from deployments.metrics import FAMILIES, Families
 
 logger = logging.getLogger(__name__)
@@ -220,9 +219,3 @@ def add_scaling_metrics(found: Families, document: Mapping[str, Any] | None) -> 
     ):
         if document[key] is not None:
             found.add(f"autoscaling_{name}", document[key])
-
-
-def add_spending_metrics(found: Families, today: DaySpending) -> None:
-    """What callers have used today, all replicas together."""
-    for caller, tokens in today.tokens.items():
-        found.add("caller_tokens_today", tokens, caller)

@@ -3,8 +3,6 @@
 A step then has `num_workers` times the batches of the recipe, one lot on each worker; gradients are averaged.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -140,7 +140,10 @@ def _stop_service(serve: Any, config: Mapping[str, Any], say: Say) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C would leave processes behind
     with contextlib.suppress(Exception):  # of a Ray that is gone
-        if waiting := _waiting_replicas(serve, config):
+        deployments = [one for state in _states(serve, config).values() for one in state["deployments"].values()]
+        replicas = [replica for one in deployments for replica in one["replicas"]]
+        # No node has room for these. They cannot stop by themselves, and Serve waits for them.
+        if waiting := [replica["actor_name"] for replica in replicas if "node_id" not in replica]:
             for name in _states(serve, config):
                 ray.serve.delete(name, _blocking=False)
             time.sleep(POLL_INTERVAL_S)  # until then Serve would start another in the place of one that is gone
@@ -489,12 +492,6 @@ def _states(serve: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     found = serve.get_serve_details().get("applications", {})
     names = [application["name"] for application in config["applications"]]
     return {name: found[name] for name in names if name in found}
-
-
-def _waiting_replicas(serve: Any, config: Mapping[str, Any]) -> list[str]:
-    """Names of the replicas that no node has room for. They cannot stop by themselves, and Serve waits for them."""
-    deployments = [one for state in _states(serve, config).values() for one in state["deployments"].values()]
-    return [replica["actor_name"] for one in deployments for replica in one["replicas"] if "node_id" not in replica]
 
 
 def _update(
