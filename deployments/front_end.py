@@ -254,7 +254,7 @@ class FrontEnd:
         if taken := [key for key in SERVER_KEYS if key in own]:
             name = f"vllm_xargs.{taken[0]}"
             raise ApiError(400, f"{name} is set by the server: send the field drafting", param=name)
-        drafting = self._assign_trial(self._decide(asked, model, fields, caller, headers))
+        drafting = self._decide(asked, model, fields, caller, headers)
         decided: dict[str, Any] = {MAX_K_KEY: drafting.max_k, WORKLOAD_KEY: drafting.workload}
         if drafting.survival:
             decided[SURVIVAL_KEY] = list(drafting.survival)
@@ -295,16 +295,13 @@ class FrontEnd:
         prompt = system_prompt(turns(fields))
         find_workload = lambda tag: self._workloads.resolve(tag, model, prompt)  # noqa: E731
         drafting = resolve(self._rules, asked, headers, caller, find_workload)
-        if not self._rules.is_adaptive:
-            return drafting
-        most = self._rules.max_k
-        return self.update.choose(drafting, most if caller.max_k is None else min(most, caller.max_k))
-
-    def _assign_trial(self, drafting: Drafting) -> Drafting:
-        """The request, now and then with the head on trial. K stays: both heads get the same."""
-        if self.routing.trial not in self.heads or random.random() >= self.routing.share:
-            return drafting
-        return replace(drafting, workload=drafting.workload + TRIAL_SUFFIX)
+        if self._rules.is_adaptive:
+            most = self._rules.max_k
+            drafting = self.update.choose(drafting, most if caller.max_k is None else min(most, caller.max_k))
+        # Now and then the head on trial drafts. K stays: both heads get the same.
+        if self.routing.trial in self.heads and random.random() < self.routing.share:
+            drafting = replace(drafting, workload=drafting.workload + TRIAL_SUFFIX)
+        return drafting
 
     def _head_index(self, workload: str) -> int:
         """The place in `heads` of the head that drafts for a workload."""

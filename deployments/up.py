@@ -52,12 +52,6 @@ MIN_LOGICAL_CPUS = 8
 RAY_STOP_S = 30.0
 DASHBOARD_TIMEOUT_S = 30.0
 
-LOCAL_ENVIRONMENT = {
-    # Where other programs fill the memory, Ray's monitor would end replicas, which gives little of it back.
-    "RAY_memory_monitor_refresh_ms": "0",
-}
-"""Also, of a Ray that ends with `peagle serve`."""
-
 SERVICE_PATH = "deployments.app:build"
 HAPROXY_PORTS = {"RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500}
 """Ports that HAProxy needs besides that of HTTP, with Ray's defaults."""
@@ -393,7 +387,8 @@ def ray_cluster(
                 raise UpError(f"{host}:{port} cannot be used ({reason}); set http_options.port in the YAML")
             num_cpus = num_logical_cpus(config, services)
             say(f"starting Ray on this machine ({num_cpus} logical CPUs)")
-            local = {} if detach else LOCAL_ENVIRONMENT
+            # Where other programs fill the memory, Ray's monitor would end replicas, which gives little of it back.
+            local = {} if detach else {"RAY_memory_monitor_refresh_ms": "0"}
             env = {**ray_environment(), **local, **os.environ}
             address = stack.enter_context(_own_ray(num_cpus, env, detach))
             context = ray.init(address=address, **quiet)
