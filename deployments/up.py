@@ -68,6 +68,9 @@ OWNED_OPTIONS = {
 }
 """Options of Serve that a deployment cannot have from a user, each with what to do instead."""
 
+Config = Mapping[str, Any]
+"""Content of a Serve config file."""
+Services = Sequence[ClusterSettings]
 Say = Callable[[str], None]
 
 
@@ -129,7 +132,7 @@ def _stop_by_signals() -> None:
         signal.signal(name, signal.default_int_handler)
 
 
-def _stop_service(serve: Any, config: Mapping[str, Any], say: Say) -> None:
+def _stop_service(serve: Any, config: Config, say: Say) -> None:
     say("stopping the service")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C would leave processes behind
@@ -205,12 +208,12 @@ def read_config(path: Path, *, is_here: bool = True) -> tuple[Any, ...]:
     return config, *services
 
 
-def gateway_application(config: Mapping[str, Any]) -> dict[str, Any] | None:
+def gateway_application(config: Config) -> dict[str, Any] | None:
     """The application in front of those of several models."""
     return next((one for one in config["applications"] if one["import_path"] == GATEWAY_PATH), None)
 
 
-def model_applications(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+def model_applications(config: Config) -> list[dict[str, Any]]:
     return [application for application in config["applications"] if application["import_path"] != GATEWAY_PATH]
 
 
@@ -247,7 +250,7 @@ def _read_application(application: dict[str, Any], is_here: bool) -> ClusterSett
     return settings
 
 
-def live_form(config: Mapping[str, Any], *services: ClusterSettings) -> dict[str, Any]:
+def live_form(config: Config, *services: ClusterSettings) -> dict[str, Any]:
     """The config with what can be changed while requests run taken out of `args`, and put under `deployments`.
 
     Serve starts every replica of an application anew when its `args` change, so engines would be stopped for a limit or
@@ -282,21 +285,19 @@ def live_form(config: Mapping[str, Any], *services: ClusterSettings) -> dict[str
     return made
 
 
-def base_url(config: Mapping[str, Any]) -> str:
+def base_url(config: Config) -> str:
     """Where the gateway answers, without one the first application, as seen from this machine."""
     host, port = _address(config)
     prefix = (gateway_application(config) or config["applications"][0]).get("route_prefix") or "/"
     return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}{prefix.rstrip('/')}"
 
 
-def _address(config: Mapping[str, Any]) -> tuple[str, int]:
+def _address(config: Config) -> tuple[str, int]:
     options = ServeDeploySchema.model_validate(config).http_options
     return options.host, options.port
 
 
-def asked_resources(
-    config: Mapping[str, Any], services: Sequence[ClusterSettings], *, at_start: bool = False
-) -> dict[str, dict[str, float]]:
+def asked_resources(config: Config, services: Services, *, at_start: bool = False) -> dict[str, dict[str, float]]:
     """What all replicas together ask for, by Ray resource and setting: at the most, or those that start first."""
     asked = defaultdict[str, dict[str, float]](lambda: defaultdict(float))
     for settings in services:
@@ -319,7 +320,7 @@ def asked_resources(
     return asked
 
 
-def describe(config: Mapping[str, Any], *services: ClusterSettings) -> str:
+def describe(config: Config, *services: ClusterSettings) -> str:
     """What a config that was read asks for, a line each."""
     lines = []
     for settings in services:
@@ -350,7 +351,7 @@ def describe(config: Mapping[str, Any], *services: ClusterSettings) -> str:
     return "\n".join(lines)
 
 
-def num_logical_cpus(config: Mapping[str, Any], services: Sequence[ClusterSettings]) -> int:
+def num_logical_cpus(config: Config, services: Services) -> int:
     """CPUs that Ray is told to have. They are places for processes, not cores: replicas, router and engine workers
     each take some, and on a small machine nothing would ever be scheduled with the number of cores."""
     asked = sum(asked_resources(config, services)["CPU"].values())
@@ -361,9 +362,7 @@ def num_logical_cpus(config: Mapping[str, Any], services: Sequence[ClusterSettin
 
 
 @contextlib.contextmanager
-def ray_cluster(
-    config: Mapping[str, Any], services: Sequence[ClusterSettings], detach: bool, say: Say
-) -> Iterator[str]:
+def ray_cluster(config: Config, services: Services, detach: bool, say: Say) -> Iterator[str]:
     """Connect to the Ray cluster that runs here or that RAY_ADDRESS names, else to a fresh one, which ends afterwards
     unless `detach`. RAY_ADDRESS=local asks for a fresh one. Gives the URL of its dashboard.
 
@@ -469,7 +468,7 @@ def _connect(dashboard: str) -> Any:
     raise UpError(f"Ray's dashboard at {dashboard} does not answer; Serve takes its config there")
 
 
-def running_config(serve: Any, config: Mapping[str, Any]) -> dict[str, Any] | None:
+def running_config(serve: Any, config: Config) -> dict[str, Any] | None:
     """The config of all that runs beside a service of the same name, None where none does. Raises UpError where only
     others run, which Serve would end."""
     found, running = _states(serve, config), serve.get_serve_details().get("applications", {})
@@ -483,20 +482,13 @@ def running_config(serve: Any, config: Mapping[str, Any]) -> dict[str, Any] | No
     return {**config, "applications": [application for application in applications if application is not None]}
 
 
-def _states(serve: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+def _states(serve: Any, config: Config) -> dict[str, Any]:
     found = serve.get_serve_details().get("applications", {})
     names = [application["name"] for application in config["applications"]]
     return {name: found[name] for name in names if name in found}
 
 
-def _update(
-    serve: Any,
-    config: Mapping[str, Any],
-    before: dict[str, Any],
-    services: Sequence[ClusterSettings],
-    timeout_s: float,
-    say: Say,
-) -> None:
+def _update(serve: Any, config: Config, before: Config, services: Services, timeout_s: float, say: Say) -> None:
     """Change a running service. Raises UpError, after which it runs as before."""
     wanted = live_form(config, *services)
     args = {one["name"]: one.get("args") for one in before["applications"]}
@@ -524,7 +516,7 @@ def _update(
     say(f"ready with the new config: {base_url(config)}/v1")
 
 
-def _check_address(serve: Any, config: Mapping[str, Any]) -> None:
+def _check_address(serve: Any, config: Config) -> None:
     """Raises UpError where Serve runs and the config moves it: it reads `http_options` once, and later passes over them
     silently."""
     there = serve.get_serve_details().get("http_options") or {}
@@ -536,7 +528,7 @@ def _check_address(serve: Any, config: Mapping[str, Any]) -> None:
             )
 
 
-def check_resources(config: Mapping[str, Any], services: Sequence[ClusterSettings]) -> None:
+def check_resources(config: Config, services: Services) -> None:
     """Raises UpError where the cluster can never hold the replicas that are to start: Serve would wait for ever."""
     there = ray.cluster_resources()  # type: ignore[no-untyped-call]
     for name, parts in asked_resources(config, services, at_start=True).items():
@@ -550,7 +542,7 @@ def check_resources(config: Mapping[str, Any], services: Sequence[ClusterSetting
             raise UpError(f"{who}, and the Ray cluster has {found:g}: {remedy}")
 
 
-def _check_room_beside(anew: Sequence[ClusterSettings]) -> None:
+def _check_room_beside(anew: Services) -> None:
     """Raises UpError where there is no room for a new target of each of these applications beside the old one."""
     needed = defaultdict[str, float](float)
     for settings in anew:
@@ -566,7 +558,7 @@ def _check_room_beside(anew: Sequence[ClusterSettings]) -> None:
         )
 
 
-def deploy(serve: Any, config: Mapping[str, Any]) -> None:
+def deploy(serve: Any, config: Config) -> None:
     """Hand the config to Serve. Raises UpError with Serve's own words when it is refused."""
     try:
         serve.deploy_applications(config)
@@ -574,7 +566,7 @@ def deploy(serve: Any, config: Mapping[str, Any]) -> None:
         raise UpError(f"Ray Serve refused the config: {str(error).strip()[-2000:]}") from error
 
 
-def _downloaded_mb(services: Sequence[ClusterSettings]) -> float:
+def _downloaded_mb(services: Services) -> float:
     """Size of what this machine has of the services' checkpoints from the Hugging Face hub."""
     size = 0
     heads = {one.drafter.head for one in services if one.drafter is not None and one.drafter.head is not None}
@@ -586,13 +578,7 @@ def _downloaded_mb(services: Sequence[ClusterSettings]) -> float:
 
 
 def wait_until_ready(
-    serve: Any,
-    config: Mapping[str, Any],
-    services: Sequence[ClusterSettings],
-    deadline_s: float,
-    say: Say,
-    *,
-    is_update: bool = False,
+    serve: Any, config: Config, services: Services, deadline_s: float, say: Say, *, is_update: bool = False
 ) -> None:
     """Return when the service answers requests; say on the way what it waits for.
 
