@@ -393,47 +393,6 @@ class FrontEnd:
             self.metrics.per_token.labels(workload).observe((ended_s - first_s) / (usage.num_output_tokens - 1))
 
 
-# ---- the engine's answer
-
-
-def drafting_field(drafting: Drafting, head: str, counts: Any) -> dict[str, Any]:
-    """The answer's `drafting` field: the decision, and what came of it summed over the request's sequences.
-
-    `head`: digest of the head that drafts for the workload, "" where none does. `num_steps` counts steps that verified
-    drafts; `acceptance_length` is 1 + accepted / steps, 1.0 without steps.
-    """
-    tpot_ms = None if drafting.expected_tpot_s is None else round(1000 * drafting.expected_tpot_s, 3)
-    learned = {"reason": drafting.reason, "survival": list(drafting.survival), "expected_tpot_ms": tpot_ms}
-    return {
-        "workload": base_workload(drafting.workload),
-        "k": drafting.k,
-        "max_k": drafting.max_k,
-        "source": drafting.source,
-        **{name: value for name, value in learned.items() if value},
-        "head": head,
-        "num_steps": counts.num_steps,
-        "num_draft_tokens": counts.num_draft_tokens,
-        "num_accepted_tokens": counts.num_accepted_tokens,
-        "acceptance_length": round(counts.acceptance_length, 4),
-    }
-
-
-def text_with(document: dict[str, Any], drafting: Mapping[str, Any]) -> str:
-    """The JSON text of an answer or of a stream's last chunk with its `drafting`. `usage`, where there is one, counts
-    accepted drafts where OpenAI's API counts accepted predictions."""
-    if usage := document.get("usage"):
-        details = {"accepted_prediction_tokens": drafting["num_accepted_tokens"]}
-        usage["completion_tokens_details"] = (usage.get("completion_tokens_details") or {}) | details
-    return json.dumps({**document, "drafting": drafting}, ensure_ascii=False, separators=(",", ":"))
-
-
-def num_finished_choices(event: str) -> int:
-    """How many choices a server-sent event finishes. Most finish none, and are not parsed for it."""
-    if '"finish_reason":' not in event or '"finish_reason":null' in event:
-        return 0
-    return sum(choice.get("finish_reason") is not None for choice in event_document(event).get("choices", ()))
-
-
 def event_document(event: str) -> dict[str, Any]:
     """The JSON object of a server-sent event, {} for `[DONE]`."""
     data = event.removeprefix("data: ").strip()

@@ -36,10 +36,11 @@ from cluster.settings import (
     with_live,
 )
 from deployments import http_streams
+from deployments.answers import drafting_field
 from deployments.body import BODIES, MAX_NESTING, check_counts, from_engine, known_fields, read_document, read_json
 from deployments.compat import GATEWAY_HEADER
 from deployments.errors import engine_lost
-from deployments.front_end import Admitted, FrontEnd, FrontEndMetrics, Usage, drafting_field
+from deployments.front_end import Admitted, FrontEnd, FrontEndMetrics, Usage
 from deployments.routes import Entrance, make_app
 from deployments.usage_log import UsageLog
 from peagle.vllm.request_args import GROUP_KEY, HEAD_KEY, LEARN_KEY, MAX_K_KEY, SURVIVAL_KEY, WORKLOAD_KEY

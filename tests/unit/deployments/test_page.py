@@ -14,7 +14,7 @@ from cluster.counts import Counts
 from cluster.history import ServiceHistory
 from cluster.k_policy import KPolicy
 from cluster.request import Drafting, KRules, Source
-from deployments.front_end import drafting_field
+from deployments.answers import drafting_field
 from deployments.routes import live_page
 from deployments.telemetry import drafting_document
 from peagle.vllm.device import describe_device
