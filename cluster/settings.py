@@ -126,9 +126,6 @@ _KEY = re.compile(r"[!-~]+")  # what a header carries unchanged
 
 # ---- what exists on this machine
 
-Head = Any
-"""The config of a head (`peagle.config.DrafterConfig`)."""
-
 
 @dataclass(frozen=True)
 class Catalog:
@@ -138,7 +135,7 @@ class Catalog:
 
     embedded_models: Collection[str]
     heads_dir: Path
-    read_head: Callable[[Path], Head]
+    read_head: Callable[[Path], Any]
     engine_types: Mapping[str, Any] | None = None
     draft_types: Mapping[str, Any] | None = None
     env: Mapping[str, str] = field(default_factory=dict)
@@ -163,8 +160,9 @@ class Catalog:
             f"{nearest(source, shipped)} ({known})"
         )
 
-    def head(self, name: str) -> tuple[str, Head | None]:
-        """A head's resolved name and its config; None for a Hugging Face id, whose files are not here yet."""
+    def head(self, name: str) -> tuple[str, Any]:
+        """A head's resolved name and its config (`peagle.config.DrafterConfig`); None for a Hugging Face id, whose
+        files are not here yet."""
         shipped = sorted(path.parent.name for path in self.heads_dir.glob("*/config.json"))
         name = self.resolve(name, shipped, "shipped head")
         folder = self.heads_dir / name if name in shipped else Path(name)

@@ -28,8 +28,6 @@ from deployments.compat import KVChannel
 
 logger = logging.getLogger("ray.serve")
 
-POLICY = "deployments.autoscaling:ReplicaPolicy"
-
 DECISION_INTERVAL_S = 5.0
 
 RECORD = "replicas"
@@ -55,7 +53,7 @@ def autoscaling_config(settings: ClusterSettings, deployment: str) -> dict[str, 
         "upscale_delay_s": scaling.upscale_delay_s,
         "downscale_delay_s": scaling.downscale_delay_s,
         "downscale_to_zero_delay_s": 0.0,  # the router has waited for `idle_s`
-        "policy": {"policy_function": POLICY, "policy_kwargs": kwargs},
+        "policy": {"policy_function": "deployments.autoscaling:ReplicaPolicy", "policy_kwargs": kwargs},
     }
 
 

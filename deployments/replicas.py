@@ -215,15 +215,14 @@ class DrafterLinks:
 
 def drafters_of(reports: Iterable[DrafterReport]) -> list[dict[str, Any]]:
     """What the engine's `set_drafters` takes: each drafter's address and key, and the digests of its heads by index."""
-    found = [
+    return [
         {
             "address": report.address,
             "key": report.key,
             "heads": {index: head.digest for index, head in enumerate(report.heads)},
         }
-        for report in reports
+        for report in sorted(reports, key=lambda report: report.address)
     ]
-    return sorted(found, key=lambda drafter: str(drafter["address"]))
 
 
 def agreed_heads(reports: Iterable[DrafterReport]) -> tuple[str, ...]:
