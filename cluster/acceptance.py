@@ -76,12 +76,8 @@ class AcceptanceSnapshot(msgspec.Struct):
 
 
 class AcceptancePosteriors:
-    """The posteriors of all workloads, in one process; not thread-safe.
-
-    Args:
-        max_draft_tokens: K_max. Counts of positions beyond it are left out.
-        half_life_steps: verification steps of a workload after which a step of it counts half.
-    """
+    """The posteriors of all workloads, in one process; not thread-safe. `max_draft_tokens`: K_max; counts of positions
+    beyond it are left out. `half_life_steps`: verification steps of a workload after which a step of it counts half."""
 
     def __init__(self, max_draft_tokens: int, *, half_life_steps: float = 4000) -> None:
         self.max_draft_tokens, self._half_life_steps = max_draft_tokens, half_life_steps

@@ -25,12 +25,8 @@ class DaySpending(msgspec.Struct):
 
 
 class SpendingTracker(msgspec.Struct):
-    """Adds up what replicas report.
-
-    Attributes:
-        today: what was used so far.
-        seen: tokens by caller that each replica had reported last.
-    """
+    """Adds up what replicas report. `today`: what was used so far. `seen`: tokens by caller that each replica had
+    reported last."""
 
     today: DaySpending = msgspec.field(default_factory=DaySpending)
     seen: dict[str, dict[str, int]] = {}

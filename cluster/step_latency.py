@@ -59,12 +59,8 @@ def _terms(num_requests: float, num_rows: float, is_drafted: bool, prompt_tokens
 
 
 class StepLatency(msgspec.Struct, frozen=True):
-    """Seconds of a step, as the model believes them at one time.
-
-    Attributes:
-        coefficients: seconds of each term.
-        num_steps: steps that they rest on.
-    """
+    """Seconds of a step, as the model believes them at one time. `coefficients`: seconds of each term. `num_steps`:
+    steps that they rest on."""
 
     coefficients: tuple[float, ...]
     num_steps: float = 0.0
