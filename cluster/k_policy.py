@@ -160,7 +160,7 @@ def steady_ks(demands: Sequence[Demand], latency: StepLatency, ks: Mapping[str, 
         return best
     if kept.excess >= best.excess and gain > MIN_GAIN * changed:
         return best
-    return dataclasses.replace(kept, reason=f"kept, for a change gains only {max(gain, 0.0):.1%}: {kept.reason}")
+    return dataclasses.replace(kept, reason=f"kept, for another K gains only {max(gain, 0.0):.1%}: {kept.reason}")
 
 
 # ---- K over time

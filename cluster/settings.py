@@ -216,6 +216,9 @@ class TargetSettings(Section):
     """Replicas of the target. A bundle may name a kind of GPU, `"accelerator_type:H100": 0.001`."""
 
     removed: ClassVar[Mapping[str, str]] = {"max_ongoing_requests": "limits says how many requests a replica takes"}
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "num_gpus": "write target.bundle: {GPU: 1}, and engine.tensor_parallel_size for several"
+    }
 
     num_replicas: Count = Field(1, description="Target replicas; with `autoscaling` leave it out.")
     num_cpus: float = Field(1.0, ge=0, description="Logical CPUs of the replica's own process.")
@@ -275,6 +278,10 @@ class DrafterSettings(Section):
     removed: ClassVar[Mapping[str, str]] = {
         "parallel_drafting": "the head's file says it",
         "heads_by_workload": "one head drafts for all workloads, set drafter.head",
+    }
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "model": "write drafter.head",
+        "num_speculative_tokens": "write drafter.max_draft_tokens",
     }
 
     method: Literal["eagle3", "eagle", "mtp", "dflash", "dspark", "draft_model", "ngram"] = Field(
@@ -500,7 +507,7 @@ class CallerSettings(Section):
     workload: Tag | None = Field(None, description="Workload of its requests without a tag.")
     max_k: int | None = Field(None, ge=0, description="Largest K of its requests.")
     max_running_requests: int | None = Field(None, ge=1, description="Its running sequences.")
-    requests_per_minute: Finite | None = Field(None, description="Its requests, whatever their answer.")
+    requests_per_minute: Finite | None = Field(None, description="Its POST requests, whatever their answer.")
     tokens_per_minute: Finite | None = Field(None, description="Its prompt and output tokens.")
     tokens_per_day: int | None = Field(None, ge=1, description="Its prompt and output tokens from 0:00 to 24:00 UTC.")
     learn: bool = Field(False, description="Whether heads may be trained on its requests and answers.")
@@ -596,6 +603,9 @@ class AutoscalingSettings(Section):
     `acceptance` divides the demand in output tokens/s by the capacity of a replica at its predicted best K, and falls
     back to `queue_length` while replicas do not report. Drafters scale with targets. The two delays are Serve's."""
 
+    elsewhere: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("min_replicas", "max_replicas"), "write autoscaling.target: {min: 1, max: 4}"
+    )
     removed: ClassVar[Mapping[str, str]] = {
         "decision_interval_s": "a decision is made every 5 s",
         "warmup_s": "Serve's upscale_delay_s says how long a demand must last",
@@ -749,7 +759,9 @@ class ClusterSettings(Section):
     engine: dict[str, Any] = Field({}, description="vLLM's engine arguments, unchanged.")
     drafter: DrafterSettings | None = Field(None, description="The drafter; without it nothing is drafted.")
     depth: DepthSettings = Field(default_factory=DepthSettings, description="K of requests.")
-    ingress: IngressSettings = Field(default_factory=IngressSettings, description="The HTTP front end.")
+    ingress: IngressSettings = Field(
+        default_factory=IngressSettings, description="The router, and who may reach the service."
+    )
     limits: LimitSettings = Field(default_factory=LimitSettings, description="Limits of one request and of a replica.")
     callers: dict[str, CallerSettings] | None = Field(
         None, description="Callers by name; without it everyone is served and may set tags."

@@ -1,7 +1,7 @@
 """`build(args)`: the whole application, from the settings under `args` of a YAML in `configs/`.
 
-Everything that can be wrong with the settings is found here, before anything is loaded. Binds every deployment; nothing
-else does. Only the replicas import what they are made of: Serve builds the application in a process of its own, for
+Everything that can be wrong with the settings is found here, before anything is loaded. Binds every deployment but the
+gateway. Only the replicas import what they are made of: Serve builds the application in a process of its own, for
 which vLLM and torch are by far the slowest to import.
 """
 

@@ -87,8 +87,8 @@ def read_json(raw: bytes, limits: LimitSettings) -> dict[str, Any]:
     """The object in a request's body. Every value in it can be handled: none is nested deeper than `MAX_NESTING`, texts
     have a UTF-8 form, and numbers are finite and fit 64 bits. Raises ApiError (413, 400)."""
     if len(raw) > limits.max_body_bytes:
-        text = f"The request body has {len(raw)} bytes, above the limit of {limits.max_body_bytes}."
-        raise ApiError(413, text, code="too_large")
+        text = f"The request body has more than {limits.max_body_bytes} bytes"
+        raise ApiError(413, f"{text}, this service's limit (limits.max_body_bytes).", code="too_large")
     if _has_more_values(raw, limits.max_body_values):
         text = f"The request body has more values (numbers, texts, objects, lists) than {limits.max_body_values}"
         raise ApiError(413, f"{text}, this service's limit (limits.max_body_values).", code="too_large")

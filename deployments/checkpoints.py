@@ -17,7 +17,7 @@ def target_source(source: str) -> str:
     return str(prepare_target(source)) if source in EMBEDDED_TARGETS else source
 
 
-def head_directory(head: str, target: str) -> Path:
+def prepared_head(head: str, target: str) -> Path:
     """The directory of a head made ready for the target, `target_source` of which is given. Raises ValueError for a
     damaged file, or a head for another target."""
     return prepare_head(local_directory(head) or head, target_directory(target))

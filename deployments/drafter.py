@@ -21,7 +21,7 @@ from ray import serve
 import peagle.heads
 from cluster.heads import CANDIDATE, DesiredHeads, DrafterReport, HeadRef
 from cluster.settings import ROW_DTYPES, Catalog, ClusterSettings, DrafterSettings, swapped
-from deployments.checkpoints import head_directory, target_directory, target_source
+from deployments.checkpoints import prepared_head, target_directory, target_source
 from deployments.compat import be_no_nicer, prepare_replica
 from deployments.replicas import MAX_DRAIN_S, MAX_SMALL_MACHINE_CORES
 from peagle.checkpoint import read_head_config
@@ -73,7 +73,7 @@ class HeadLoader:
             if (directory := candidate_directory(name)) is None:
                 raise MissingHeadError(f"the files of {name} are not on this node")
             name = str(directory)
-        return head_directory(name, self._target)
+        return prepared_head(name, self._target)
 
     def load(self, name: str) -> LoadedHead:
         """A head with its share of the cache: the slots share `cache_gib` evenly. Raises ValueError for a damaged head,

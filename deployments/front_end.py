@@ -107,7 +107,7 @@ class Usage(NamedTuple):
 
 Answer = AsyncGenerator["str | ApiError | Usage", None]
 """The answer to an `Admitted` request: one JSON text, or server-sent events where it streams. What cannot be answered
-gives an `ApiError` as an item, because Ray would log an exception. A complete one has a `Usage`."""
+gives an `ApiError` as an item. A complete one has a `Usage`."""
 
 LATENCY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0, 600.0)
 TPOT_BUCKETS_S = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)

@@ -1,8 +1,8 @@
 """`build(args)`: an application in front of those of several models, which forwards each request by its `model`.
 
 Enters: any request of the API. Leaves: the same request to the application that serves the model, with the client's
-address, and its answer as it comes, streams included. What names no model goes to the first one. An application that
-is not ready gets its own requests refused, and no others.
+address, and its answer as it comes, streams included. A request without a body goes to the first one. An application
+that is not ready gets its own requests refused, and no others.
 """
 
 import asyncio

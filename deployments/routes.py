@@ -145,7 +145,8 @@ def _is_loopback(host: str) -> bool:
 
 
 def make_app(backend: Backend, entrance: Entrance) -> FastAPI:
-    """The HTTP API: OpenAI's, SageMaker's, and GET /health, /metrics, /drafting and the page at /."""
+    """The HTTP API: OpenAI's, Anthropic's Messages, SageMaker's, the paths for tokens, and GET /health, /version,
+    /metrics, /drafting and the page at /."""
     engine_keys()  # takes a part of a second
     app = FastAPI(
         title="peagle-serve", version=peagle_version, docs_url=None, redoc_url=None, redirect_slashes=False,

@@ -43,7 +43,7 @@ from cluster.step_latency import StepLatency
 from deployments import compat
 from deployments.answers import EngineAnswers
 from deployments.body import Call, read_document
-from deployments.checkpoints import head_directory, local_directory, target_source
+from deployments.checkpoints import local_directory, prepared_head, target_source
 from deployments.errors import not_ready
 from deployments.front_end import QUEUED_PER_RUNNING, FrontEnd
 from deployments.front_end_processes import FrontEndProcesses
@@ -295,7 +295,7 @@ class TargetServer(LLMServer):
             yield {**error.body(), "status": error.status}
 
 
-HttpTarget = serve.ingress(None)(TargetServer)
+HttpTarget = serve.ingress(None)(TargetServer)  # the app is that of `__serve_build_asgi_app__`, made in the replica
 
 MAX_QUEUED_ANSWER_BYTES = 16 * 2**20
 """Answers kept until the learner fetches them; the oldest go first."""
@@ -315,7 +315,7 @@ def prepare(settings: ClusterSettings) -> tuple[str, Path | None]:
         return target, None
     if drafter.is_vllms_own:
         return target, local_directory(target_source(drafter.head))
-    return target, head_directory(drafter.head, target)
+    return target, prepared_head(drafter.head, target)
 
 
 def grammar_limits(limits: LimitSettings) -> GrammarLimits:

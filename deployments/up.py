@@ -197,10 +197,13 @@ def read_config(path: Path, *, is_here: bool = True) -> tuple[Any, ...]:
         raise UpError(f"{path}: applications is empty, there is nothing to serve")
     services = [_read_application(application, is_here) for application in model_applications(config)]
     if (gateway := gateway_application(config)) is not None:
-        prefixes = {application.get("route_prefix") for application in model_applications(config)}
+        prefixes = [application.get("route_prefix") for application in model_applications(config)]
+        served = dict(zip(prefixes, (settings.model for settings in services), strict=True))
         for name, prefix in GatewaySettings.read(gateway.get("args")).models.items():
-            if prefix not in prefixes:
+            if prefix not in served:
                 raise UpError(f"{path}: models.{name}: no application has the route_prefix {prefix}")
+            if name not in (ids := [served[prefix].id, *served[prefix].aliases]):
+                raise UpError(f"{path}: models.{name}: the application at {prefix} serves {listed(ids)}")
     elif len(services) > 1:
         raise UpError(f"{path}: several applications need one more in front of them, {GATEWAY_PATH}")
     if not services:
@@ -338,6 +341,8 @@ def describe(config: Config, *services: ClusterSettings) -> str:
     needed = ", ".join(f"{name} {total:g}" for name, total in totals.items() if total)
     lines.append(f"Ray resources at the most: {needed}")
     for application in model_applications(config):
+        if variables := key_variables(application.get("args")):
+            lines.append(f"{application['name']} needs API keys in the environment: {', '.join(variables)}")
         if (path := application["import_path"]) != SERVICE_PATH:
             lines.append(f"{application['name']} is built by {path}; its args were checked as those of {SERVICE_PATH}")
     sources = [one.model.source for one in services]

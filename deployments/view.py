@@ -66,11 +66,14 @@ def rendered(document: Mapping[str, Any]) -> Group:
 
 
 def fetch(url: str, api_key: str | None = None) -> dict[str, Any]:
-    """The document of a service at `url`. Raises OSError when it does not answer with one."""
+    """The document of a service at `url`. Raises OSError when it answers with none."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         answer = httpx.get(f"{url.rstrip('/')}/drafting", headers=headers, timeout=TIMEOUT_S).raise_for_status()
         document: dict[str, Any] = answer.json()
+    except httpx.HTTPStatusError as error:
+        hint = "write --api-key, or set PEAGLE_API_KEY" if error.response.status_code == 401 else error.response.text
+        raise OSError(f"{url}/drafting answered {error.response.status_code}: {hint:.200}") from error
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise OSError(f"{url}/drafting does not answer: {error}") from error
     return document

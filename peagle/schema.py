@@ -25,6 +25,9 @@ class Section(BaseModel):
     removed: typing.ClassVar[Mapping[str, str]] = {}
     """Keys that earlier versions had, each with what stands in its place: they are refused with that."""
 
+    elsewhere: typing.ClassVar[Mapping[str, str]] = {}
+    """The same for keys that other programs have and users try."""
+
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
 
@@ -135,6 +138,8 @@ def _unknown_key(path: str, model: type[BaseModel]) -> str:
     above, dot, key = path.rpartition(".")
     if issubclass(model, Section) and key in model.removed:
         return f"{path} is no setting any more: {model.removed[key]}"
+    if issubclass(model, Section) and key in model.elsewhere:
+        return f"unknown key {path}: {model.elsewhere[key]}"
     inner = [f"{above}{dot}{name}.{key}" for name in model.model_fields if key in _model_at(model, [name]).model_fields]
     hint = f"; did you mean {inner[0]}?" if len(inner) == 1 else nearest(key, model.model_fields) or "."
     return f"unknown key {path}{hint} Valid keys here: {', '.join(model.model_fields)}"

@@ -109,7 +109,7 @@ def test_k_changes_for_a_gain_and_stays_without():
         gain = best_ks(demands, STEEP).tokens_per_s / best_ks([demands[0].pinned(1)], STEEP).tokens_per_s - 1
         plan = steady_ks(demands, STEEP, {"a": 1})
         assert (plan.ks["a"], gain > MIN_GAIN) == (k, k != 1)
-        assert plan.reason.startswith("kept, for a change gains only ") == (k == 1)
+        assert plan.reason.startswith("kept, for another K gains only ") == (k == 1)
     assert steady_ks(demands, STEEP, {}).ks == best_ks(demands, STEEP).ks, "none in force"
 
 

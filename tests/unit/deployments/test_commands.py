@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 import typer
@@ -216,9 +217,11 @@ def test_check_says_what_a_config_asks_for_and_starts_nothing(capsys: pytest.Cap
 
 def test_check_says_what_it_did_not_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / "configs" / "coder.yaml").read_text().replace("deployments.app:build", "mine.app:build")
-    (path := tmp_path / "c.yaml").write_text(text)
+    callers = "    args:\n      callers: {web: {key_env: WEB_KEY}}\n"
+    (path := tmp_path / "c.yaml").write_text(text.replace("    args:\n", callers))
     assert main(["check", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert lines[-3] == "peagle needs API keys in the environment: WEB_KEY"
     assert lines[-2] == "peagle is built by mine.app:build; its args were checked as those of deployments.app:build"
     assert lines[-1].startswith("to be replaced by yours before it can be served: YOUR_ORG/Qwen")
 
@@ -235,6 +238,13 @@ def test_heads_says_so_where_none_has_changed(capsys: Any, monkeypatch: pytest.M
     monkeypatch.setattr("deployments.view.fetch", lambda url, api_key: {"head_changes": []})
     assert main(["heads"]) == 0
     assert capsys.readouterr().out == "no trial and no change of heads\n"
+
+
+def test_view_says_that_it_needs_a_key(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = httpx.Response(401, request=httpx.Request("GET", "http://a/drafting"))
+    monkeypatch.setattr(httpx, "get", lambda *_, **options: refused)
+    assert main(["view", "http://a", "--once"]) == 1
+    assert capsys.readouterr().err == "error: http://a/drafting answered 401: write --api-key, or set PEAGLE_API_KEY\n"
 
 
 def test_versions(capsys: pytest.CaptureFixture[str]) -> None:

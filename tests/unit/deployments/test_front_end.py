@@ -339,6 +339,7 @@ def test_a_body_beyond_the_limit_gets_413_and_is_not_read_to_its_end() -> None:
     backend = Echo(limits(max_body_bytes=10_000))
     response = request(backend, "POST", CHAT, content=endless(), headers=JSON_TYPE)
     assert (response.status_code, response.json()["error"]["code"]) == (413, "too_large")
+    assert "more than 10000 bytes, this service's limit (limits.max_body_bytes)" in response.json()["error"]["message"]
     assert num_read < 20
 
 

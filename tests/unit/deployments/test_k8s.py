@@ -227,7 +227,8 @@ def test_keys_hide_no_folder_of_a_pod(make: Any, folder: str) -> None:
 def test_a_gateway_has_no_manifest(make: Any) -> None:
     raw, _ = config()
     raw["applications"][0]["route_prefix"] = "/m"
-    raw["applications"].insert(0, {"name": "g", "import_path": GATEWAY_PATH, "args": {"models": {"m": "/m"}}})
+    models = {"smollm2-135m-instruct": "/m"}
+    raw["applications"].insert(0, {"name": "g", "import_path": GATEWAY_PATH, "args": {"models": models}})
     with pytest.raises(UpError, match="write a file for each model, without a gateway"):
         make(raw)
 

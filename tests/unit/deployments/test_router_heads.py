@@ -84,7 +84,7 @@ def router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("PEAGLE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(of_drafters, "candidate_directory", functools.partial(candidate_directory, cache_dir=node))
     monkeypatch.setattr(of_drafters, "keep_candidate", functools.partial(keep_candidate, cache_dir=node))
-    monkeypatch.setattr(of_drafters, "head_directory", lambda name, target: Path(name))
+    monkeypatch.setattr(of_drafters, "prepared_head", lambda name, target: Path(name))
     router: Any = Router.__new__(Router)
     heads, k_policy = HeadManager(1, 0.1), k_policy_with_counts()
     channel: Any = SimpleNamespace(put=lambda *_: None)

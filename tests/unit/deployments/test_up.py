@@ -133,6 +133,7 @@ def test_each_of_several_models_is_changed_live() -> None:
         (several("/a", "/b"), "in front of them, deployments.gateway:build"),
         (several("/a", "/b", gateway="/x"), "models.m: no application has the route_prefix /x"),
         (several("/a", gateway="a"), "models.m is 'a'"),
+        (several("/a", gateway="/a"), "models.m: the application at /a serves smollm2-135m-instruct"),
     ],
 )
 def test_wrong_config_stops_before_ray_starts(write: Any, capsys: Any, raw: Any, message: str) -> None:

@@ -106,7 +106,7 @@ def test_of_the_target_only_its_tables_are_downloaded(hub: Hub, tmp_path: Path) 
     head = save_head(tmp_path / "head", REDUCED, head_tensors(REDUCED, shipped=True))
     hub.files |= {f"org/head/{path.name}": path.read_bytes() for path in head.iterdir()}
     hub.files["org/head/pytorch_model.bin"] = b"the same once more"
-    code = "from deployments.checkpoints import head_directory; print(head_directory(*sys.argv[1:]))"
+    code = "from deployments.checkpoints import prepared_head; print(prepared_head(*sys.argv[1:]))"
     done = run(hub, tmp_path, code, "org/head", "org/target")
     assert done.returncode == 0, done.stderr[-2000:]
     config, tensors = load_head(done.stdout.split()[-1])
