@@ -1025,7 +1025,7 @@ def load_settings(raw: Any, catalog: Catalog, env: Mapping[str, str] | None = No
     """Check `raw` and fill in what it leaves out.
 
     vLLM's published `speculative_config` may stand in place of `drafter`, as an object or its JSON in `raw`, or as
-    JSON in the environment variable SM_VLLM_SPECULATIVE_CONFIG. Raises SettingsError: listing every problem.
+    JSON in the environment variable SM_VLLM_SPECULATIVE_CONFIG. Raises SettingsError, which lists every problem.
     """
     if not isinstance(raw, Mapping):
         sections = listed(tuple(ClusterSettings.model_fields))
@@ -1109,7 +1109,7 @@ class LiveSettings(Section):
 
 
 def with_live(settings: ClusterSettings, live: Any) -> ClusterSettings:
-    """`settings` with what `live_config` made of others. Raises SettingsError: listing every problem."""
+    """`settings` with what `live_config` made of others. Raises SettingsError, which lists every problem."""
     if not isinstance(live, Mapping):
         raise SettingsError(
             [f"user_config must be a mapping with {listed(LiveSettings.model_fields)}, not {live!r:.80}"]

@@ -230,8 +230,10 @@ class EngineAnswers:
         if own is not None and not (admitted.call == "chat" and own not in admitted.fields):
             return ApiError(failure.status, failure.message.replace(field, own), param=param.replace(field, own))
         if failure.status == 500 and grammars(admitted.fields):
-            # vLLM ends a request whose grammar rejects every token, such as that of a schema which refers to itself.
-            return ApiError(400, f"{name} cannot be followed: its grammar allows no text", param=name)
+            # vLLM ends a request whose grammar rejects every token, such as that of a schema which refers to itself,
+            # and the scheduler one whose grammar takes too long.
+            text = "its grammar allows no text, or takes too long for this text"
+            return ApiError(400, f"{name} cannot be followed: {text}", param=name)
         return failure
 
     def _refusal(self, error: Exception) -> ApiError:

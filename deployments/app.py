@@ -173,7 +173,7 @@ def catalog() -> Catalog:
 
 def check_files(settings: ClusterSettings) -> None:
     """Check the head (`check_heads`), the reader of object stores, and the learner's recipe, which needs torch. Raises
-    SettingsError: listing every problem."""
+    SettingsError, which lists every problem."""
     check_heads(settings)
     sources = [settings.model.source, *([settings.drafter.head] if settings.drafter is not None else [])]
     if any(name.startswith(OBJECT_STORES) for name in sources) and find_spec("runai_model_streamer") is None:

@@ -172,7 +172,9 @@ def drop_unused(fields: Mapping[str, Any], unused: Collection[str]) -> dict[str,
     given = {name: item for name, item in fields.items() if item is not None and name not in unused}
     if isinstance(moderation := fields.get("moderation"), dict) and moderation.get("policy"):
         raise ApiError(400, "moderation.policy is not served here: nothing is moderated", param="moderation.policy")
-    for name, served in (("modalities", ["text"]), ("use_beam_search", False), ("best_of", given.get("n", 1))):
+    n = given.get("n", 1)
+    only = {"modalities": ["text"], "use_beam_search": False, "kv_transfer_params": None, "best_of": n}
+    for name, served in only.items():
         if (asked := given.pop(name, served)) != served:
             remedy = ": send n alone" if name == "best_of" else ""
             raise ApiError(400, f"{name} is {asked!r:.80}, but only {served!r:.80} is served here{remedy}", param=name)

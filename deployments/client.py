@@ -135,8 +135,8 @@ def applications() -> dict[str, ApplicationStatusOverview]:
 
 
 def change_heads(propose: Path | None = None, app: str = APP_NAME) -> HeadChange:
-    """Propose a head, else end the trial or roll back the last change of heads. Raises ValueError for no such
-    application, or with why the head is not taken; ConnectionError for no Ray cluster."""
+    """Propose a head, else end the trial or roll back the last change of heads. Raises ValueError where there is no
+    such application or the head is not taken, and ConnectionError without a Ray cluster."""
     status = applications().get(app)
     if status is None or ROUTER_NAME not in status.deployments:
         raise ValueError(f"no application {app!r} with a router runs on this Ray cluster")

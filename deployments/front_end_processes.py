@@ -135,6 +135,12 @@ class Grammar(msgspec.Struct, tag=True, array_like=True):
     fields: dict[str, Any]
 
 
+class NoGrammar(msgspec.Struct, tag=True, array_like=True):
+    """Nobody waits for the outcome of a `Grammar` any more."""
+
+    number: int
+
+
 class Counted(msgspec.Struct, tag=True, array_like=True):
     """What was counted since the last message of this kind."""
 
@@ -142,7 +148,7 @@ class Counted(msgspec.Struct, tag=True, array_like=True):
 
 
 Task = Job | Stop | More | Report | Outcome
-Result = Ready | Item | Charged | Kept | Grammar | Counted
+Result = Ready | Item | Charged | Kept | Grammar | NoGrammar | Counted
 
 
 class Wire:
@@ -204,6 +210,7 @@ class FrontEndProcess:
         self.is_ready = False
         self.sequences = Counter[str]()  # of the requests that it answers, by workload
         self.jobs: dict[int, asyncio.Queue[str | ApiError | Usage | None]] = {}
+        self.checks: dict[int, asyncio.Task[None]] = {}  # of its grammars
         self.reports = deque[asyncio.Future[None]]()  # that it owes, the oldest first
         self.silent_since_s = 0.0  # while it owes some
         self.wire: Wire
@@ -337,10 +344,11 @@ class FrontEndProcesses:
         found.add("front_end_restarts", self.num_restarts, replica)
         return list(found.values())
 
-    def _run_task(self, work: Any) -> None:
+    def _run_task(self, work: Any) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _run_forever(self, place: int) -> None:
         """Start another process each time that the one at this place has ended."""
@@ -348,8 +356,8 @@ class FrontEndProcesses:
             process = self._processes[place]
             how = await process.run(self._handle)
             self._end_answers(process)
-            for report in process.reports:
-                report.cancel()
+            for unfinished in (*process.reports, *process.checks.values()):
+                unfinished.cancel()
             self._recorder.drop_source(process.index, +process.sequences)
             try:
                 if self.num_restarts == MAX_RESTARTS:
@@ -380,7 +388,10 @@ class FrontEndProcesses:
             case Kept(workload, caller, prompt, answer) if self._keep is not None:
                 self._keep(workload, caller, prompt, answer)
             case Grammar(number, fields):
-                self._run_task(self._check_grammar(process, number, fields))
+                process.checks[number] = check = self._run_task(self._check_grammar(process, number, fields))
+                check.add_done_callback(lambda _: process.checks.pop(number, None))
+            case NoGrammar(number) if number in process.checks:
+                process.checks[number].cancel()
             case Ready():
                 process.is_ready = True
                 if self.num_ready == self.number:
@@ -456,6 +467,8 @@ class RemoteGrammarChecker(GrammarChecker):
             return dict(found)
         finally:
             del self._waiting[number]
+            if outcome.cancelled():  # its client has left
+                self._wire.send(NoGrammar(number))
 
     def resolve(self, message: Outcome) -> None:
         outcome = self._waiting.get(message.number)

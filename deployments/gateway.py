@@ -68,7 +68,7 @@ class GatewaySettings(Section):
 
     @classmethod
     def read(cls, raw: Any) -> "GatewaySettings":
-        """Raises SettingsError: listing every problem."""
+        """Raises SettingsError, which lists every problem."""
         try:
             return cls.model_validate(raw or {})
         except ValidationError as error:
@@ -254,7 +254,7 @@ HttpGateway = serve.ingress(None)(GatewayServer)
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
-    """Raises SettingsError: listing every problem of `args`."""
+    """Raises SettingsError, which lists every problem of `args`."""
     settings = GatewaySettings.read(args)
     environment = {"env_vars": {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}}
     return bind(

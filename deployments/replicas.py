@@ -167,7 +167,8 @@ spinning for about a second."""
 
 class DrafterLinks:
     """Keeps one engine connected to the drafters that are there, or were a moment ago: Serve leaves a replica out while
-    it hands it a `user_config`, and a target that dropped it then would leave its new requests without drafts.
+    it hands it a `user_config`, and a target that dropped it then would leave its new requests without drafts. Somebody
+    must repeat `poll`, every `POLL_INTERVAL_S`.
 
     rpc: vLLM's `collective_rpc`, a method of every worker by name. is_busy: whether the engine has requests. on_heads:
     gets the digests by index of the heads that draft, each time that drafters agree on them.

@@ -205,13 +205,13 @@ class TargetServer(LLMServer):
         await self.check_health()
         if self._front_ends is not None:
             await self._front_ends.refresh_counts()
-        latency = self._recorder.step_latency
+        latency_json = self._recorder.step_latency
         return TargetReport(
             replica=self._replica,
             head=self.front_end.head_of(),
             trial_head=self.front_end.head_of(TRIAL_SUFFIX),
             workloads=self._recorder.workloads(),
-            step_latency=msgspec.json.decode(latency, type=StepLatency) if latency else None,
+            step_latency=msgspec.json.decode(latency_json, type=StepLatency) if latency_json else None,
             links=() if self._links is None else self._links.links,
             num_output_tokens=self._recorder.num_output_tokens,
             weights=self._weights,
@@ -343,8 +343,8 @@ def engine_config(settings: ClusterSettings, target: str, head_dir: Path | None,
     """`ray.serve.llm`'s configuration of the engine of a replica whose environment has `env`."""
     extra = {"enable_prompt_tokens_details": True, **settings.engine}  # usage says how much of a prompt was cached
     dtype = extra.pop("dtype", "auto")
-    drafter = settings.drafter or DrafterSettings()  # without a drafter: that has no head
-    links = drafter.links  # of remote ones alone
+    drafter = settings.drafter or DrafterSettings()  # its defaults have no head, and so draft nothing
+    links = drafter.links  # None unless remote
     kwargs = engine_kwargs(
         None,
         head_dir,

@@ -283,7 +283,7 @@ def live_form(config: Config, *services: ClusterSettings) -> dict[str, Any]:
                 (args["drafter"].get("replicas") or {}).pop("num_replicas", None)
                 changes[DRAFTER_NAME] = {"num_replicas": settings.drafter.replicas.num_replicas}
         for given in application.get("deployments") or ():
-            changes[given["name"]] = {**given, **changes.get(given["name"], {})}  # what is given takes no keys away
+            changes[given["name"]] = {**given, **changes.get(given["name"], {})}  # none takes a caller's API key away
         application["deployments"] = [{"name": name, **options} for name, options in changes.items()]
     return made
 

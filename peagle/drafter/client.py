@@ -51,6 +51,8 @@ from peagle.drafter.shared_memory import NUM_SLOTS, REACHED, TIMED_OUT, Ring
 
 HELLO_TIMEOUT_S = 10.0
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
+MAX_LATE_S = 60.0
+"""Longest time that nothing is sent to a drafter after it was late several times in a row."""
 _CHECK_S, _POLL_S = 0.5, 50e-6
 _NO_TOKENS = np.zeros(0, np.int32)
 _LOST = zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
@@ -138,10 +140,11 @@ class Session:
     """An agreed connection. From `sent` on, fields belong to the thread that sends; `lock` to whoever uses `ring`.
 
     projections: of the heads, by index, on the device. is_shared: the drafter reads the ring. sent: number of the step
-    sent last. is_awaited: whether its answer was waited for. has_request, has_drafts: by request slot, whether the
-    drafter has the request, and whether the last answer held drafts that were asked for. descriptors: of the last
-    steps, by slot of the ring. waited: steps waited for and not counted yet. enqueued: after the GPU's last work on
-    the ring.
+    sent last. num_late: how often it was late since its last answer in time; late_until_s: nothing is sent before, by
+    the monotonic clock. is_awaited: whether its answer was waited for. has_request, has_drafts: by request slot,
+    whether the drafter has the request, and whether the last answer held drafts that were asked for. descriptors: of
+    the last steps, by slot of the ring. waited: steps waited for and not counted yet. enqueued: after the GPU's last
+    work on the ring.
     """
 
     ring: Ring
@@ -152,6 +155,8 @@ class Session:
     is_closed: bool = False
     sent: int = 0
     is_late: bool = False
+    num_late: int = 0
+    late_until_s: float = 0.0
     is_awaited: bool = True
     has_request: npt.NDArray[np.bool_] = dataclasses.field(init=False)
     has_drafts: npt.NDArray[np.bool_] = dataclasses.field(init=False)
@@ -233,7 +238,8 @@ class Link:
 
     connecting   no drafter: the link's thread tries again, ever more slowly
     up           steps are sent, drafts come
-    late         a deadline passed: nothing is sent until the drafter has answered all it was sent
+    late         a deadline passed: nothing is sent until the drafter has answered all it was sent, and for a time
+                 that grows if it is late again
     closed
     """
 
@@ -271,7 +277,7 @@ class Link:
             return False
         self._record_outcomes(session)
         ring = session.ring
-        if session.is_late and ring.is_done(session.sent):
+        if session.is_late and ring.is_done(session.sent) and time.monotonic() >= session.late_until_s:
             ring.set_abort(False)
             session.is_late, session.is_awaited = False, True
             session.has_drafts[:] = True
@@ -395,6 +401,7 @@ class Link:
 
     def _record_answer(self, session: Session, number: int) -> None:
         descriptor, slot = session.descriptor(number), session.ring.slot(number)
+        session.num_late = 0
         self.stats.num_answered += 1
         self.stats.sum_service_s += 1e-9 * int(slot.service_ns[0])
         self.stats.sum_wait_s += 1e-9 * int(slot.outcome[1])
@@ -407,6 +414,9 @@ class Link:
         if not session.is_late:
             session.is_late = True
             session.ring.set_abort(True)
+            # A drafter that answers just too late would make each step of the target wait for the whole deadline.
+            pause_s = min(self._deadline_s * (2.0 ** min(session.num_late, 16) - 1), MAX_LATE_S)
+            session.num_late, session.late_until_s = session.num_late + 1, time.monotonic() + pause_s
             self.stats.num_timeouts += 1
             self.problem = f"{self.drafter.address} missed a deadline"
 

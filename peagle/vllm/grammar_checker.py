@@ -21,7 +21,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -88,6 +88,8 @@ class GrammarChecker:
         self._control: socket.socket | None = None
         self._places = asyncio.Semaphore(NUM_CHILDREN)
         self._outcomes: OrderedDict[Any, asyncio.Task[dict[str, Any]]] = OrderedDict()
+        self._num_waiting = Counter[Any]()  # clients, by grammar
+        self._queued = set[Any]()  # grammars that wait for a place
 
     @property
     def pid(self) -> int | None:
@@ -146,11 +148,22 @@ class GrammarChecker:
             return {"error": f"structured_outputs is no JSON: {error}."}
         if (task := self._outcomes.get(key)) is None:
             task = self._outcomes[key] = asyncio.get_running_loop().create_task(self._compile(key, fields, limits))
+            self._queued.add(key)
             while len(self._outcomes) > MAX_OUTCOMES:
                 self._outcomes.popitem(last=False)
         self._outcomes.move_to_end(key)
-        # The work goes on when the client leaves: the place is free when the child has ended.
-        outcome = await asyncio.shield(task)
+        self._num_waiting[key] += 1
+        try:
+            # Work that has begun goes on when its clients leave: the place is free when the child has ended.
+            outcome = await asyncio.shield(task)
+        finally:
+            self._num_waiting[key] -= 1
+            if not self._num_waiting[key]:
+                del self._num_waiting[key]
+                if key in self._queued:
+                    self._queued.remove(key)
+                    self._outcomes.pop(key, None)
+                    task.cancel()
         return outcome if "error" not in outcome else {"error": f"structured_outputs: {outcome['error']}"}
 
     async def _compile(self, key: Any, fields: dict[str, Any], limits: GrammarLimits) -> dict[str, Any]:
@@ -160,6 +173,7 @@ class GrammarChecker:
         outcome = None
         try:
             async with self._places:
+                self._queued.discard(key)
                 if not (answer := await self._ask(job)):
                     logger.warning("the process that checks grammars has ended; it is started again")
                     answer = await self._ask(job)
@@ -173,8 +187,8 @@ class GrammarChecker:
                 return {"error": f"the grammar takes more than {most} to compile"}
             return outcome
         finally:
-            if outcome is None:
-                self._outcomes.pop(key, None)
+            if outcome is None and self._outcomes.get(key) is asyncio.current_task():
+                del self._outcomes[key]
 
     async def _ask(self, job: bytes) -> bytes:
         """Bytes from the child: a space when it begins, its answer when it is done. Empty: the process has ended."""

@@ -2,19 +2,23 @@
 
 `guard` changes the engine's client, through which every request goes, over HTTP or by a handle. A bad request gets a
 `VLLMValidationError` (400) that names the field. `peagle.vllm.grammar_checker` checks a grammar before vLLM's input
-processor and the engine get it. In the engine's process `use_own_backends` compiles it with the checked backend.
+processor and the engine get it. In the engine's process `use_own_backends` compiles it with the checked backend, and
+`TimedGrammar` limits the time that following it takes.
 
 Requests with min_p or logit_bias, which vLLM refuses beside speculation, run with K = 0. logprob_token_ids are refused
 beside drafts: vLLM returns them in one table for the whole batch, and drafts' log probabilities in one of another size.
 """
 
 import copy
+import logging
 import threading
-from collections.abc import AsyncGenerator, Callable
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from typing import Any
 
 import vllm.envs as envs
+from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers import BaseRenderer
@@ -22,6 +26,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 from vllm.v1.worker.gpu.sample.logit_bias import (
     MAX_NUM_ALLOWED_TOKEN_IDS,
     MAX_NUM_LOGIT_BIAS_TOKENS,
@@ -32,6 +37,10 @@ from peagle.vllm import compat
 from peagle.vllm.grammar_checker import CheckedGrammar, GrammarChecker
 from peagle.vllm.request_args import undraftable_field
 
+logger = logging.getLogger(__name__)
+
+GRAMMAR_BURST_S, GRAMMAR_CALL_S = 1.0, 0.02
+"""CPU time that the engine's thread spends on following a request's grammar: at once, and more for each call."""
 MAX_PATTERN_TOKENS = 1024
 """Largest max_pattern_size times min_count of repetition_detection: tokens that the scheduler compares in each step, in
 Python."""
@@ -164,9 +173,63 @@ def guard(client: Any, grammars: GrammarChecker) -> None:
 # ---- in the engine's process
 
 
+class TimedGrammar(StructuredOutputGrammar):
+    """A request's grammar that the engine's thread follows within `GRAMMAR_BURST_S` and `GRAMMAR_CALL_S`, as all
+    requests wait for that. The text that `GrammarChecker` has written tells little of others that the grammar allows.
+
+    A grammar that takes longer allows everything from then on, and is `is_late`: the scheduler ends the request.
+    """
+
+    def __init__(self, grammar: StructuredOutputGrammar) -> None:
+        self._grammar, self._left_s = grammar, GRAMMAR_BURST_S
+
+    @property
+    def is_late(self) -> bool:
+        return self._left_s < 0
+
+    def _follow(self, call: Callable[..., Any], *args: Any) -> Any:
+        began_s = time.thread_time()
+        result = call(*args)
+        self._left_s = min(GRAMMAR_BURST_S, self._left_s + GRAMMAR_CALL_S - (time.thread_time() - began_s))
+        return result
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        return self.is_late or bool(self._follow(self._grammar.accept_tokens, request_id, tokens))
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        return tokens if self.is_late else list(self._follow(self._grammar.validate_tokens, tokens))
+
+    def rollback(self, num_tokens: int) -> None:
+        if not self.is_late:  # else not all of them were accepted
+            self._follow(self._grammar.rollback, num_tokens)
+
+    def fill_bitmask(self, bitmask: Tensor, batch_index: int) -> None:
+        if self.is_late:
+            bitmask[batch_index].fill_(-1)
+        else:
+            self._follow(self._grammar.fill_bitmask, bitmask, batch_index)
+
+    def is_terminated(self) -> bool:
+        return not self.is_late and self._grammar.is_terminated()
+
+    def reset(self) -> None:
+        self._grammar.reset()
+
+
+def find_late(requests: Iterable[Any]) -> set[str]:
+    """Ids of those requests whose grammars took too long to follow."""
+    late = set[str]()
+    for request in requests:
+        asked = request.structured_output_request
+        if asked is not None and isinstance(asked.grammar, TimedGrammar) and asked.grammar.is_late:
+            logger.warning("%s is ended: to follow its grammar takes too long", request.request_id)
+            late.add(request.request_id)
+    return late
+
+
 def use_own_backends(manager: Any) -> None:
-    """Let vLLM's `StructuredOutputManager` compile each grammar with the backend that its check has chosen. vLLM
-    compiles every grammar with the backend of the first one."""
+    """Let vLLM's `StructuredOutputManager` compile each grammar with the backend that its check has chosen, as a
+    `TimedGrammar`. vLLM compiles every grammar with the backend of the first one."""
     backends: dict[str, Any] = {}
     lock = threading.RLock()  # vLLM makes a backend and starts to compile in a thread before it can be kept
 
@@ -186,6 +249,6 @@ def use_own_backends(manager: Any) -> None:
         with lock:
             backend = backends.get(request.sampling_params.structured_outputs._backend, manager.backend)
         one.backend = copy.copy(backend)  # guidance keeps the current grammar in its backend, and threads share that
-        return StructuredOutputManager._create_grammar(one, request)
+        return TimedGrammar(StructuredOutputManager._create_grammar(one, request))
 
     manager.grammar_init, manager._create_grammar = init_with_backend, compile_with_backend

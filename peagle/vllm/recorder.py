@@ -222,11 +222,12 @@ class DraftingRecorder:
         )
 
     def _make_room(self) -> bool:
-        """Drop the least recently used workload without live sequences, if needed. Whether one more has room."""
+        """Drop the least recently used workload without live sequences, if needed. Whether one more has room. One of
+        which `take_delta` has to report more stays: its running sequences would never end for whoever adds them up."""
         if len(self._workloads.keys() - {DEFAULT_WORKLOAD}) < self._max_workloads:
             return True
         for name, counts in self._workloads.items():
-            if name != DEFAULT_WORKLOAD and not counts.num_running:
+            if name != DEFAULT_WORKLOAD and not counts.num_running and self._taken.get(name, counts) == counts:
                 del self._workloads[name]
                 return True
         return False

@@ -85,6 +85,8 @@ class Replica(front_end_processes.FrontEndProcesses):
         async def find_outcome(fields: Any) -> Any:
             if "fails" in fields:
                 raise OSError("too many open files")
+            if "waits" in fields:
+                await asyncio.get_running_loop().create_future()
             return {"error": f"no {fields}"}
 
         replica = cls(number, monkeypatch)
@@ -196,6 +198,10 @@ async def test_answers_and_errors_come_through_as_they_are(monkeypatch: pytest.M
     assert found == {"error": "no {'regex': 'a'}"}
     with pytest.raises(RuntimeError, match="cannot be checked"):
         await replica.process(0).checker.find_outcome({"fails": "a"})
+    waits = asyncio.create_task(replica.process(0).checker.find_outcome({"waits": "a"}))
+    await until(lambda: len(replica.process(0).checks) == 1)
+    waits.cancel()
+    await until(lambda: not replica.process(0).checks)
 
 
 async def test_a_client_that_does_not_read_holds_up_its_own_answer_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,6 +133,17 @@ def test_a_slow_drafter_gives_no_drafts_and_its_late_ones_are_never_taken_for_ne
         assert 3 <= link["num_timeouts"] == link["num_steps"]
 
 
+def test_a_drafter_that_is_late_again_and_again_is_asked_less_and_less() -> None:
+    """Else each step would wait for its whole deadline."""
+    with running(make_server(delay_s=0.1)) as server:
+        target, began_s = Target(pool := connected(server.address, max_deadline_s=0.05)), time.monotonic()
+        for _ in range(6):
+            assert target.step(1) == NO_DRAFTS
+            until_up(pool)
+        assert only_link(pool)["num_timeouts"] == 6
+        assert time.monotonic() - began_s > 0.05 * (1 + 3 + 7 + 15 + 31)
+
+
 def test_a_drafter_that_is_silent_for_long_is_left_and_its_requests_move(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "HEARTBEAT_MS", 500)
     monkeypatch.setattr(protocol, "MAX_SILENCE_MS", 3000)

@@ -1,5 +1,6 @@
 """Runs that go wrong stop with a message that names the step, the file or the setting, and keep what was good."""
 
+import math
 import shutil
 
 import pytest
@@ -8,8 +9,8 @@ from torch import Tensor
 
 from peagle.train.data import Batch, Conversations, write_manifest
 from peagle.train.passes import PassReport
-from peagle.train.recipe import Recipe
-from peagle.train.trainer import Trainer
+from peagle.train.recipe import OptimizerRecipe, Recipe
+from peagle.train.trainer import Optimizer, Trainer
 
 
 def load(small, name: str, *overrides: str) -> Recipe:
@@ -30,6 +31,17 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_last_checkpoint(small) -> 
     assert kept["step"] == 10
     assert all(bool(value.isfinite().all()) for value in kept["drafter"].values())
     assert not (small / "nan" / "head").exists()
+
+
+def test_a_gradient_that_is_no_number_spoils_no_later_step() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = Optimizer({"a": parameter}, OptimizerRecipe(), fused=False)
+    (parameter * torch.tensor([math.nan, 1.0])).sum().backward()
+    with pytest.raises(FloatingPointError, match="gradient norm is nan"):
+        optimizer.step(1.0)
+    assert parameter.tolist() == [1.0, 1.0]
+    parameter.sum().backward()
+    assert optimizer.step(1.0) == pytest.approx(math.sqrt(2))
 
 
 def test_data_with_more_conversations_than_categories_is_named(small, tmp_path) -> None:

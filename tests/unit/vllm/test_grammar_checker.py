@@ -122,6 +122,36 @@ def test_a_client_that_leaves_leaves_the_work_to_the_next(checker: GrammarChecke
     assert run(leave()).regex == "leave+"
 
 
+def test_grammars_that_nobody_waits_for_any_more_are_not_begun(
+    checker: GrammarChecker, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, ends = [], asyncio.Event()
+
+    async def ask(job: bytes) -> bytes:
+        asked.append(json.loads(job)["fields"]["regex"])
+        await ends.wait()
+        return b" {}"
+
+    async def flood() -> None:
+        for number in range(20):
+            client = asyncio.create_task(checker.check(StructuredOutputsParams(regex=f"flood{number}")))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            client.cancel()
+        stays, leaves = (asyncio.create_task(checker.check(StructuredOutputsParams(regex="both"))) for _ in range(2))
+        await asyncio.sleep(0)
+        leaves.cancel()
+        await asyncio.sleep(0)
+        ends.set()
+        await stays
+
+    monkeypatch.setattr(checker, "_ask", ask)
+    run(flood())
+    assert asked == ["flood0", "flood1", "both"]
+    assert not checker._queued
+    assert not checker._num_waiting
+
+
 def test_two_that_wait_for_a_lost_process_start_one_in_its_place(
     checker: GrammarChecker, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """Requests that vLLM's engine does not survive are refused with the field's name."""
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,9 @@ from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from peagle.vllm.engine_settings import engine_kwargs
 from peagle.vllm.grammar_checker import GrammarChecker, GrammarLimits
-from peagle.vllm.limits import guard, use_own_backends
+from peagle.vllm.limits import find_late, guard, use_own_backends
 from peagle.vllm.request_args import MAX_K_KEY, read_max_k, undraftable_field
+from tests.support.scheduler_run import ANY_TEXT
 
 VOCAB_SIZE = 49152
 
@@ -95,6 +97,48 @@ def test_some_fields_go_without_drafts(sampling: dict[str, Any]) -> None:
     assert read_max_k(params, 5) == (0 if sampling else 3)
 
 
+def grammar_of(manager: Any, backend: str, **fields: Any) -> Any:
+    """As the engine compiles it."""
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**fields))
+    params.structured_outputs._backend = backend
+    asked = StructuredOutputRequest(params.structured_outputs)
+    manager.grammar_init(SimpleNamespace(request_id="r", structured_output_request=asked, sampling_params=params))
+    return asked._grammar.result()
+
+
+def test_a_grammar_that_takes_too_long_is_followed_no_further(config: Any) -> None:
+    """Of texts that begin with z this one is ambiguous: each letter takes longer than the one before. The text that the
+    checker writes hardly ever begins so."""
+    grammar = 'root ::= [a-y] [a-z ]* | "z" s+\ns ::= a b | b a | [a-z]+\na ::= [a-z ]* b?\nb ::= [a-z ]+ a?\n'
+    manager = structured_output.StructuredOutputManager(config)
+    use_own_backends(manager)
+    found, mask = grammar_of(manager, "xgrammar", grammar=grammar), manager.backend.allocate_token_bitmask(2)
+    requests = [
+        SimpleNamespace(request_id="slow", structured_output_request=SimpleNamespace(grammar=found)),
+        SimpleNamespace(request_id="quick", structured_output_request=SimpleNamespace(grammar=ANY_TEXT)),
+        SimpleNamespace(request_id="plain", structured_output_request=None),
+    ]
+    first, later = (manager.tokenizer.encode(letter)[0] for letter in "zo")
+    num_accepted = 0
+    assert not find_late(requests)
+    began_s = time.thread_time()
+    while not find_late(requests):
+        found.fill_bitmask(mask, 1)
+        assert found.accept_tokens("slow", [later if num_accepted else first])
+        num_accepted += 1
+        assert num_accepted < 200
+    assert time.thread_time() - began_s < 30
+    assert find_late(requests) == {"slow"}
+    found.rollback(1000)
+    assert found.accept_tokens("slow", [0])
+    assert found.validate_tokens([0, 1]) == [0, 1]
+    assert not found.is_terminated()
+    mask.zero_()
+    found.fill_bitmask(mask, 1)
+    assert (mask[1] == -1).all()
+    assert not mask[0].any()
+
+
 def test_a_second_grammar_backend_is_made_beside_the_first(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM makes it in the thread that takes requests in, while a step may use the first one."""
     manager, at_the_time = structured_output.StructuredOutputManager(config), []
@@ -106,12 +150,6 @@ def test_a_second_grammar_backend_is_made_beside_the_first(config: Any, monkeypa
 
     monkeypatch.setattr(structured_output, "GuidanceBackend", make)
     use_own_backends(manager)
-    grammars = []
-    for name in ("xgrammar", "guidance"):
-        params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
-        params.structured_outputs._backend = name
-        asked = StructuredOutputRequest(params.structured_outputs)
-        manager.grammar_init(SimpleNamespace(request_id=name, structured_output_request=asked, sampling_params=params))
-        grammars.append(asked._grammar.result())
-    assert [type(found).__name__ for found in grammars] == ["XgrammarGrammar", "GuidanceGrammar"]
+    grammars = [grammar_of(manager, name, regex="a+") for name in ("xgrammar", "guidance")]
+    assert [type(found._grammar).__name__ for found in grammars] == ["XgrammarGrammar", "GuidanceGrammar"]
     assert [type(found).__name__ for found in at_the_time] == ["XgrammarBackend"]

@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from peagle.vllm import draft_budget
+from peagle.vllm.limits import TimedGrammar
 from peagle.vllm.request_args import ALL_OF_CLIENT
-from tests.support.scheduler_run import SchedulerRun, scheduler_config, steps_of
+from tests.support.scheduler_run import ANY_TEXT, SchedulerRun, scheduler_config, steps_of
 
 K_MAX = 7
 BOTH = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
@@ -36,6 +38,19 @@ def test_all_requests_of_a_client_that_has_ended_are_aborted_at_once(config: Any
     assert run.scheduler.requests.keys() == {"b"}
     run.scheduler.finish_requests([f"{ALL_OF_CLIENT}1"], RequestStatus.FINISHED_ABORTED)
     assert run.step().drafts.keys() == {"b"}
+
+
+@BOTH
+def test_a_request_whose_grammar_takes_too_long_ends_alone(config: Any, is_async: bool) -> None:
+    run = SchedulerRun(config, is_async=is_async)
+    run.add("slow", has_grammar=True)
+    run.add("other", has_grammar=True)
+    run.step()
+    late = TimedGrammar(ANY_TEXT)
+    late._left_s = -1.0
+    run.scheduler.requests["slow"].structured_output_request.grammar = late
+    assert run.finish(run.schedule())["slow"].finish_reason == FinishReason.ERROR
+    assert run.step().rows.keys() == {"other"}
 
 
 @BOTH

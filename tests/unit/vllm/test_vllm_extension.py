@@ -247,6 +247,21 @@ def test_bounds_of_the_recorder(processor: OutputProcessor) -> None:
     assert {name: one.counts.num_steps for name, one in recorder.workloads().items()} == {"w2": 1, "w3": 1}
 
 
+def test_a_workload_makes_room_after_its_end_was_reported(processor: OutputProcessor) -> None:
+    """Else it would run for ever for who adds up the reports."""
+    recorder, total = DraftingRecorder(max_workloads=1), DraftingRecorder(max_workloads=3)
+    recorder.attach(SimpleNamespace(output_processor=processor))
+    processor.add_request(make_request("0", "0", **{WORKLOAD_KEY: "first"}), None)
+    total.add_delta(1, recorder.take_delta())
+    processor.process_outputs([last_output("0", [(1, 1)])])
+    for index, workload in enumerate(("second", "third"), start=1):
+        processor.add_request(make_request(str(index), str(index), **{WORKLOAD_KEY: workload}), None)
+        total.add_delta(1, recorder.take_delta())
+        processor.process_outputs([last_output(str(index), [(1, 1)])])
+    total.add_delta(1, recorder.take_delta())
+    assert {name: one.num_running for name, one in total.workloads().items()} == {"first": 0, "default": 0, "third": 0}
+
+
 def test_a_recorder_adds_up_what_those_of_other_clients_have_counted(
     processor: OutputProcessor, recorder: DraftingRecorder
 ) -> None:
