@@ -115,13 +115,11 @@ class Service:
         self.deploy()
 
     def processes(self, deployment: str, application: str = APP_NAME) -> set[int]:
-        """The replicas of a deployment."""
         details = ray.get(_get_global_client()._controller.get_serve_instance_details.remote())
         replicas = details["applications"][application]["deployments"][deployment]["replicas"]
         return {int(replica["pid"]) for replica in replicas}
 
     def drafting(self) -> dict[str, Any]:
-        """The document of GET /drafting."""
         return httpx.get(f"{self.url}/drafting", timeout=30).json()
 
     def metrics(self) -> dict[str, dict[tuple[str, ...], float]]:

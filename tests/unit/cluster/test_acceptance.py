@@ -101,7 +101,6 @@ def test_forgetting_follows_a_change() -> None:
 
 
 def test_each_head_has_evidence_of_its_own_and_a_change_back_voids_nothing() -> None:
-    """Fault 16: a restarted drafter that first drafts with the old head made everything be learned again, twice."""
     posteriors, plain = AcceptancePosteriors(K_MAX), AcceptancePosteriors(K_MAX)
     posteriors.update(CounterDeltas(by_head={"old": {"code": steps(CODE, 5000, 0)}}, head="old"))
     old = posteriors.rates("code")
@@ -125,7 +124,6 @@ def test_each_head_has_evidence_of_its_own_and_a_change_back_voids_nothing() -> 
 
 
 def test_many_workloads_keep_memory_bounded_and_the_busy_ones_stay() -> None:
-    """In one report, one after the other, and as questions."""
     posteriors, few, many = AcceptancePosteriors(K_MAX), steps(CHAT, 20, 0), steps(CODE, 500, 1)
     busy = {f"busy-{index}": many for index in range(4)}
     add(posteriors, **{f"sys-{index}": few for index in range(1000)}, **busy)

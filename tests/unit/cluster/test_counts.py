@@ -44,7 +44,6 @@ def test_a_difference_is_what_came_on_top(before, after):
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("xyz"), STEPS), max_size=20))
 def test_every_step_counts_once_whatever_was_polled_when(events):
-    """Replicas count; each event is followed by a report of one of them."""
     tracker, found, counted = DeltaTracker(), {}, {}
     for replica, name, steps in events:
         mine = counted.setdefault(replica, {})
@@ -78,7 +77,6 @@ def test_a_report_read_twice_or_copied_later_changes_nothing():
 
 
 def test_heads_are_counted_side_by_side_and_the_majority_is_current():
-    """Fault 16: a restarted drafter that drafts with the old head for a while voids nothing."""
     tracker = DeltaTracker()
     assert tracker.update([report("a", "")]).head == ""
     assert tracker.update([report("a", "old", x=workload([(1, 1)] * 3))]).by_head == {}  # whose they are is not known

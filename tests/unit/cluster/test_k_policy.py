@@ -278,7 +278,6 @@ def test_the_limits_of_a_caller_and_of_later_settings_cap_k() -> None:
 
 
 def test_the_fixed_policy_chooses_nothing_and_shows_what_is_accepted() -> None:
-    """Fault 8: `/drafting` and the view showed 0 requests, 0 steps and no AL under a fixed K."""
     found = observed(report())
     found.rules = replace(POLICY, is_adaptive=False)
     found.observe([report()], 1.0)

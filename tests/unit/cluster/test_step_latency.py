@@ -62,7 +62,6 @@ def test_a_few_steps_teach_what_the_guess_did_not_know(engine, on_gpu):
 
 
 def test_a_pass_that_grows_with_requests_is_told_from_the_rest_of_a_step():
-    """Few steps without it are enough."""
     model = StepLatencyModel(on_gpu=False)
     for number in range(40):
         run(model, dear_drafter, 9, [1, 2, 4, 8], range(1, 8), noise=0.03, seed=number)
@@ -105,7 +104,6 @@ def test_measured_engines_are_learned_and_each_load_gets_its_k(name):
 
 
 def test_what_the_host_adds_makes_no_draft_dearer():
-    """Each step waits for the host, longer with more requests. A draft still takes what it took."""
     engine, model = TableEngine.load(ENGINES["8b"]), StepLatencyModel(on_gpu=True)
     shares_of_best(model, engine, (64, 128))
 
@@ -142,7 +140,6 @@ def test_an_engine_that_becomes_slower_is_followed():
 
 
 def test_large_prompts_make_no_small_steps_free():
-    """Whatever steps with 8,192 rows of prompts take."""
     model, rng = StepLatencyModel(on_gpu=True), np.random.default_rng(0)
     run(model, gpu, 500)
     before = model.latency.seconds(8, 64)

@@ -54,7 +54,6 @@ async def test_a_header_that_serve_cannot_read_is_the_clients_fault() -> None:
 
 
 def test_errors_of_the_proxy_come_in_openais_form() -> None:
-    """Ray's proxy answers plain text."""
     for status, text, ours, code in (
         (500, "The actor died unexpectedly before finishing this task.", 503, "server_lost"),
         (404, "Path '/x' not found.", 404, None),

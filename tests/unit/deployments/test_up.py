@@ -396,7 +396,6 @@ def test_replicas_that_no_node_can_hold_are_refused_at_once(machine: Any, refuse
 
 
 def test_a_config_that_fails_gives_way_to_the_one_before(write: Any, machine: Any, before: Any, capsys: Any) -> None:
-    """With an application that the new one left out."""
     before.append({"name": "chat", "import_path": "x:y", "args": {}})
     machine.serve.without_config = ["old"]
     path = write(served(engine={"dtype": "bfloat16"}))

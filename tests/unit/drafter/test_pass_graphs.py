@@ -37,7 +37,6 @@ def test_drafts_equal_the_sessions(name: str, keys: list[GraphKey] | None) -> No
 
 @pytest.mark.gpu
 def test_launches_may_overtake_their_answers() -> None:
-    """Each answer is of its own pass, whenever it is asked for."""
     requests = on_gpu()
     parallel_pass = requests.new_pass("cuda")
     parallel_pass.warm_up()

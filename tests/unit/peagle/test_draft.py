@@ -115,7 +115,6 @@ def test_drafts_of_a_reduced_vocabulary_are_the_target_s_token_ids(kind: Drafter
 
 @pytest.mark.parametrize("config", [CONFIG, EAGLE3])
 def test_speculative_decoding_with_a_real_target_equals_greedy_decoding(config: DrafterConfig) -> None:
-    """Draft, verify and go on, against Hugging Face's own greedy decoding; some drafts are made right by hand."""
     torch.manual_seed(0)
     target = LlamaForCausalLM(LlamaConfig(**TARGET, initializer_range=0.4)).double().eval()
     drafter = random_drafter(config)

@@ -210,7 +210,6 @@ VALUES = st.recursive(
 @settings(max_examples=400, deadline=None)
 @given(changes=st.dictionaries(st.sampled_from(KEYS), VALUES, min_size=1, max_size=3), is_speculators=st.booleans())
 def test_any_value_of_any_key_is_read_or_refused(changes: dict[str, Any], is_speculators: bool) -> None:
-    """Never another exception, and what is read is small enough to be built."""
     raw = CONFIG.to_dict() | changes
     if is_speculators:
         layer = CONFIG.to_dict() | {"model_type": "llama"} | changes

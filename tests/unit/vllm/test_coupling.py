@@ -145,7 +145,6 @@ def test_tokens_with_drafts_are_those_without(seed: int) -> None:
 
 
 def test_thinking_budgets_of_a_request_without_drafts_go_to_its_row() -> None:
-    """One with drafts is beside it."""
     from peagle.vllm.coupling import CoupledVerifier, noise_seeds
 
     class ForcesTen:

@@ -85,7 +85,6 @@ def test_an_engine_does_what_its_row_says(feature: str) -> None:
 
 @pytest.mark.parametrize("feature", REQUESTS)
 def test_a_request_gets_what_its_row_says(feature: str, target_dir: Path, head_dir: Path, environment: None) -> None:
-    """test_kernels_verification has the graphs."""
     run = SchedulerRun(scheduler_config(target_dir, head_dir, K_MAX), is_async=True)
     run.add("plain")
     run.add("other", **REQUESTS[feature])

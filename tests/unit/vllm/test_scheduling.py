@@ -40,7 +40,6 @@ def test_all_requests_of_a_client_that_has_ended_are_aborted_at_once(config: Any
 
 @BOTH
 def test_each_request_has_its_k(config: Any, is_async: bool) -> None:
-    """A wrong K is clamped or absent."""
     run = SchedulerRun(config, is_async=is_async)
     given = {"two": (2, 2), "none": (None, 7), "zero": (0, 0), "less": (-1, 0), "more": (99, 7), "text": ("3", 7)}
     for name, (k, _) in given.items():
