@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +16,11 @@ from peagle.model import Drafter
 from tests.support.head_factory import CONFIG, TARGET, random_drafter
 
 EAGLE3 = dataclasses.replace(CONFIG, num_hidden_layers=1, ptd_token_id=None)
+EAGLE3_SWITCHES = [
+    EAGLE3,
+    dataclasses.replace(EAGLE3, norm_before_residual=True, fc_norm=True, num_hidden_layers=2),
+    dataclasses.replace(EAGLE3, norm_output=True),
+]
 
 
 def random_request(num_tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -69,35 +73,23 @@ def plain_sequential_logits(drafter: Drafter, tokens: Tensor, aux: Tensor, num_d
 
 
 @pytest.mark.parametrize(
-    "switches",
-    [{}, {"norm_before_residual": True, "fc_norm": True, "num_hidden_layers": 2}, {"norm_output": True}],
+    ("config", "num_drafts"),
+    [
+        *((CONFIG, num_drafts) for num_drafts in (1, 2, 5, 9)),
+        *((config, num_drafts) for config in EAGLE3_SWITCHES for num_drafts in (1, 4)),
+    ],
 )
-@pytest.mark.parametrize("num_drafts", [1, 4])
-def test_cached_eagle3_steps_equal_recomputing_everything(num_drafts: int, switches: dict[str, Any]) -> None:
-    drafter = random_drafter(dataclasses.replace(EAGLE3, **switches))
-    tokens, aux = random_request(40)
-    session, start = DraftSession(drafter), 0
-    for end in (7, 8, 10, 16, 39):
-        drafts = session.propose(tokens[start + 1 : end], aux[start : end - 1], num_drafts)
-        expected = plain_sequential_logits(drafter, tokens[:end], aux[: end - 1], num_drafts)
-        torch.testing.assert_close(drafts.logits_KV, expected, rtol=1e-5, atol=1e-5)
-        assert drafts.token_ids_K.tolist() == expected.argmax(dim=-1).tolist()
-        start = end - 1
-        assert session.num_rows == start, "rows of drafted tokens stayed in the cache"
-
-
-@pytest.mark.parametrize("num_drafts", [1, 2, 5, 9])
-def test_cached_steps_equal_recomputing_everything(num_drafts: int) -> None:
-    drafter = random_drafter(CONFIG)
+def test_cached_steps_equal_recomputing_everything(config: DrafterConfig, num_drafts: int) -> None:
+    drafter, twin = random_drafter(config), plain_logits if config.is_parallel else plain_sequential_logits
     tokens, aux = random_request(40)
     session, start = DraftSession(drafter), 0
     for end in (7, 8, 10, 16, 17, 39):  # prompt of 7, then 1..22 tokens accepted at a time
         drafts = session.propose(tokens[start + 1 : end], aux[start : end - 1], num_drafts)
-        expected = plain_logits(drafter, tokens[:end], aux, num_drafts)
+        expected = twin(drafter, tokens[:end], aux[: end - 1], num_drafts)
         torch.testing.assert_close(drafts.logits_KV, expected, rtol=1e-5, atol=1e-5)
         assert drafts.token_ids_K.tolist() == expected.argmax(dim=-1).tolist()
         start = end - 1
-        assert session.num_rows == start
+        assert session.num_rows == start, "rows of drafted tokens stayed in the cache"
 
 
 @pytest.mark.parametrize("kind", [CONFIG, EAGLE3])
