@@ -38,13 +38,9 @@ def drafter_of(service: Service) -> dict[str, Any]:
     return dict(drafters[0]) if drafters else drafter_of(service)
 
 
-def requests(workload: str, **drafting: Any) -> list[dict[str, Any]]:
-    fields = {"max_tokens": 16, "drafting": {"workload": workload, **drafting}}
-    return [{"messages": [{"role": "user", "content": prompt}], **fields} for prompt in PROMPTS]
-
-
 def answers(service: Service, workload: str, **drafting: Any) -> list[dict[str, Any]]:
-    return service.ask_all(requests(workload, **drafting))
+    fields = {"max_tokens": 16, "drafting": {"workload": workload, **drafting}}
+    return service.ask_all([{"messages": [{"role": "user", "content": prompt}], **fields} for prompt in PROMPTS])
 
 
 def texts(found: list[dict[str, Any]]) -> list[str]:

@@ -44,10 +44,6 @@ def expressions() -> dict[str, str]:
     return found
 
 
-def metrics_in(expression: str) -> set[str]:
-    return {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"(?:peagle_|vllm:)\w+", expression)}
-
-
 def test_metrics_of_autoscaling_drafters_links_and_the_learner_are_those_of_the_table() -> None:
     scaled = Controller()
     scaled.serve(60, 1.0, GOOD)
@@ -71,7 +67,7 @@ def test_metrics_of_autoscaling_drafters_links_and_the_learner_are_those_of_the_
 def test_every_expression_names_metrics_and_labels_that_exist(where: str) -> None:
     expression, engines = expressions()[where], engine_families()
     table = documented() | {name: set(labels.split()) for name, (_, labels, _) in engines.items()}
-    names = metrics_in(expression)
+    names = {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"(?:peagle_|vllm:)\w+", expression)}
     assert names
     assert names <= table.keys()
     known = {label for name in names for label in table[name]} | OWN_LABELS

@@ -48,10 +48,6 @@ def step(**changes: Any) -> StepDescriptor:
     return msgspec.structs.replace(made, **changes)
 
 
-def arrived(frames: list[Any]) -> list[zmq.Frame]:
-    return [zmq.Frame(bytes(frame)) for frame in frames]
-
-
 def write(ring: Ring, descriptor: StepDescriptor, starts: Any, num_valid: Any, tokens: Any = None) -> Tensor:
     """The step in a target's ring; its payload."""
     hidden_RH = torch.randn(descriptor.num_rows, SHAPE.hidden_size).to(ring.shape.torch_dtype)
@@ -66,7 +62,7 @@ def write(ring: Ring, descriptor: StepDescriptor, starts: Any, num_valid: Any, t
 
 def carry(sent: Step, shape: TargetShape = SHAPE) -> Step:
     """A step over TCP, as the drafter reads it."""
-    descriptor, raw = read_message(arrived(step_frames(sent)), FROM_TARGET)
+    descriptor, raw = read_message([zmq.Frame(bytes(frame)) for frame in step_frames(sent)], FROM_TARGET)
     theirs = Ring.create(shape)
     theirs.write_received(descriptor, [frame.buffer for frame in raw])
     return theirs.read_step(descriptor.number)
