@@ -122,7 +122,7 @@ def test_defaults_come_from_the_head_and_the_source(catalog: Catalog) -> None:
 def test_without_a_drafter_nothing_is_drafted(catalog: Catalog) -> None:
     for args in (BARE, changed(drafter=None, depth=...)):
         settings = load_settings(args, catalog)
-        assert (settings.drafter, settings.k_rules().max_draft_tokens) == (None, 0)
+        assert (settings.drafter, settings.k_rules().max_draft_tokens, settings.max_num_drafters) == (None, 0, 0)
 
 
 def test_a_directory_becomes_an_absolute_path(catalog: Catalog, tmp_path: Path, monkeypatch) -> None:
@@ -226,12 +226,6 @@ def test_bad_input_is_named_with_its_path_and_remedy(case: Any, catalog: Catalog
     args, *words = case
     (problem,) = problems_of(args, catalog)
     assert all(word in problem for word in words), problem
-
-
-def test_a_remote_drafter_scales_too(catalog: Catalog) -> None:
-    scaling = {**QUEUE, "drafter": {"min": 1, "max": 2}}
-    settings = load_settings(remote(autoscaling=scaling, target__num_replicas=...), catalog)
-    assert (settings.max_num_targets, settings.max_num_drafters) == (3, 2)
 
 
 @pytest.mark.parametrize(
