@@ -153,20 +153,20 @@ def test_port_in_use_is_named(write: Any, capsys: Any, monkeypatch: pytest.Monke
 
 class Serve:
     """In the place of Serve and its REST API: keeps what it is given. `fails`: applications that do not come up;
-    `statuses`: of the others, at each look; `ended`: applications, replicas and at last all, in turn; `without_config`:
-    applications that end, or that nobody deployed by a config."""
+    `statuses`: of the others, at each look, `new_statuses` those after a new config; `ended`: applications, replicas and
+    at last all, in turn; `without_config`: applications that end, or that nobody deployed by a config."""
 
     def __init__(self) -> None:
         self.deployed: list[dict[str, Any]] = []
         self.fails: list[dict[str, Any]] = []
-        self.statuses = ["RUNNING"]
+        self.statuses = self.new_statuses = ["RUNNING"]
         self.running: list[dict[str, Any]] = []
         self.ended: list[str] = []
         self.without_config: list[str] = []
 
     def deploy_applications(self, wanted: dict[str, Any]) -> None:
         self.deployed.append(wanted)
-        self.running = wanted["applications"]
+        self.running, self.statuses = wanted["applications"], self.new_statuses
 
     def get_serve_details(self) -> dict[str, Any]:
         found = {}
@@ -441,7 +441,7 @@ def test_new_engines_without_room_beside_the_old_ones_are_refused(bring_up: Any,
 
 
 def test_a_replica_that_dies_meanwhile_does_not_undo_a_change(bring_up: Any, machine: Any, before: Any) -> None:
-    machine.serve.statuses = ["RUNNING", "RUNNING", "UNHEALTHY", "UNHEALTHY", "RUNNING"]
+    machine.serve.new_statuses = ["UNHEALTHY", "UNHEALTHY", "RUNNING"]
     bring_up(served(limits={"max_queued_requests": 512}))
     assert machine.serve.statuses == ["RUNNING"]
     assert len(machine.serve.deployed) == 1
@@ -515,7 +515,7 @@ def test_megabytes_from_the_hub_are_said(bring_up: Any, tmp_path: Path, machine:
         return machine.serve.statuses.pop() == "ready"
 
     monkeypatch.setattr(up, "_answers", answers)
-    machine.serve.statuses = ["RUNNING", "RUNNING", "ready", "no"]
+    machine.serve.new_statuses = ["RUNNING", "RUNNING", "ready", "no"]
     raw = served(model={"source": "org/model", "id": "model"}, drafter=None)
     assert any(line.endswith("; 3 MB downloaded") for line in bring_up(raw, detach=True))
 
