@@ -153,7 +153,7 @@ def test_port_in_use_is_named(write: Any, capsys: Any, monkeypatch: pytest.Monke
 
 class Serve:
     """In the place of Serve and its REST API: keeps what it is given. `fails`: applications that do not come up;
-    `statuses`: of the others, at each look, `new_statuses` those after a new config; `ended`: applications, replicas and
+    `statuses`: of the others, at each look, and `new_statuses` after a new config; `ended`: applications, replicas and
     at last all, in turn; `without_config`: applications that end, or that nobody deployed by a config."""
 
     def __init__(self) -> None:
