@@ -253,11 +253,13 @@ def test_a_path_or_method_that_is_none() -> None:
         ("GET", "/v1/nothing", 404, ""),
         ("GET", "/v1/models/gpt-none", 404, ""),
         ("GET", "/v1/models/../../etc/passwd", 404, ""),
+        ("POST", "/v1/embeddings", 404, ""),
     ):
         response = request(Echo(), method, path)
         assert response.status_code == status, path
         assert sorted(response.headers.get("allow", "").replace(",", " ").split()) == allow.split(), path
         assert response.json()["error"]["type"] == "invalid_request_error"
+    assert "/v1/messages/count_tokens" in response.json()["error"]["message"], "what is served"
 
 
 def test_the_openapi_document_is_true_of_bodies_and_refusals() -> None:
@@ -827,9 +829,11 @@ def test_an_unknown_key_gets_401_before_anything_else(path: str, key: str | None
     assert SECRET not in response.text
 
 
-def test_probes_need_no_key_and_a_route_prefix_changes_nothing() -> None:
+def test_probes_and_the_page_need_no_key_and_a_route_prefix_changes_nothing() -> None:
     backend = Echo(callers(web={"key_sha256": DIGEST}))
-    for path, status in (("/health", 200), ("/metrics", 200), ("/ping", 200), ("/v1/models", 401)):
+    for path, status in (
+        *((path, 200) for path in ("/", "/health", "/metrics", "/ping")), ("/drafting", 401), ("/v1/models", 401),
+    ):  # fmt: skip
         assert request(backend, "GET", path).status_code == status
         assert request(backend, "GET", f"/app{path}", root_path="/app").status_code == status
     assert request(backend, "GET", "/app/v1/models", root_path="/app", headers=bearer(SECRET)).status_code == 200

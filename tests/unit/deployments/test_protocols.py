@@ -172,11 +172,6 @@ def test_an_answer_that_breaks_off_ends_with_the_error_alone() -> None:
         assert replica.aborted == [name]
 
 
-def test_a_path_that_is_not_served_says_what_is() -> None:
-    response = request(Echo(), "POST", "/v1/embeddings", json={})
-    assert (response.status_code, "/v1/messages/count_tokens" in response.json()["error"]["message"]) == (404, True)
-
-
 @pytest.mark.parametrize("root", ["", "/app"])
 def test_the_description_needs_no_key_and_loads_nothing_from_elsewhere(root: str) -> None:
     backend = Echo(callers(web={"key_sha256": DIGEST}))
