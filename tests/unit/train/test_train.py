@@ -1,15 +1,24 @@
 """The trainer end to end on a small random target: it learns, resumes exactly, and its head is what evaluation says."""
 
+import dataclasses
 import json
+import logging
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from peagle.checkpoint import build_drafter, load_head
+from peagle.checkpoint import build_drafter, load_head, save_head
+from peagle.config import DrafterConfig, Llama3Rope
+from peagle.train.data import Batch, Conversations, write_manifest
 from peagle.train.evaluate import evaluate, load_answers
+from peagle.train.passes import PassReport, start_from
 from peagle.train.recipe import Recipe
 from peagle.train.target import Target
 from peagle.train.trainer import Trainer
+from tests.support.head_factory import CONFIG, TARGET, head_tensors, random_drafter
 from tests.support.small_run import EAGLE3, trainer_of
 
 
@@ -131,3 +140,108 @@ def test_held_out_conversations_are_evaluated_on_and_kept_for_peagle_evaluate(sm
 def test_wrong_recipes_name_the_key(small, override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Recipe.load(small / "recipe.yaml", [override])
+
+
+# ---- what a drafter takes over from another head
+
+
+EAGLE3_CONFIG = DrafterConfig.for_target(TARGET, num_layers=1, fc_norm=True, num_depths=5)
+
+
+def test_a_p_eagle_drafter_takes_what_fits_of_an_eagle3_head(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stored = head_tensors(EAGLE3_CONFIG)
+    save_head(tmp_path / "eagle3", EAGLE3_CONFIG, stored)
+    rope = Llama3Rope(8.0, 1.0, 4.0, 8192)
+    drafter = random_drafter(dataclasses.replace(CONFIG, fc_norm=True, norm_before_residual=True, rope_scaling=rope))
+    drafter = drafter.float()
+    caplog.set_level(logging.INFO)
+    before = {name: value.clone() for name, value in drafter.trainable().items()}
+    taken = start_from(drafter, tmp_path / "eagle3")
+    assert set(taken) == {name for name in stored if name in before}
+    assert {"fc.weight", "fc_norm.0.weight", "norm.weight", "layers.0.self_attn.q_proj.weight"} <= set(taken)
+    for name, value in drafter.trainable().items():
+        assert torch.equal(value, stored[name] if name in taken else before[name]), name
+    assert "; of the head not taken: embed_tokens.weight, lm_head.weight\n" in caplog.text
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [line.split()[5] for line in warned] == ["norm_before_residual", "rope_scaling"]
+
+
+def test_a_run_starts_from_another_head_and_reads_and_norms_as_it_does(small: Path, tmp_path: Path) -> None:
+    target = json.loads((small / "target/config.json").read_text())
+    config = DrafterConfig.for_target(target, num_layers=1, num_depths=4, fc_norm=True, aux_layer_ids=(0, 1, 2))
+    config = dataclasses.replace(config, norm_before_residual=True)
+    stored = head_tensors(config)
+    head = save_head(tmp_path / "head", config, stored)
+    drafter = trainer_of(small, tmp_path / "run", f"drafter.start_from={head}").drafter
+    assert (drafter.config.aux_layer_ids, drafter.config.norm_before_residual) == ((0, 1, 2), True)
+    own = drafter.trainable()
+    assert all(torch.equal(own[name], stored[name]) for name in ("fc.weight", "layers.0.mlp.up_proj.weight"))
+
+
+# ---- what goes wrong stops with a message that names the step, the file or the setting, and keeps what was good
+
+
+def load(small, name: str, *overrides: str) -> Recipe:
+    return Recipe.load(small / "recipe.yaml", [f"output={small / name}", "evaluate.data=null", *overrides])
+
+
+def test_a_loss_that_is_no_number_stops_and_keeps_the_last_checkpoint(small) -> None:
+    class Poisoned(Trainer):
+        def run_pass(self, batch: Batch, *kept: Tensor | None) -> PassReport:
+            if self.step == 12:
+                with torch.no_grad():
+                    self.drafter.norm.weight.fill_(float("nan"))
+            return super().run_pass(batch, *kept)
+
+    with pytest.raises(FloatingPointError, match=r"step 13: .*nan.*checkpoint\.pt.*optimizer\.lr"):
+        Poisoned(load(small, "nan", "save_every_steps=10")).run()
+    kept = torch.load(small / "nan" / "checkpoint.pt", weights_only=True)
+    assert kept["step"] == 10
+    assert all(bool(value.isfinite().all()) for value in kept["drafter"].values())
+    assert not (small / "nan" / "head").exists()
+
+
+def test_data_with_more_conversations_than_categories_is_named(small, tmp_path) -> None:
+    shutil.copytree(small / "data", tmp_path / "data")
+    write_manifest(tmp_path / "data", {"categories": ["a"] * 3})
+    with pytest.raises(ValueError, match=r"data: manifest.json names 3 categories for 24 conversations"):
+        Trainer(load(small, "few", f"data={tmp_path / 'data'}", "evaluate.held_out=0.4"))
+
+
+def test_out_of_memory_names_the_settings(small) -> None:
+    class Full(Trainer):
+        def run_pass(self, batch: Batch, *kept: Tensor | None) -> PassReport:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    message = r"num_segments.*num_sequences \(now 4.*max_tokens \(now 64.*chunk"
+    with pytest.raises(torch.OutOfMemoryError, match=message):
+        Full(load(small, "full")).run()
+
+
+def test_a_run_that_cannot_fit_is_refused_before_the_target_loads(small) -> None:
+    (small / "without-weights").mkdir()
+    shutil.copy(small / "target" / "config.json", small / "without-weights")
+    asked = [f"target={small / 'without-weights'}", "batch.num_sequences=1000000000"]
+    with pytest.raises(ValueError, match=r"cannot fit: it needs more than \d+\.\d GiB .*Lower batch.num_seq"):
+        Trainer(load(small, "large", *asked))
+
+
+def test_a_damaged_checkpoint_is_named(small) -> None:
+    (small / "damaged").mkdir()
+    (small / "damaged" / "checkpoint.pt").write_bytes(b"PK\x03\x04 not all of it")
+    with pytest.raises(ValueError, match=r"checkpoint\.pt is damaged"):
+        Trainer(load(small, "damaged")).run()
+
+
+def test_a_checkpoint_of_another_run_or_of_other_data_is_refused(small, tmp_path) -> None:
+    Trainer(load(small, "first", "schedule.max_steps=2")).run()
+    # Other conversations make other batches, of which a resumed run would pass over the first.
+    shutil.copytree(small / "data", tmp_path / "data")
+    Conversations.from_lists([[2, 3]], [[4, 5, 6]]).save_part(tmp_path / "data", "01")
+    for override, message in (
+        ("seed=1", r"seed = 0, the recipe says 1"),
+        ("optimizer.name=adamw", r"optimizer\.name = muon, the recipe says adamw"),
+        (f"data={tmp_path / 'data'}", r"other data: the conversations in .*data have changed"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Trainer(load(small, "first", override)).run()
