@@ -1,5 +1,7 @@
 """The trainer end to end on a small random target: it learns, resumes exactly, and its head is what evaluation says."""
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import logging
@@ -15,11 +17,19 @@ from peagle.config import DrafterConfig, Llama3Rope
 from peagle.train.data import Batch, Conversations, write_manifest
 from peagle.train.evaluate import evaluate, load_answers
 from peagle.train.passes import PassReport, start_from
+from peagle.train.qk_clip import attention_scores, clip_attention
 from peagle.train.recipe import Recipe
 from peagle.train.target import Target
 from peagle.train.trainer import Trainer
 from tests.support.head_factory import CONFIG, TARGET, head_tensors, random_drafter
-from tests.support.small_run import EAGLE3, trainer_of
+from tests.support.small_run import EAGLE3, trainer_of, write_small_run
+from tests.unit.train.test_unroll import random_batch
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, its answers and a recipe, for all tests: each names an output of its own."""
+    return write_small_run(tmp_path_factory.mktemp("small"))
 
 
 def accuracies(folder) -> list[list[float]]:
@@ -145,12 +155,10 @@ def test_wrong_recipes_name_the_key(small, override: str, message: str) -> None:
 # ---- what a drafter takes over from another head
 
 
-EAGLE3_CONFIG = DrafterConfig.for_target(TARGET, num_layers=1, fc_norm=True, num_depths=5)
-
-
 def test_a_p_eagle_drafter_takes_what_fits_of_an_eagle3_head(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    stored = head_tensors(EAGLE3_CONFIG)
-    save_head(tmp_path / "eagle3", EAGLE3_CONFIG, stored)
+    eagle3 = DrafterConfig.for_target(TARGET, num_layers=1, fc_norm=True, num_depths=5)
+    stored = head_tensors(eagle3)
+    save_head(tmp_path / "eagle3", eagle3, stored)
     rope = Llama3Rope(8.0, 1.0, 4.0, 8192)
     drafter = random_drafter(dataclasses.replace(CONFIG, fc_norm=True, norm_before_residual=True, rope_scaling=rope))
     drafter = drafter.float()
@@ -245,3 +253,48 @@ def test_a_checkpoint_of_another_run_or_of_other_data_is_refused(small, tmp_path
     ):
         with pytest.raises(ValueError, match=message):
             Trainer(load(small, "first", override)).run()
+
+
+# ---- attention scores as the clip sees them, and what it changes
+
+
+@pytest.mark.parametrize("config", [CONFIG, dataclasses.replace(CONFIG, ptd_token_id=None)], ids=["p-eagle", "eagle3"])
+def test_scores_above_the_limit_shrink_to_it_and_others_stay(config: DrafterConfig) -> None:
+    drafter = random_drafter(config)
+    batch, aux_BNX = random_batch()
+    before_LA = attention_scores(drafter, batch, aux_BNX)
+    assert before_LA.shape == (config.num_hidden_layers, config.num_attention_heads)
+    top_LG = before_LA.view(config.num_hidden_layers, config.num_key_value_heads, -1).amax(-1)
+    limit = float(top_LG[0].mean())  # one group of the first layer is above it
+    kept = {name: value.clone() for name, value in drafter.trainable().items()}
+    clip_attention(drafter, before_LA, limit)
+
+    after_LA = attention_scores(drafter, batch, aux_BNX)
+    after_LG = after_LA.view_as(before_LA).view(*top_LG.shape, -1)
+    # The layers behind see other rows than before: the first alone can be foretold.
+    expected_AG = before_LA[0].view(top_LG.shape[1], -1) * (limit / top_LG[0].clamp_min(limit))[:, None]
+    torch.testing.assert_close(after_LG[0], expected_AG, rtol=1e-4, atol=1e-4)
+    assert float(after_LA[0].max()) == pytest.approx(limit, rel=1e-4)
+
+    for name, value in drafter.trainable().items():
+        rows_GRX = value.detach().unflatten(0, (top_LG.shape[1], -1)) if value.ndim == 2 else value.detach()
+        same = rows_GRX == (kept[name].view_as(rows_GRX))
+        if name in ("layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight"):
+            assert [bool(group.all()) for group in same] == (top_LG[0] <= limit).tolist()
+        elif "q_proj" not in name and "k_proj" not in name:
+            assert bool(same.all()), name
+
+
+@pytest.mark.parametrize("kind", [(), EAGLE3], ids=["p-eagle", "eagle3"])
+def test_a_trainer_keeps_scores_near_the_limit(small: Path, tmp_path: Path, kind: tuple[str, ...]) -> None:
+    def greatest(*settings: str) -> float:
+        overrides = "schedule.max_steps=25", "evaluate.data=null", *kind, *settings
+        trainer = trainer_of(small, tmp_path / str(len(settings)), *overrides)
+        trainer.run()
+        batch = next(trainer.batches())
+        layers = trainer.drafter.config.aux_layer_ids
+        aux_BNX, _ = trainer.target.states(batch.tokens_BN, batch.position_BN, layers)
+        return float(attention_scores(trainer.drafter, batch, aux_BNX).max())
+
+    freely = greatest()
+    assert greatest(f"optimizer.max_attention_score={freely / 4}") < freely / 2
