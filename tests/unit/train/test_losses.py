@@ -8,7 +8,7 @@ from torch import Tensor
 
 from peagle.train.cod import chain_lengths, label_rows, sample_rows
 from peagle.train.losses import ChainWeights, ChunkedLoss
-from tests.support.plain_losses import plain_losses
+from tests.unit.train.test_passes import plain_losses
 
 
 @dataclasses.dataclass(frozen=True)

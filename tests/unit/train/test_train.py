@@ -23,7 +23,7 @@ from peagle.train.target import Target
 from peagle.train.trainer import Trainer
 from tests.support.head_factory import CONFIG, TARGET, head_tensors, random_drafter
 from tests.support.small_run import EAGLE3, trainer_of, write_small_run
-from tests.unit.train.test_unroll import random_batch
+from tests.unit.train.test_passes import random_batch
 
 
 @pytest.fixture(scope="module")
