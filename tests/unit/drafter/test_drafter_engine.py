@@ -5,8 +5,6 @@ schedules: rejections, chunked prefill, preemption, prefixes that the targets fo
 end with and without a release, lost steps; two targets, two heads, passes too small for a step.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """Messages between targets and drafters come out as they went in, and what does not fit is named."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import os

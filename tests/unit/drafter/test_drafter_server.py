@@ -1,7 +1,5 @@
 """A drafter serves several targets, refuses what does not fit in words, swaps heads, and outlives whatever connects."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

@@ -1,7 +1,5 @@
 """A drafter's head, loaded with its target's tables."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

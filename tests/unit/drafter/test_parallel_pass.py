@@ -1,7 +1,5 @@
 """One pass over a batch and a paged cache, against one `DraftSession` for each request."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

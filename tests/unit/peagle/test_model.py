@@ -4,8 +4,6 @@ The main test ties the two uses together: one pass over sampled rows under the m
 gives, at every row, the logits that one-pass drafting with a KV cache gives when it stands at that row's anchor.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The trainer end to end on a small random target: it learns, resumes exactly, and its head is what evaluation says."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging
