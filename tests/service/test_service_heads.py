@@ -44,11 +44,6 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def plain(service: Service) -> list[str]:
-    return texts(answers(service, "plain", k=0))
-
-
 def router(method: str, *args: Any) -> HeadChange:
     found: HeadChange = getattr(serve.get_deployment_handle(ROUTER_NAME, APP_NAME), method).remote(*args).result()
     return found
@@ -64,9 +59,9 @@ def decided(name: str) -> HeadChange:
 
 
 def test_heads_come_and_go_by_what_is_accepted_of_their_drafts(
-    service: Service, plain: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (first,) = heads(service)
+    plain, (first,) = texts(answers(service, "plain", k=0)), heads(service)
     wrong = never_right(tmp_path / "wrong", 2.0)
     with load(service, plain) as lengths:
         wait_for(lambda: len(lengths) > 1, "answer")

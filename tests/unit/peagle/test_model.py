@@ -240,14 +240,9 @@ def test_most_frequent_tokens_ascending_and_ties_to_the_lower_id() -> None:
             frequent_tokens(count_V, size, always=[6, 0])
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_run(tmp_path_factory.mktemp("small"))
-
-
-def test_trained_head_drafts_the_same_after_saving(small: Path, tmp_path: Path) -> None:
+def test_trained_head_drafts_the_same_after_saving(tmp_path: Path) -> None:
     settings = ["drafter.draft_vocab_size=24", "schedule.max_steps=12", "evaluate={}"]
-    trainer = trainer_of(small, tmp_path / "run", *settings)
+    trainer = trainer_of(write_small_run(tmp_path), "run", *settings)
     before = {name: value.detach().clone() for name, value in trainer.drafter.trainable().items()}
     head = trainer.run()
     live = trainer.drafter
