@@ -61,15 +61,6 @@ def test_a_few_steps_teach_what_the_guess_did_not_know(engine, on_gpu):
     assert np.abs(errors(model.latency, engine)).max() < 0.25
 
 
-def test_a_pass_that_grows_with_requests_is_told_from_the_rest_of_a_step():
-    model = StepLatencyModel(on_gpu=False)
-    for number in range(40):
-        run(model, dear_drafter, 9, [1, 2, 4, 8], range(1, 8), noise=0.03, seed=number)
-        run(model, dear_drafter, 1, [1, 2, 4, 8], [0], noise=0.03, seed=number)
-    for cell in ((1, 1), (2, 2), (4, 4), (8, 8), (8, 32)):
-        assert model.latency.seconds(*cell) == pytest.approx(dear_drafter(*cell), rel=0.1)
-
-
 RATES = (0.80, 0.61, 0.46, 0.34, 0.24, 0.17, 0.12)
 
 
