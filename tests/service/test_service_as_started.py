@@ -1,12 +1,39 @@
-"""HTTP through Serve's proxy in Python, where Ray was started without HAProxy, with the real service."""
+"""The real service as it may be started: with a target that goes to zero when nobody asks, and without HAProxy."""
 
 import httpx
 import pytest
 
 from deployments import compat
-from tests.support.service_harness import PROMPTS, QUESTION, running_service, wait_for
+from tests.support.service_harness import CONFIGS, PROMPTS, QUESTION, Service, running_service, wait_for
 
 pytestmark = [pytest.mark.service, pytest.mark.long]
+
+WAIT_S = 200
+SCALING = {
+    "target": {"min": 0, "max": 1},
+    "idle_s": 15.0,
+    "start_time_s": 5.0,
+    "upscale_delay_s": 1.0,
+    "downscale_delay_s": 31.0,
+}
+
+
+def health(service: Service) -> int:
+    return httpx.get(f"{service.url}/health", timeout=30).status_code
+
+
+def test_an_idle_target_ends_and_a_request_that_finds_none_wakes_it() -> None:
+    with running_service(CONFIGS / "local-autoscale.yaml", autoscaling=SCALING) as service:
+        assert service.ask(max_tokens=4).status_code == 200
+        wait_for(lambda: health(service) == 503, "end of the idle target", WAIT_S)
+        assert service.metrics()["peagle_target_replicas"] == {(): 0}
+        refused = service.ask(max_tokens=4)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_not_ready")
+        wait_for(lambda: health(service) == 200, "target that a request woke", WAIT_S)
+        assert service.ask(max_tokens=4).status_code == 200
+
+
+# ---- HTTP through Serve's proxy in Python, where Ray was started without HAProxy
 
 
 def test_requests_are_refused_answered_streamed_and_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
