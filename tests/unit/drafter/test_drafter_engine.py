@@ -1,9 +1,4 @@
-"""Whatever targets do, each request's drafts are those of a plain session that has the same rows.
-
-First what the engine does with steps that are late, too big or of a target that is gone; then random
-schedules: rejections, chunked prefill, preemption, prefixes that the targets found in their own caches, requests that
-end with and without a release, lost steps; two targets, two heads, passes too small for a step.
-"""
+"""Whatever targets do, each request's drafts are those of a plain session that has the same rows."""
 
 import dataclasses
 import random
@@ -135,7 +130,8 @@ def test_long_prompts_run_in_pieces() -> None:
     assert cached_range(engine, 1, 0) == (0, 39)
 
 
-# Random schedules
+# Random schedules: rejections, chunked prefill, preemption, prefixes in the targets' own caches, requests that end with
+# and without a release, lost steps; two targets, two heads, passes too small for a step
 
 
 MAX_TOKENS = 130

@@ -1,7 +1,4 @@
-"""Engine settings, acceptance counts and version checks of `peagle.vllm`, without an engine.
-
-The engine itself is in test_engine.py.
-"""
+"""Engine settings, acceptance counts and version checks of `peagle.vllm`, without an engine."""
 
 import dataclasses
 import dis
