@@ -9,8 +9,6 @@ on the KV cache, on the shift between tokens and hidden states and on `mask_hidd
 Of each kind, one head has every switch that published heads use.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

@@ -79,7 +79,6 @@ def reference(
 def engine(
     request: pytest.FixtureRequest, reference: Reference, target_dir: Path, head_dir: Path, environment: None
 ) -> Iterator[RunningEngine]:
-    """The target with the head."""
     kwargs = float32_kwargs(target_dir, head_dir, engine_settings(NUM_BLOCKS), K_MAX)
     kwargs["worker_extension_cls"] = "tests.support.counted_passes.CountedPasses"
     if request.param == "sync":
@@ -131,7 +130,6 @@ def test_steps_that_verify_nothing_run_no_pass_of_the_drafter(
 
 @only_sync
 def test_buffered_tokens_all_arrive(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
-    """Fewer outputs with the same tokens, text and counts of steps."""
     jobs = [
         Job(prompts[place], 2 * NUM_SHORT, MIXED[number % len(MIXED)], None, reference["greedy"][place].tokens[0])
         for number, place in enumerate(BATCH[:4])
@@ -155,7 +153,6 @@ def test_buffered_tokens_all_arrive(engine: RunningEngine, prompts: Prompts, ref
 
 
 def test_the_client_hears_what_steps_take(engine: RunningEngine, prompts: Prompts) -> None:
-    """From the first steps on. Reports come twice a second."""
     for _ in range(100):
         engine.run([Job(prompts[5], NUM_SHORT)])
         latency = msgspec.json.decode(engine.recorder.step_latency, type=StepLatency)

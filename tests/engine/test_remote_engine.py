@@ -49,13 +49,11 @@ def references(prompts: list[list[int]], plain_engine: RunningEngine) -> tuple[l
 
 @pytest.fixture(scope="module")
 def reference(references: tuple[list[Result], list[Result]]) -> list[Result]:
-    """The greedy output."""
     return references[0]
 
 
 @pytest.fixture(scope="module")
 def drafter(target_dir: Path, head_dir: Path, environment: None) -> Iterator[dict[str, Any]]:
-    """Serves the shipped head."""
     with drafter_process(head_dir, target_dir) as running:
         yield running
 
@@ -74,7 +72,6 @@ def engine(
 def test_each_request_verifies_its_own_k(
     engine: RemoteEngine, prompts: list[list[int]], reference: list[Result], ks: tuple[int | None, ...]
 ) -> None:
-    """Prompts in chunks beside decodes; each step of a request verifies exactly its K drafts."""
     depths = [ks[place % len(ks)] for place in range(len(prompts))]
     before = only_link(engine)
     results = engine.run([Job(prompt, NUM_SHORT, k=k) for prompt, k in zip(prompts, depths, strict=True)])

@@ -1,7 +1,4 @@
-"""A tensor-parallel target with a remote drafter: one rank sends, all ranks verify the same drafts.
-
-A small random target on two CPU ranks. The reference is the same target on two ranks without drafts.
-"""
+"""A tensor-parallel target with a remote drafter: one rank sends, all ranks verify the same drafts."""
 
 import json
 import os

@@ -3,20 +3,21 @@
 Requests run all the time; none may fail, and every answer must be the target's own.
 """
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from ray import serve
+from safetensors.torch import load_file, save_file
 
 import peagle.heads
 from cluster.heads import HeadChange, HeadProposal
 from deployments import APP_NAME, ROUTER_NAME
 from deployments.cli import main
 from tests.service.test_service_remote import answers, drafter_of, heads, links, load, swap, texts
-from tests.support.service_harness import FIXED, Service, changed_head, running_service, wait_for
+from tests.support.service_harness import FIXED, Service, running_service, wait_for
 
 pytestmark = [pytest.mark.service, pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -26,12 +27,12 @@ DECIDED_S = 400.0
 
 def never_right(folder: Path, mask: float) -> str:
     """A head that always drafts token 0: its final norm is zero. Another one for every `mask`."""
-
-    def change(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["norm.weight"].zero_()
-        tensors["mask_hidden"].fill_(mask)
-
-    return changed_head(folder, change)
+    shutil.copytree(SHIPPED, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["norm.weight"].zero_()
+    tensors["mask_hidden"].fill_(mask)
+    save_file(tensors, folder / "model.safetensors")
+    return str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +43,6 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     with running_service(drafter=drafter, depth={**FIXED, "state": str(folder / "state.json")}) as running:
         wait_for(lambda: links(running) == ["up"], "a link to the drafter")
         yield running
-
-
-@pytest.fixture(scope="module")
-def plain(service: Service) -> list[str]:
-    return texts(answers(service, "plain", k=0))
 
 
 def router(method: str, *args: Any) -> HeadChange:
@@ -64,9 +60,9 @@ def decided(name: str) -> HeadChange:
 
 
 def test_heads_come_and_go_by_what_is_accepted_of_their_drafts(
-    service: Service, plain: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (first,) = heads(service)
+    plain, (first,) = texts(answers(service, "plain", k=0)), heads(service)
     wrong = never_right(tmp_path / "wrong", 2.0)
     with load(service, plain) as lengths:
         wait_for(lambda: len(lengths) > 1, "answer")

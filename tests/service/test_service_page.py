@@ -30,7 +30,7 @@ def service(application):
 
 
 def test_the_table_of_metrics_is_what_the_service_exports(service):
-    elsewhere = (  # test_metrics.py, test_service_front_ends.py
+    elsewhere = (  # test_telemetry.py, test_service_front_ends.py
         "peagle_autoscaling_", "peagle_learner_", "peagle_head_change", "peagle_head_gain", "peagle_front_end_",
         "vllm:",
     )  # fmt: skip

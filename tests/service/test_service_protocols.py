@@ -1,6 +1,7 @@
 """The service through the official clients of OpenAI and Anthropic. Each protocol is converted to a chat and back, so
 its text is compared with the chat's own."""
 
+import json
 from typing import Any, Literal
 
 import anthropic
@@ -8,7 +9,6 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
-from tests.service.test_service_tools import FEW_DRAFTS, WEATHER
 from tests.support.service_harness import QUESTION, Service, run_together
 
 pytestmark = pytest.mark.service
@@ -143,3 +143,128 @@ def test_text_becomes_tokens_and_tokens_text(application: Service, said: Any) ->
     assert post("tokenize", messages=turns, chat_template="{{ 1 }}").status_code == 400
     assert post("detokenize", tokens=[2**63 - 1]).status_code == 400
     assert post("tokenize", messages=[3]).json()["error"]["param"] == "messages.0"
+
+
+# ---- tool calls: vLLM's parser makes them of the model's text, answered whole and as a stream
+# The target is too small to call a tool by itself, so each text is forced: by `tool_choice`, or `structured_outputs`.
+
+
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "enum": ["Lisbon", "Porto"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+FEW_DRAFTS = {"X-Drafting-K": "1"}  # a grammar rules most of them out
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Porto"}}</tool_call>'
+STRICT = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+WAYS: dict[str, dict[str, Any]] = {
+    "named": {"tools": [STRICT], "tool_choice": {"type": "function", "function": {"name": "weather"}}},
+    "auto": {"tools": [WEATHER], "extra_body": {"structured_outputs": {"choice": [CALL]}}},
+}
+"""Without `strict` vLLM lets the arguments of a call be any JSON."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_call_has_openais_form_whole_and_as_a_stream(application: Service, way: str) -> None:
+    asked = {"model": application.model, "messages": QUESTION, "max_tokens": 100, "temperature": 0}
+    asked |= {"extra_headers": FEW_DRAFTS}
+    chat = application.client().chat.completions
+    answer, chunks = run_together(
+        lambda: chat.create(**asked, **WAYS[way]),
+        lambda: [chunk for chunk in chat.create(**asked, **WAYS[way], stream=True) if chunk.choices],
+    )
+    assert answer.drafting["num_draft_tokens"] > 0
+    (choice,) = answer.choices
+    assert choice.finish_reason == ("stop" if way == "named" else "tool_calls")
+    assert not choice.message.content
+    (call,) = choice.message.tool_calls
+    assert (call.type, call.function.name, bool(call.id)) == ("function", "weather", True)
+    arguments = json.loads(call.function.arguments)
+    assert arguments in ({"city": "Lisbon"}, {"city": "Porto"})
+
+    deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+    assert {delta.index for delta in deltas} == {0}
+    assert [delta.function.name for delta in deltas if delta.function.name] == ["weather"]
+    assert json.loads("".join(delta.function.arguments or "" for delta in deltas)) == arguments
+    assert not any(chunk.choices[0].delta.content for chunk in chunks)
+    assert chunks[-1].choices[0].finish_reason == choice.finish_reason
+
+
+def test_an_answer_without_a_call_is_text(application: Service) -> None:
+    (choice,) = application.ask(tools=[WEATHER]).json()["choices"]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["content"]
+    assert not choice["message"].get("tool_calls")
+
+
+# ---- reasoning: vLLM's parser tells it from the answer, with drafts and without, in each API
+# The target reasons because its turns before do, in plain text: it has no token for `<think>`.
+
+
+SEEN = [("grass", "green"), ("snow", "white")]
+TURNS: list[dict[str, str]] = []
+for thing, color in SEEN:
+    spoken = f"<think>The user asks for a color. {thing.title()} is {color}.</think>{thing.title()} is {color}."
+    TURNS += [{"role": "user", "content": f"What color is {thing}?"}, {"role": "assistant", "content": spoken}]
+TURNS.append({"role": "user", "content": "What color is the sky?"})
+ON = {"chat_template_kwargs": {"enable_thinking": True}}
+
+
+@pytest.fixture(scope="module")
+def parts(application: Service) -> tuple[str, str]:
+    """Reasoning and answer, by hand from what the target says without drafts and without the parser."""
+    message = application.ask(messages=TURNS, max_tokens=60, drafting={"k": 0}).json()["choices"][0]["message"]
+    assert message.get("reasoning") is None
+    begin, reasoning, answer = message["content"].replace("</think>", "<think>").split("<think>")
+    assert (begin, bool(reasoning), bool(answer)) == ("", True, True)
+    return reasoning, answer
+
+
+def test_a_chat_has_its_reasoning_apart_whole_and_as_a_stream(application: Service, parts: tuple[str, str]) -> None:
+    asked: dict[str, Any] = {"model": application.model, "messages": TURNS, "max_tokens": 60, "temperature": 0}
+    asked["extra_body"] = ON
+    chat = application.client().chat.completions
+    whole, chunks = run_together(
+        lambda: chat.create(**asked), lambda: [chunk for chunk in chat.create(**asked, stream=True) if chunk.choices]
+    )
+    message = whole.choices[0].message
+    assert (message.reasoning, message.content) == parts
+    assert whole.drafting["num_accepted_tokens"] > 0
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    pieces = [(getattr(delta, "reasoning", None) or "", delta.content or "") for delta in deltas]
+    assert tuple(map("".join, zip(*pieces, strict=True))) == parts
+
+
+def test_a_response_and_a_message_have_it_in_parts_of_their_own(application: Service, parts: tuple[str, str]) -> None:
+    asked: dict[str, Any] = {"model": application.model, "extra_body": {**ON, "temperature": 0}}
+    of_responses = {**asked, "input": TURNS, "max_output_tokens": 60}
+    of_messages = {**asked, "messages": TURNS, "max_tokens": 60}
+    responses: Any = application.client().responses
+    messages: Any = claude(application).messages
+
+    def read_response() -> tuple[list[Any], Any]:
+        with responses.stream(**of_responses) as stream:
+            return list(stream), stream.get_final_response()
+
+    def read_message() -> Any:
+        with messages.stream(**of_messages) as stream:
+            return stream.get_final_message()
+
+    response, (events, streamed_response), *of_claude = run_together(
+        lambda: responses.create(**of_responses), read_response, lambda: messages.create(**of_messages), read_message
+    )
+    for answer in (response, streamed_response):
+        reasoning, message = answer.output
+        assert (reasoning.type, reasoning.content[0].text, message.content[0].text) == ("reasoning", *parts)
+    assert "".join(event.delta for event in events if event.type == "response.reasoning_text.delta") == parts[0]
+    for answer in of_claude:
+        thinking, text = answer.content
+        assert (thinking.type, thinking.thinking, text.text) == ("thinking", *parts)

@@ -38,15 +38,9 @@ def drafter_of(service: Service) -> dict[str, Any]:
     return dict(drafters[0]) if drafters else drafter_of(service)
 
 
-def requests(workload: str, **drafting: Any) -> list[dict[str, Any]]:
-    """One for each prompt."""
-    fields = {"max_tokens": 16, "drafting": {"workload": workload, **drafting}}
-    return [{"messages": [{"role": "user", "content": prompt}], **fields} for prompt in PROMPTS]
-
-
 def answers(service: Service, workload: str, **drafting: Any) -> list[dict[str, Any]]:
-    """The answers to all prompts, asked at once."""
-    return service.ask_all(requests(workload, **drafting))
+    fields = {"max_tokens": 16, "drafting": {"workload": workload, **drafting}}
+    return service.ask_all([{"messages": [{"role": "user", "content": prompt}], **fields} for prompt in PROMPTS])
 
 
 def texts(found: list[dict[str, Any]]) -> list[str]:
@@ -61,7 +55,6 @@ def acceptance_length(found: list[dict[str, Any]]) -> float:
 
 @pytest.fixture(scope="module")
 def plain(service: Service) -> list[str]:
-    """The texts without speculation."""
     found = answers(service, "plain", k=0)
     assert all(one["drafting"]["num_steps"] == 0 for one in found)
     return texts(found)

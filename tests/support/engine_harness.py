@@ -64,8 +64,6 @@ class Result:
 
 
 class _Preemptions(StatLoggerBase):
-    """Counts preemptions of the engine."""
-
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         self.num_preempted = 0
 
@@ -122,7 +120,6 @@ class RunningEngine:
 
     @property
     def num_preempted(self) -> int:
-        """Preemptions since the start."""
         return sum(logger.num_preempted for logger in self._preemptions)
 
     def run(self, jobs: Sequence[Job]) -> list[Result]:
@@ -164,7 +161,6 @@ class RunningEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop the engine's processes."""
         self._client.shutdown()
         for task in (pending := asyncio.all_tasks(self._loop)):
             task.cancel()

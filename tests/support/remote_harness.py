@@ -25,7 +25,6 @@ def check_text(results: Sequence[Result], reference: Sequence[Result]) -> None:
 
 
 def num_verified(results: Sequence[Result]) -> int:
-    """Drafts that were verified."""
     return sum(one.drafting.counts.num_draft_tokens for one in results if one.drafting is not None)
 
 

@@ -106,7 +106,6 @@ class SchedulerRun:
         return {output.request_id: output for client in found.values() for output in client.outputs}
 
     def step(self, accepted: Mapping[str, int] | None = None, num_ready: list[int] | None = None) -> Step:
-        """A whole step."""
         found = self.schedule()
         self.finish(found, accepted, num_ready)
         return found

@@ -1,7 +1,4 @@
-"""A scheduler that replaces the drafter's proposals by scripted ones, so that a test knows every accepted token.
-
-Test-only. Everything else in the engine, the drafter included, runs as it does for a user.
-"""
+"""A scheduler that replaces the drafter's proposals by scripted ones, so that a test knows every accepted token."""
 
 from collections.abc import Sequence
 

@@ -3,7 +3,6 @@
 import copy
 import itertools
 import os
-import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -17,15 +16,12 @@ import httpx
 import openai
 import pytest
 import ray
-import torch
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
-from safetensors.torch import load_file, save_file
 
-import peagle.heads
 from benchmarks.common import free_port
 from cluster.settings import load_settings
 from deployments import APP_NAME
@@ -115,13 +111,11 @@ class Service:
         self.deploy()
 
     def processes(self, deployment: str, application: str = APP_NAME) -> set[int]:
-        """The replicas of a deployment."""
         details = ray.get(_get_global_client()._controller.get_serve_instance_details.remote())
         replicas = details["applications"][application]["deployments"][deployment]["replicas"]
         return {int(replica["pid"]) for replica in replicas}
 
     def drafting(self) -> dict[str, Any]:
-        """The document of GET /drafting."""
         return httpx.get(f"{self.url}/drafting", timeout=30).json()
 
     def metrics(self) -> dict[str, dict[tuple[str, ...], float]]:
@@ -240,15 +234,6 @@ class SharedApplication:
 
 
 APPLICATION = SharedApplication()
-
-
-def changed_head(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> str:
-    """A copy of the shipped head, changed."""
-    shutil.copytree(Path(peagle.heads.__file__).parent / "smollm2-135m-instruct", folder)
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-    return str(folder)
 
 
 def run_together(*calls: Callable[[], Any]) -> list[Any]:

@@ -50,8 +50,6 @@ def served_head(head: int, **changes: Any) -> ServedHead:
 
 
 class SlowEngine(DraftEngine):
-    """Takes its time over every call."""
-
     delay_s = 0.0
 
     def step(self, steps: Sequence[Step]) -> list[Int32Array]:
@@ -110,7 +108,6 @@ class DrafterProcess:
 
 
 def mapped_rings(pid: int) -> int:
-    """How many rings a process has in its memory."""
     return Path(f"/proc/{pid}/maps").read_text().count("peagle-ring")
 
 

@@ -1,4 +1,4 @@
-"""A release: one version, a wheel that holds what the product needs, and configs of the version before."""
+"""A release: one version, a wheel that holds what the product needs, configs of the version before, pinned packages."""
 
 import email
 import re
@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from deployments.cli import main
 from peagle import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 PACKAGES = ("peagle", "cluster", "deployments")
 BEFORE = "ebd37ec31ad83fbcd4a0e2cd796f63916ec185a6"
 """The commit of the version before, 0.1.0."""
@@ -53,7 +55,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_wheel_has_the_metadata_and_files_of_the_project(wheel: Path) -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         info = f"peagle_serve-{__version__}.dist-info"
@@ -61,8 +62,8 @@ def test_a_wheel_has_the_metadata_and_files_of_the_project(wheel: Path) -> None:
         assert archive.read(f"{info}/entry_points.txt").decode().split("\n")[1] == "peagle = deployments.cli:main"
     assert (metadata["Name"], metadata["Version"]) == ("peagle-serve", __version__)
     assert (metadata["Requires-Python"], metadata["License-Expression"]) == ("<3.13,>=3.11", "Apache-2.0")
-    extras = project["optional-dependencies"]
-    asked = project["dependencies"] + [f"{one}; extra == '{extra}'" for extra in extras for one in extras[extra]]
+    extras = PROJECT["optional-dependencies"]
+    asked = PROJECT["dependencies"] + [f"{one}; extra == '{extra}'" for extra in extras for one in extras[extra]]
     assert set(map(Requirement, metadata.get_all("Requires-Dist"))) == set(map(Requirement, asked))
     assert set(metadata.get_all("Provides-Extra")) == extras.keys()
     tracked = {name for package in PACKAGES for name in git("ls-files", "-co", "--exclude-standard", package).split()}
@@ -124,3 +125,20 @@ def test_a_setting_that_is_gone_says_what_stands_in_its_place(setting: str, tmp_
     path.write_text(yaml.safe_dump(config))
     assert main(["check", str(path)]) == 1
     assert f"{setting} is no setting any more: {gone()[setting]}" in capsys.readouterr().err
+
+
+# ---- what is pinned
+
+
+@pytest.mark.parametrize(
+    ("lock", "extras"), [("requirements-cpu.txt", ("embedded", "dev")), ("requirements-gpu.txt", ("gpu",))]
+)
+@pytest.mark.parametrize("python", ["3.11", "3.12"])
+def test_a_lock_holds_what_the_project_asks_for(lock: str, extras: tuple[str, ...], python: str) -> None:
+    lines = [Requirement(line) for line in (ROOT / lock).read_text().splitlines() if line and not line.startswith("#")]
+    machine = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux"}
+    pinned = {canonicalize_name(one.name): one for one in lines if not one.marker or one.marker.evaluate(machine)}
+    wanted = PROJECT["dependencies"] + [one for extra in extras for one in PROJECT["optional-dependencies"][extra]]
+    for requirement in map(Requirement, wanted):
+        (pin,) = pinned[canonicalize_name(requirement.name)].specifier
+        assert requirement.specifier.contains(pin.version, prereleases=True), f"{requirement}: {lock} has {pin}"

@@ -3,7 +3,6 @@
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,12 +15,9 @@ from peagle.heads import prepare_head
 HEADS = {"peagle_head": ["smollm2-135m-instruct"], "eagle3_head": ["smollm2-135m-instruct-eagle3"]}
 
 
-def options(**given: Any) -> argparse.Namespace:
-    return argparse.Namespace(**{"model": Path("/x"), **HEADS, "shape": None, "gpus": [], **given})
-
-
 def test_every_arm_becomes_one_of_vllms_settings_or_a_service(tmp_path: Path, target_dir: Path) -> None:
-    given = options(engine='{"dtype": "float32"}', folder=tmp_path, model=target_dir)
+    engine = '{"dtype": "float32"}'
+    given = argparse.Namespace(**HEADS, shape=None, gpus=[], engine=engine, folder=tmp_path, model=target_dir)
     found = {text: parse_arm(text, given) for text in ("none", "eagle3-3", "stock-7", "ngram-5", "eagle3-3x4")}
     settings = {text: speculative_config(arm, "/x") for text, arm in found.items()}
     assert settings["none"] == {}

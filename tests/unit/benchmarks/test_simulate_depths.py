@@ -39,7 +39,6 @@ def share(engine: str, mix: str, load: Load) -> float:
     ],
 )
 def test_from_the_guess_alone_learned_k_is_near_the_best_fixed_k_after_its_first_steps(engine, concurrency, mix):
-    """0.95 of it from the 50th step on."""
     load = Load(concurrency, num_requests=60 + 6 * concurrency, warm_share=0.0, warm_steps=50)
     assert share(engine, mix, load) > 0.95
 
@@ -57,7 +56,6 @@ def test_steps_without_drafts_are_run_where_they_are_faster(concurrency, least):
 
 
 def test_a_run_counts_the_tokens_of_the_answers():
-    """One client, no jitter: tokens and seconds by hand."""
     answer = Answer("a", 0.0, bytes([2, 0, 1, 1, 0]))
     load = Load(1, 10, prompt_tokens=16, jitter=0.0, warm_share=0.0)
 

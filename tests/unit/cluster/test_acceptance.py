@@ -1,4 +1,4 @@
-"""Posteriors of acceptance, on simulated steps whose conditional acceptance rates are known."""
+"""Counts of drafts, and posteriors of acceptance on simulated steps whose conditional acceptance rates are known."""
 
 import json
 from collections.abc import Sequence
@@ -6,11 +6,14 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cluster import acceptance
 from cluster.acceptance import MAX_HEADS, PUBLISHED_RATES, AcceptancePosteriors, AcceptanceSnapshot
-from cluster.counts import CounterDeltas, Counts
+from cluster.counts import CounterDeltas, Counts, DeltaTracker, TargetReport, WorkloadCounts
 from cluster.request import MAX_NUM_WORKLOADS
+from tests.support.counted import counts_of
 
 K_MAX = 7
 CODE = (0.9, 0.88, 0.86, 0.85, 0.85, 0.84, 0.84)
@@ -22,7 +25,7 @@ def accepted_of(conditionals: Sequence[float], num_steps: int, rng: np.random.Ge
     return np.cumprod(rng.random((num_steps, len(conditionals))) < np.asarray(conditionals), axis=1).sum(axis=1)
 
 
-def counts_of(accepted: np.ndarray, k: int | np.ndarray = K_MAX) -> Counts:
+def counts_at(accepted: np.ndarray, k: int | np.ndarray = K_MAX) -> Counts:
     """Counts of steps that verified `k` drafts, of which at most `accepted` are right."""
     positions, verified = range(1, K_MAX + 1), np.broadcast_to(k, accepted.shape)
     accepted = np.minimum(accepted, verified)
@@ -34,7 +37,7 @@ def counts_of(accepted: np.ndarray, k: int | np.ndarray = K_MAX) -> Counts:
 
 
 def steps(conditionals: Sequence[float], num_steps: int, seed: int, k: int = K_MAX) -> Counts:
-    return counts_of(accepted_of(conditionals, num_steps, np.random.default_rng(seed)), k)
+    return counts_at(accepted_of(conditionals, num_steps, np.random.default_rng(seed)), k)
 
 
 def add(posteriors: AcceptancePosteriors, **counts: Counts) -> None:
@@ -65,7 +68,7 @@ def test_intervals_cover_at_their_rate_for_independent_steps(num_steps: int, mon
     for _ in range(num_runs):
         truth = rng.beta(40 * prior, 40 * (1 - prior))
         posteriors = AcceptancePosteriors(K_MAX, half_life_steps=1e9)
-        add(posteriors, w=counts_of(accepted_of(truth, num_steps, rng)))
+        add(posteriors, w=counts_at(accepted_of(truth, num_steps, rng)))
         found, rates = posteriors.rates("w"), np.cumprod(truth)
         num_inside += (np.array(found.low) <= rates) & (rates <= np.array(found.high))
     assert num_inside / num_runs == pytest.approx([0.9] * K_MAX, abs=0.05)
@@ -85,7 +88,7 @@ def test_mixing_k_does_not_bias() -> None:
     """Steps at K = 1 or 2 say nothing of position 3. Ratios that count them as if they did come out too low."""
     rng = np.random.default_rng(1)
     posteriors = AcceptancePosteriors(K_MAX, half_life_steps=1e9)
-    add(posteriors, w=counts_of(accepted_of(CODE, 60_000, rng), rng.choice([1, 2, 7], size=60_000)))
+    add(posteriors, w=counts_at(accepted_of(CODE, 60_000, rng), rng.choice([1, 2, 7], size=60_000)))
     assert posteriors.rates("w").mean == pytest.approx(np.cumprod(CODE), abs=0.015)
 
 
@@ -101,7 +104,6 @@ def test_forgetting_follows_a_change() -> None:
 
 
 def test_each_head_has_evidence_of_its_own_and_a_change_back_voids_nothing() -> None:
-    """Fault 16: a restarted drafter that first drafts with the old head made everything be learned again, twice."""
     posteriors, plain = AcceptancePosteriors(K_MAX), AcceptancePosteriors(K_MAX)
     posteriors.update(CounterDeltas(by_head={"old": {"code": steps(CODE, 5000, 0)}}, head="old"))
     old = posteriors.rates("code")
@@ -125,7 +127,6 @@ def test_each_head_has_evidence_of_its_own_and_a_change_back_voids_nothing() -> 
 
 
 def test_many_workloads_keep_memory_bounded_and_the_busy_ones_stay() -> None:
-    """In one report, one after the other, and as questions."""
     posteriors, few, many = AcceptancePosteriors(K_MAX), steps(CHAT, 20, 0), steps(CODE, 500, 1)
     busy = {f"busy-{index}": many for index in range(4)}
     add(posteriors, **{f"sys-{index}": few for index in range(1000)}, **busy)
@@ -161,3 +162,90 @@ def test_a_snapshot_is_everything_for_the_same_k_max() -> None:
     assert all(restored.rates(name) == posteriors.rates(name) for name in ("a", "b", "c", "new"))
     with pytest.raises(ValueError, match="K_max 3, but the one served drafts 7"):
         restored.restore(msgspec.convert({**document, "max_draft_tokens": 3}, AcceptanceSnapshot))
+
+
+# ---- counts of drafts and requests, and what is new in each report
+
+
+STEPS = st.lists(
+    st.integers(0, 7).flatmap(lambda verified: st.tuples(st.just(verified), st.integers(0, verified))), max_size=30
+)
+
+
+def workload(steps, num_started=0):
+    return WorkloadCounts(num_started, counts=counts_of(steps))
+
+
+def report(replica="a", head="h", **workloads):
+    return TargetReport(replica, head, head, workloads)
+
+
+@given(STEPS)
+def test_counts_are_the_definition_step_by_step(steps):
+    counts = counts_of(steps)
+    depths = range(1, max((verified for verified, _ in steps), default=0) + 1)
+    assert counts.drafted == [sum(verified >= depth for verified, _ in steps) for depth in depths]
+    assert counts.reached == [sum(verified >= n and taken >= n - 1 for verified, taken in steps) for n in depths]
+    assert counts.accepted == [sum(taken >= depth for _, taken in steps) for depth in depths]
+    assert counts.num_steps == sum(verified > 0 for verified, _ in steps)
+    assert counts.num_draft_tokens == sum(verified for verified, _ in steps)
+    assert counts.num_accepted_tokens == sum(taken for _, taken in steps)
+
+
+@given(STEPS, STEPS)
+def test_a_difference_is_what_came_on_top(before, after):
+    earlier, added = counts_of(before), counts_of(after)
+    assert earlier + added == counts_of(before + after)
+    assert (earlier + added) - earlier == added
+    if added.num_steps:
+        with pytest.raises(ValueError, match="no earlier reading"):
+            earlier - (earlier + added)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("xyz"), STEPS), max_size=20))
+def test_every_step_counts_once_whatever_was_polled_when(events):
+    tracker, found, counted = DeltaTracker(), {}, {}
+    for replica, name, steps in events:
+        mine = counted.setdefault(replica, {})
+        mine[name] = mine.get(name, WorkloadCounts()) + workload(steps, num_started=1)
+        deltas = tracker.update([TargetReport(replica, "h", "h", mine)])
+        for each, counts in deltas.workloads.items():
+            found[each] = found.get(each, WorkloadCounts()) + counts
+    assert found == {
+        name: sum((mine[name] for mine in counted.values() if name in mine), WorkloadCounts())
+        for name in {name for mine in counted.values() for name in mine}
+    }
+
+
+def test_a_restarted_replica_begins_anew_and_a_forgotten_workload_is_no_restart():
+    tracker = DeltaTracker()
+    tracker.update([report(x=workload([(3, 1)] * 9, 4), y=workload([(3, 2)] * 50, 20))])
+    deltas = tracker.update([report(x=workload([(3, 3)], 1), y=workload([(3, 2)] * 60, 25))])
+    assert deltas.workloads["x"].num_started == 1
+    assert deltas.workloads["y"].num_started == 5
+    deltas = tracker.update([report(x=workload([(3, 3)] * 9, 5), y=workload([(3, 2)] * 2, 2))])
+    assert deltas.by_head["h"]["x"] == counts_of([(3, 3)] * 9)
+    assert deltas.by_head["h"]["y"] == counts_of([(3, 2)] * 2)
+
+
+def test_a_report_read_twice_or_copied_later_changes_nothing():
+    tracker, live = DeltaTracker(), workload([(2, 1)], 1)
+    tracker.update([report(x=live)])
+    live.counts.add_step(2, 2)  # a replica's own live counts must not change what was remembered
+    assert tracker.update([report(x=live)]).workloads["x"].counts == counts_of([(2, 2)])
+    assert tracker.update([report(x=live)]).workloads["x"] == WorkloadCounts()
+
+
+def test_heads_are_counted_side_by_side_and_the_majority_is_current():
+    tracker = DeltaTracker()
+    assert tracker.update([report("a", "")]).head == ""
+    assert tracker.update([report("a", "old", x=workload([(1, 1)] * 3))]).by_head == {}  # whose they are is not known
+    old = tracker.update([report("a", "old", x=workload([(1, 1)] * 9))]).by_head
+    assert old == {"old": {"x": Counts([6], [6], [6])}}
+    assert tracker.update([report("a", "new", x=workload([(1, 1)] * 10))]).by_head == {}
+    for head in ("old", "new", "old", "new"):
+        deltas = tracker.update([report("a", head, x=workload([(1, 1)] * 10)), report("b", "new")])
+        assert deltas.head == "new"
+    votes = [report("a", "old"), report("b", "new"), report("c", "new")]
+    assert tracker.update(votes).head == "new"
+    assert tracker.update(votes[:2]).head == "new"

@@ -1,4 +1,5 @@
-"""The choice of K: against brute force at one time, steady over time, and what becomes of reports and updates."""
+"""The choice of K: against brute force at one time, steady over time, and what becomes of reports and updates; and of
+the drafts of one step."""
 
 import math
 import pickle
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from cluster.counts import Counts, TargetReport, WorkloadCounts
 from cluster.k_policy import EXPLORED_STEPS, MAX_REPORT_AGE_S, MIN_GAIN, Demand, KPolicy, best_ks, steady_ks
 from cluster.request import TRIAL_SUFFIX, Drafting, KRules, resolve
+from cluster.step_allocation import allocate
 from deployments.view import as_text
 from tests.support.step_tables import LINES, MS, TABLES, Table, latency_of, survivals
 
@@ -278,7 +280,6 @@ def test_the_limits_of_a_caller_and_of_later_settings_cap_k() -> None:
 
 
 def test_the_fixed_policy_chooses_nothing_and_shows_what_is_accepted() -> None:
-    """Fault 8: `/drafting` and the view showed 0 requests, 0 steps and no AL under a fixed K."""
     found = observed(report())
     found.rules = replace(POLICY, is_adaptive=False)
     found.observe([report()], 1.0)
@@ -337,3 +338,35 @@ def test_an_update_tells_targets_what_the_router_chose() -> None:
     assert (update.num_targets, update.workloads) == (3, ("chat", "code"))
     unseen = update.choose(Drafting("never-seen", 3, "default"), K_MAX)
     assert (unseen.workload, unseen.source) == ("never-seen", "learned"), "judged like all traffic together"
+
+
+# ---- the drafts of one step
+
+
+def tokens_per_s(table: Table, rates, depths) -> float:
+    num = len(depths)
+    tokens = num + sum(sum(own[:k]) for own, k in zip(rates, depths, strict=True))
+    return tokens / table.seconds(num, num + sum(depths))
+
+
+@settings(max_examples=200)
+@given(
+    TABLES,
+    st.lists(st.tuples(survivals(3), st.sets(st.integers(0, 3), min_size=1, max_size=2)), min_size=1, max_size=4),
+)
+def test_allocate_is_the_optimum_of_all_assignments(table, requests):
+    rates, bounds = zip(*requests, strict=True)
+    min_ks, max_ks = [min(each) for each in bounds], [max(each) for each in bounds]
+    found = allocate(rates, max_ks, table, min_ks=min_ks)
+    allowed = list(product(*(range(low, high + 1) for low, high in zip(min_ks, max_ks, strict=True))))
+    assert tuple(found) in allowed
+    best = max(tokens_per_s(table, rates, each) for each in allowed)
+    assert tokens_per_s(table, rates, found) == pytest.approx(best, rel=1e-9)
+
+
+def test_ties_go_to_fewer_drafts_and_the_first_request():
+    free = Table(per_token_s=0.0)
+    assert allocate([(0.0, 0.0)] * 2, [2, 2], free) == [0, 0]
+    dear = Table(10 * MS, 0.0, sizes=[4, 1000], per_token_squared_s=MS)
+    assert allocate([(0.5, 0.4)] * 3, [2, 2, 2], dear) == [1, 0, 0]
+    assert allocate([], [], free) == []

@@ -12,6 +12,7 @@ from cluster.request import ANYONE
 from cluster.settings import Catalog, DrafterSettings, SettingsError, load_settings, swapped
 from deployments.replicas import settings_with
 from peagle.checkpoint import read_head_config
+from peagle.schema import read_yaml
 
 HEAD: dict[str, Any] = {
     "architectures": ["LlamaForCausalLMEagle3"],
@@ -122,7 +123,7 @@ def test_defaults_come_from_the_head_and_the_source(catalog: Catalog) -> None:
 def test_without_a_drafter_nothing_is_drafted(catalog: Catalog) -> None:
     for args in (BARE, changed(drafter=None, depth=...)):
         settings = load_settings(args, catalog)
-        assert (settings.drafter, settings.k_rules().max_draft_tokens) == (None, 0)
+        assert (settings.drafter, settings.k_rules().max_draft_tokens, settings.max_num_drafters) == (None, 0, 0)
 
 
 def test_a_directory_becomes_an_absolute_path(catalog: Catalog, tmp_path: Path, monkeypatch) -> None:
@@ -229,12 +230,6 @@ def test_bad_input_is_named_with_its_path_and_remedy(case: Any, catalog: Catalog
     args, *words = case
     (problem,) = problems_of(args, catalog)
     assert all(word in problem for word in words), problem
-
-
-def test_a_remote_drafter_scales_too(catalog: Catalog) -> None:
-    scaling = {**QUEUE, "drafter": {"min": 1, "max": 2}}
-    settings = load_settings(remote(autoscaling=scaling, target__num_replicas=...), catalog)
-    assert (settings.max_num_targets, settings.max_num_drafters) == (3, 2)
 
 
 @pytest.mark.parametrize(
@@ -358,3 +353,17 @@ def test_live_settings_that_cannot_be_leave_a_running_service_as_it_was(said: st
     assert settings_with(settings, BAD_LIVE[said]) is settings
     (record,) = [record for record in caplog.records if record.name == "deployments.replicas"]
     assert said in record.getMessage()
+
+
+# ---- YAML files of users: what PyYAML reads, but for a key that stands twice
+
+
+@pytest.mark.parametrize("text", ["a: 1\na: 2", "a: [{b: 1, b: 2}]", "a: &m {b: 1, b: 2}\nc: {<<: *m}"])
+def test_a_key_that_stands_twice_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="file.yaml is not YAML: the key [ab] stands twice"):
+        read_yaml(text, "file.yaml")
+
+
+def test_a_merge_may_be_overridden_and_merged_again() -> None:
+    text = "a: &a {x: 1}\nb: {c: &c {<<: *a, x: 2}}\nd: {<<: *c, y: 3}\ne: {<<: *a, <<: *c}"
+    assert read_yaml(text, "file.yaml")["b"] == {"c": {"x": 2}}

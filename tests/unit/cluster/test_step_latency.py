@@ -61,16 +61,6 @@ def test_a_few_steps_teach_what_the_guess_did_not_know(engine, on_gpu):
     assert np.abs(errors(model.latency, engine)).max() < 0.25
 
 
-def test_a_pass_that_grows_with_requests_is_told_from_the_rest_of_a_step():
-    """Few steps without it are enough."""
-    model = StepLatencyModel(on_gpu=False)
-    for number in range(40):
-        run(model, dear_drafter, 9, [1, 2, 4, 8], range(1, 8), noise=0.03, seed=number)
-        run(model, dear_drafter, 1, [1, 2, 4, 8], [0], noise=0.03, seed=number)
-    for cell in ((1, 1), (2, 2), (4, 4), (8, 8), (8, 32)):
-        assert model.latency.seconds(*cell) == pytest.approx(dear_drafter(*cell), rel=0.1)
-
-
 RATES = (0.80, 0.61, 0.46, 0.34, 0.24, 0.17, 0.12)
 
 
@@ -105,7 +95,6 @@ def test_measured_engines_are_learned_and_each_load_gets_its_k(name):
 
 
 def test_what_the_host_adds_makes_no_draft_dearer():
-    """Each step waits for the host, longer with more requests. A draft still takes what it took."""
     engine, model = TableEngine.load(ENGINES["8b"]), StepLatencyModel(on_gpu=True)
     shares_of_best(model, engine, (64, 128))
 
@@ -142,7 +131,6 @@ def test_an_engine_that_becomes_slower_is_followed():
 
 
 def test_large_prompts_make_no_small_steps_free():
-    """Whatever steps with 8,192 rows of prompts take."""
     model, rng = StepLatencyModel(on_gpu=True), np.random.default_rng(0)
     run(model, gpu, 500)
     before = model.latency.seconds(8, 64)

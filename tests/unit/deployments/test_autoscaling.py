@@ -40,6 +40,7 @@ def test_a_target_may_finish_its_streams_and_a_drafter_has_room_for_all_targets_
         options = target_options(settings)
         assert options["graceful_shutdown_timeout_s"] == 600.0
         assert options.keys() & {"num_replicas", "autoscaling_config"} == {number}
+    assert (scaled.max_num_targets, scaled.max_num_drafters) == (3, 2)
     config = AutoscalingConfig(**(autoscaling_config(scaled, "drafter") or {}))
     assert (config.min_replicas, config.max_replicas) == (1, 2)
     assert config.policy.policy_kwargs == {"deployment": "drafter"}

@@ -1,13 +1,20 @@
 """`peagle chat` and `peagle view` as a user sees them: by keys, in a terminal and through pipes, against a small real
 service."""
 
+import fcntl
 import json
+import os
+import pty
 import re
+import select
+import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
 from typing import Any
 
@@ -17,7 +24,6 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from deployments.chat import Conversation, converse
-from tests.support.terminal import terminal
 from tests.unit.deployments.test_batch import JsonHandler
 
 DRAFTING = {"k": 2, "source": "learned", "acceptance_length": 1.5}
@@ -97,6 +103,56 @@ def type_keys(service: SmallService, keys: str, **options: Any) -> None:
     with create_pipe_input() as keyboard, create_app_session(input=keyboard, output=DummyOutput()):
         keyboard.send_text(keys)
         converse(Conversation(service.url, None, k=None, max_tokens=8, **options))
+
+
+def _take_terminal() -> None:
+    """Of a new process: the terminal is its own, and Ctrl-C reaches it, which tests in the background may ignore."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+class Terminal:
+    """The command `peagle` in a terminal, as a person uses it. `shown`: what it wrote after the last match."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._master, slave = pty.openpty()
+        environment = dict(os.environ, TERM="xterm", COLUMNS="60", LINES="20", PROMPT_TOOLKIT_NO_CPR="1")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "deployments.cli", *arguments],
+            stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True,
+            preexec_fn=_take_terminal,
+        )  # fmt: skip
+        os.close(slave)
+        self.shown = ""
+
+    def type(self, keys: str, *patterns: str) -> None:
+        """Type, and read on to each of `patterns`."""
+        os.write(self._master, keys.encode())
+        for pattern in patterns:
+            self.wait_for(pattern)
+
+    def wait_for(self, pattern: str, timeout_s: float = 120) -> None:
+        """Read on, from the last match, to the next of `pattern`."""
+        end_s = time.monotonic() + timeout_s
+        while not (found := re.search(pattern, self.shown)):
+            left_s = end_s - time.monotonic()
+            assert left_s > 0, f"no {pattern!r} in {self.shown!r}"
+            if select.select([self._master], [], [], left_s)[0]:
+                self.shown += os.read(self._master, 65536).decode(errors="replace")
+        self.shown = self.shown[found.end() :]
+
+    def ended(self) -> int:
+        return self.process.wait(timeout=120)
+
+
+@contextmanager
+def terminal(*arguments: str) -> Iterator[Terminal]:
+    found = Terminal(*arguments)
+    try:
+        yield found
+    finally:
+        found.process.kill()
+        found.process.wait()
 
 
 UP, STOP, LEAVE, PASTED = "\x1b[A", "\x03", "\x04", "\x1b[200~two\nlines\x1b[201~"

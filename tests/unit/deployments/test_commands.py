@@ -174,7 +174,6 @@ def good(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("kind", WRONG_FILES)
 @pytest.mark.parametrize("line", FILES_OF_COMMANDS)
 def test_a_wrong_file_is_one_line_that_names_it(good: Path, line: str, kind: str, capfd: Any, monkeypatch: Any) -> None:
-    """For every subcommand that reads one: never a traceback, nor an error that nobody has thought of."""
     monkeypatch.chdir(good)
     name, content = FILES_OF_COMMANDS[line], WRONG_FILES[kind]
     folder = Path("wrong")

@@ -53,6 +53,9 @@ JSON_TYPE = {"content-type": JSON}
 CHAT = "/v1/chat/completions"
 PATHS = {"chat": CHAT, "completions": "/v1/completions"}
 LEAST: dict[str, dict[str, Any]] = {"chat": {"messages": HELLO}, "completions": {"prompt": "One,"}}
+STREAMED: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": HELLO}, "/v1/messages": {"messages": HELLO, "max_tokens": 5}, "/v1/responses": {"input": "Hi"},
+}  # fmt: skip
 
 
 def cluster(**sections: Any) -> ClusterSettings:
@@ -145,20 +148,6 @@ async def call_app(backend: Echo, receive: Any, send: Any = None, path: str = CH
     async with asyncio.timeout(60):
         await make_app(backend, Entrance())(scope, receive, send or keep)
     return sent
-
-
-async def call_and_leave(backend: Echo, document: Any, begins: bool, path: str = CHAT) -> bytes:
-    """The text of an answer whose client leaves when the engine has it, or where it `begins` has said something."""
-    bodies = [{"type": "http.request", "body": json.dumps(document).encode(), "more_body": False}]
-
-    async def receive() -> Any:
-        if bodies:
-            return bodies.pop()
-        while not backend.admitted or (begins and not backend.num_begun):
-            await asyncio.sleep(0)
-        return {"type": "http.disconnect"}
-
-    return b"".join(message.get("body", b"") for message in await call_app(backend, receive, path=path))
 
 
 def statuses(backend: Echo) -> dict[str, float]:
@@ -266,11 +255,13 @@ def test_a_path_or_method_that_is_none() -> None:
         ("GET", "/v1/nothing", 404, ""),
         ("GET", "/v1/models/gpt-none", 404, ""),
         ("GET", "/v1/models/../../etc/passwd", 404, ""),
+        ("POST", "/v1/embeddings", 404, ""),
     ):
         response = request(Echo(), method, path)
         assert response.status_code == status, path
         assert sorted(response.headers.get("allow", "").replace(",", " ").split()) == allow.split(), path
         assert response.json()["error"]["type"] == "invalid_request_error"
+    assert "/v1/messages/count_tokens" in response.json()["error"]["message"], "what is served"
 
 
 def test_the_openapi_document_is_true_of_bodies_and_refusals() -> None:
@@ -678,10 +669,10 @@ def test_head_is_answered_as_get_and_a_slash_at_the_end_changes_nothing() -> Non
 # ---- the answer
 
 
-@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("path", STREAMED)
 def test_a_stream_that_breaks_off_ends_with_its_protocols_error_event_and_without_done(path: str) -> None:
-    sent = {"messages": HELLO, "max_tokens": 5} if path != "/v1/responses" else {"input": "Hi"}
-    response = request(Echo(ends_with=engine_lost()), "POST", path, json={**sent, "model": "tiny", "stream": True})
+    sent = {**STREAMED[path], "model": "tiny", "stream": True}
+    response = request(Echo(ends_with=engine_lost()), "POST", path, json=sent)
     assert response.status_code == 200
     name, _, data = response.text.strip().rpartition("\n\n")[2].rpartition("data: ")
     assert name == ("" if path == CHAT else "event: error\n")
@@ -713,15 +704,28 @@ def test_the_engines_own_refusal_keeps_its_field_and_its_failures_keep_their_wor
     assert "stack trace" not in failed.message
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_closes_its_answer_at_once_and_logs_nothing(stream: bool, caplog: Any) -> None:
+@pytest.mark.parametrize(("path", "stream"), [(CHAT, False), *((path, True) for path in STREAMED)])
+async def test_a_client_that_leaves_closes_its_answer_at_once_and_logs_nothing(
+    path: str, stream: bool, caplog: Any
+) -> None:
     """An answer that is left to the garbage collector goes on in the engine."""
     backend = Echo()
     backend.pause = asyncio.Event()
-    text = await call_and_leave(backend, {"messages": HELLO, "stream": stream}, begins=stream)
+    sent = {**STREAMED[path], "model": "tiny", "stream": stream}
+    bodies = [{"type": "http.request", "body": json.dumps(sent).encode(), "more_body": False}]
+
+    async def receive() -> Any:
+        if bodies:
+            return bodies.pop()
+        while not backend.admitted or (stream and not backend.num_begun):
+            await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
+
+    messages = await call_app(backend, receive, path=path)
     await asyncio.sleep(0)  # what is cancelled ends in the next turn
     gc.collect()
-    assert (backend.num_closed, b"DONE" in text) == (1, False)
+    assert backend.num_closed == 1
+    assert not any(b"DONE" in message.get("body", b"") for message in messages)
     assert statuses(backend) == {"499": 1.0}
     assert "Traceback" not in caplog.text
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
@@ -828,9 +832,11 @@ def test_an_unknown_key_gets_401_before_anything_else(path: str, key: str | None
     assert SECRET not in response.text
 
 
-def test_probes_need_no_key_and_a_route_prefix_changes_nothing() -> None:
+def test_probes_and_the_page_need_no_key_and_a_route_prefix_changes_nothing() -> None:
     backend = Echo(callers(web={"key_sha256": DIGEST}))
-    for path, status in (("/health", 200), ("/metrics", 200), ("/ping", 200), ("/v1/models", 401)):
+    for path, status in (
+        *((path, 200) for path in ("/", "/health", "/metrics", "/ping")), ("/drafting", 401), ("/v1/models", 401),
+    ):  # fmt: skip
         assert request(backend, "GET", path).status_code == status
         assert request(backend, "GET", f"/app{path}", root_path="/app").status_code == status
     assert request(backend, "GET", "/app/v1/models", root_path="/app", headers=bearer(SECRET)).status_code == 200

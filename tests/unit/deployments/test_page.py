@@ -7,7 +7,6 @@ import typing
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
 from cluster.counts import Counts
@@ -22,7 +21,7 @@ from tests.support.autoscaling_harness import Controller
 from tests.support.counted import counts_of
 from tests.support.scaling_cases import GOOD
 from tests.unit.cluster.test_heads import swapped
-from tests.unit.deployments.test_front_end import DIGEST, Echo, callers, request
+from tests.unit.deployments.test_front_end import Echo, request
 from tests.unit.deployments.test_telemetry import drafter, link, report
 
 PAGE = live_page()[0]
@@ -33,18 +32,10 @@ def policy_of(headers: Any) -> dict[str, str]:
     return {name: value for name, _, value in rules}
 
 
-@pytest.mark.parametrize("root", ["", "/app"])
-def test_the_page_needs_no_key_and_what_it_asks_for_does(root: str) -> None:
-    backend = Echo(callers(web={"key_sha256": DIGEST}))
-    response = request(backend, "GET", f"{root}/", root_path=root)
-    assert (response.status_code, response.text) == (200, PAGE)
-    assert response.headers["content-type"] == "text/html; charset=utf-8"
-    assert request(backend, "GET", f"{root}/drafting", root_path=root).status_code == 401
-    assert request(backend, "POST", f"{root}/", root_path=root).status_code == 405
-
-
 def test_a_browser_may_run_and_load_nothing_but_the_file_itself() -> None:
-    rules = policy_of(request(Echo(), "GET", "/").headers)
+    response = request(Echo(), "GET", "/")
+    assert (response.text, response.headers["content-type"]) == (PAGE, "text/html; charset=utf-8")
+    rules = policy_of(response.headers)
     for tag in ("script", "style"):
         (inside,) = re.findall(rf"<{tag}\b[^>]*>(.*?)</{tag}>", PAGE, flags=re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()

@@ -19,7 +19,7 @@ from cluster.request import system_prompt
 from deployments.body import turns
 from deployments.front_end import Usage
 from peagle.vllm.request_args import MAX_K_KEY, WORKLOAD_KEY
-from tests.unit.deployments.test_front_end import DIGEST, SECRET, Echo, call_and_leave, callers, request, statuses
+from tests.unit.deployments.test_front_end import DIGEST, SECRET, Echo, callers, request, statuses
 from tests.unit.deployments.test_page import policy_of
 from tests.unit.deployments.test_target_replica import DRAFTING, Replica, events
 
@@ -28,10 +28,9 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages": {"model": "tiny", "max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}]},
     "/v1/responses": {"model": "tiny", "max_output_tokens": 5, "input": "Hi"},
 }
-paths = pytest.mark.parametrize("path", BODIES)
 
 
-@paths
+@pytest.mark.parametrize("path", BODIES)
 def test_a_request_is_admitted_as_a_chat_is(path: str) -> None:
     changes: dict[str, Any] = {"system": "S", "tools": [{"name": "f", "input_schema": TOOL["parameters"]}]}
     if path == "/v1/responses":
@@ -171,19 +170,6 @@ def test_an_answer_that_breaks_off_ends_with_the_error_alone() -> None:
         assert isinstance(failure, ApiError)
         assert not re.search("message_stop|response.completed|event: error", "".join(said))
         assert replica.aborted == [name]
-
-
-@paths
-async def test_a_client_that_leaves_closes_the_answer_at_once(path: str) -> None:
-    backend = Echo()
-    backend.pause = asyncio.Event()
-    await call_and_leave(backend, {**BODIES[path], "stream": True}, begins=True, path=path)
-    assert (backend.num_closed, statuses(backend)) == (1, {"499": 1})
-
-
-def test_a_path_that_is_not_served_says_what_is() -> None:
-    response = request(Echo(), "POST", "/v1/embeddings", json={})
-    assert (response.status_code, "/v1/messages/count_tokens" in response.json()["error"]["message"]) == (404, True)
 
 
 @pytest.mark.parametrize("root", ["", "/app"])

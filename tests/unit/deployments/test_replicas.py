@@ -55,16 +55,12 @@ def _polls_follow_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deployments.replicas.POLL_TIMEOUT_S", 0.5)
 
 
-def monitor_of(*answers: Any, on_reports: Any = lambda _: None) -> Any:
-    return ReplicaMonitor(Handle(lambda: list(answers)), on_reports)
-
-
 def test_only_replicas_that_are_gone_or_whose_engine_is_dead_do_not_count(caplog: pytest.LogCaptureFixture) -> None:
     """No report never means that no request is served. A hung replica holds up nobody; each reason is logged once."""
     seen: list[Any] = []
-    silent = hangs, hangs, says(RuntimeError("counts are broken"))
-    lost = says(ActorDiedError()), says(EngineLost("EngineDeadError: EngineCore encountered an issue"))
-    monitor = monitor_of(*silent, *lost, says(1), says(2), on_reports=lambda reports: seen.append(list(reports)))
+    answers = [hangs, hangs, says(RuntimeError("counts are broken")), says(1), says(2)]
+    answers += says(ActorDiedError()), says(EngineLost("EngineDeadError: EngineCore encountered an issue"))
+    monitor: Any = ReplicaMonitor(Handle(lambda: answers), lambda reports: seen.append(list(reports)))
     assert monitor.num_ready is None
     for _ in range(2):
         asyncio.run(asyncio.wait_for(monitor.refresh(), 60))

@@ -37,7 +37,6 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.parametrize("in_file", [True, False])
 def test_state_outlives_the_router(in_file: bool, tmp_path: Path) -> None:
-    """What was learned, which heads were put in others' place, and what callers have used."""
     path, channel = tmp_path / "new" / "state.json" if in_file else None, None if in_file else MemoryChannel()
     k_policy, manager = k_policy_with_counts(), swapped(0, 0.5, 120).manager
     store = StateStore(path and str(path), k_policy, manager, channel)

@@ -154,20 +154,20 @@ def test_port_in_use_is_named(write: Any, capsys: Any, monkeypatch: pytest.Monke
 
 class Serve:
     """In the place of Serve and its REST API: keeps what it is given. `fails`: applications that do not come up;
-    `statuses`: of the others, at each look; `ended`: applications, replicas and at last all, in turn; `without_config`:
-    applications that end, or that nobody deployed by a config."""
+    `statuses`: of the others, at each look, and `new_statuses` after a new config; `ended`: applications, replicas and
+    at last all, in turn; `without_config`: applications that end, or that nobody deployed by a config."""
 
     def __init__(self) -> None:
         self.deployed: list[dict[str, Any]] = []
         self.fails: list[dict[str, Any]] = []
-        self.statuses = ["RUNNING"]
+        self.statuses = self.new_statuses = ["RUNNING"]
         self.running: list[dict[str, Any]] = []
         self.ended: list[str] = []
         self.without_config: list[str] = []
 
     def deploy_applications(self, wanted: dict[str, Any]) -> None:
         self.deployed.append(wanted)
-        self.running = wanted["applications"]
+        self.running, self.statuses = wanted["applications"], self.new_statuses
 
     def get_serve_details(self) -> dict[str, Any]:
         found = {}
@@ -397,7 +397,6 @@ def test_replicas_that_no_node_can_hold_are_refused_at_once(machine: Any, refuse
 
 
 def test_a_config_that_fails_gives_way_to_the_one_before(write: Any, machine: Any, before: Any, capsys: Any) -> None:
-    """With an application that the new one left out."""
     before.append({"name": "chat", "import_path": "x:y", "args": {}})
     machine.serve.without_config = ["old"]
     path = write(served(engine={"dtype": "bfloat16"}))
@@ -443,7 +442,7 @@ def test_new_engines_without_room_beside_the_old_ones_are_refused(bring_up: Any,
 
 
 def test_a_replica_that_dies_meanwhile_does_not_undo_a_change(bring_up: Any, machine: Any, before: Any) -> None:
-    machine.serve.statuses = ["RUNNING", "RUNNING", "UNHEALTHY", "UNHEALTHY", "RUNNING"]
+    machine.serve.new_statuses = ["UNHEALTHY", "UNHEALTHY", "RUNNING"]
     bring_up(served(limits={"max_queued_requests": 512}))
     assert machine.serve.statuses == ["RUNNING"]
     assert len(machine.serve.deployed) == 1
@@ -517,7 +516,7 @@ def test_megabytes_from_the_hub_are_said(bring_up: Any, tmp_path: Path, machine:
         return machine.serve.statuses.pop() == "ready"
 
     monkeypatch.setattr(up, "_answers", answers)
-    machine.serve.statuses = ["RUNNING", "RUNNING", "ready", "no"]
+    machine.serve.new_statuses = ["RUNNING", "RUNNING", "ready", "no"]
     raw = served(model={"source": "org/model", "id": "model"}, drafter=None)
     assert any(line.endswith("; 3 MB downloaded") for line in bring_up(raw, detach=True))
 

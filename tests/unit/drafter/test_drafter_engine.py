@@ -1,23 +1,22 @@
-"""Whatever targets do, each request's drafts are those of a plain session that has the same rows.
-
-First what the engine does with steps that are late, too big or of a target that is gone; then random
-schedules: rejections, chunked prefill, preemption, prefixes that the targets found in their own caches, requests that
-end with and without a release, lost steps; two targets, two heads, passes too small for a step.
-"""
-
-from __future__ import annotations
+"""Whatever targets do, each request's drafts are those of a plain session that has the same rows."""
 
 import dataclasses
 import random
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 
+from peagle.checkpoint import save_head
+from peagle.config import HeadError
 from peagle.drafter import kvcache
 from peagle.drafter.engine import DraftEngine
 from peagle.drafter.protocol import Int32Array, Step
+from peagle.drafter.serving import DrafterLimits, load_runtime_head, load_served_head
+from peagle.heads import prepare_head
 from tests.support.draft_engine_harness import (
     BLOCK,
     MAX_DEPTH,
@@ -31,6 +30,7 @@ from tests.support.draft_engine_harness import (
     num_requests,
     target_step,
 )
+from tests.support.head_factory import CONFIG, REDUCED, head_tensors, reconfigure, write_target
 from tests.support.pass_requests import ints
 
 
@@ -130,7 +130,8 @@ def test_long_prompts_run_in_pieces() -> None:
     assert cached_range(engine, 1, 0) == (0, 39)
 
 
-# Random schedules
+# Random schedules: rejections, chunked prefill, preemption, prefixes in the targets' own caches, requests that end with
+# and without a release, lost steps; two targets, two heads, passes too small for a step
 
 
 MAX_TOKENS = 130
@@ -253,3 +254,33 @@ def test_a_tiny_cache_costs_drafts_but_never_a_wrong_one(num_blocks: int) -> Non
     assert engine.counters.cold_starts > 0
     assert engine.counters.refused > 0
     assert engine.counters.drafts > 100
+
+
+# ---- a drafter's head, loaded with its target's tables
+
+
+@pytest.mark.parametrize("config", [CONFIG, REDUCED], ids=["whole", "reduced"])
+def test_a_shipped_head_takes_the_targets_tables(tmp_path: Path, config: Any) -> None:
+    target_dir = write_target(tmp_path / "target", tied=config is CONFIG)
+    head_dir = save_head(tmp_path / "head", config, head_tensors(config, shipped=True))
+    drafter = load_runtime_head(head_dir, target_dir, "cpu", torch.float32)
+    plain = load_runtime_head(prepare_head(head_dir, target_dir, tmp_path / "cache"), target_dir)
+    assert torch.equal(drafter.lm_head.weight, plain.lm_head.weight)
+    assert torch.equal(drafter.target_ids, plain.target_ids)
+    ids = torch.arange(config.vocab_size)
+    assert torch.equal(drafter.embed(ids), plain.embed(ids))
+    assert not any(parameter.requires_grad for parameter in drafter.parameters())
+
+
+def test_a_head_of_another_target_or_kind_is_refused(tmp_path: Path) -> None:
+    target_dir, eagle3 = write_target(tmp_path / "target"), dataclasses.replace(CONFIG, ptd_token_id=None)
+    reconfigure(target_dir, vocab_size=101)
+    for config, problem in ((CONFIG, "vocabulary: the head has 100 tokens, the target 101"),
+                            (eagle3, "head .* has no mask token .* P-EAGLE heads only")):  # fmt: skip
+        with pytest.raises(HeadError, match=problem):
+            load_runtime_head(save_head(tmp_path / "head", config, head_tensors(config)), target_dir)
+
+
+def test_a_cache_that_holds_no_request_is_named(head_dir: Path, target_dir: Path) -> None:
+    with pytest.raises(ValueError, match=r"cache_gib = 0.0001 holds \d+ blocks .* or a smaller max_context"):
+        load_served_head(head_dir, target_dir, DrafterLimits(cache_gib=0.0001))

@@ -1,8 +1,6 @@
 """Links give the drafts of their drafters, and no drafts, soon, when something happens to a drafter; requests stay with
 the drafter that has their cache. Both ways of the data: shared memory and TCP."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import signal

@@ -1,7 +1,5 @@
 """A drafter serves several targets, refuses what does not fit in words, swaps heads, and outlives whatever connects."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os
@@ -62,7 +60,6 @@ def stranger(server: DrafterServer) -> Iterator[zmq.Socket[bytes]]:
 
 
 def test_a_target_that_does_not_fit_learns_why() -> None:
-    """`test_drafter_protocol` has the reasons."""
     with running(make_server()) as server:
         pool = make_pool(shape=dataclasses.replace(SHAPE, hidden_size=8))
         pool.set_drafters([entry(server.address)])
@@ -243,8 +240,6 @@ def test_a_drafter_that_ends_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_target_that_cannot_attach_its_ring_is_served_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says so once, and connects again."""
-
     def attach(name: str, shape: Any) -> Ring:
         raise OSError("not mounted here")
 

@@ -1,16 +1,15 @@
 """One pass over a batch and a paged cache, against one `DraftSession` for each request."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 
 import numpy as np
 import pytest
 import torch
+from triton import knobs
 
 from peagle.config import DrafterConfig
-from peagle.drafter.graphs import graph_keys
+from peagle.drafter.graphs import GraphKey, empty_inputs, graph_keys, move
 from peagle.drafter.parallel_pass import PassLimits
 from peagle.model import Drafter
 from tests.support.head_factory import CONFIG, random_drafter
@@ -56,3 +55,91 @@ def test_graphs_hold_every_batch_and_pad_drafting_ones_little() -> None:
         assert holding
         if num_requests * most <= num_rows <= 1000:
             assert min(holding)[0] - num_rows <= max(8, num_rows / 4)
+
+
+# ---- on a GPU by graphs, against eager launches and the sessions; and the batches that graphs pad
+
+
+ONE = [(64, 3, MAX_DEPTH)]
+"""A size with requests and rows that pad the batches: they must touch nothing."""
+FEW = list(itertools.product((8, 16, 32), (2, 3), (1, MAX_DEPTH)))
+
+
+def on_gpu(name: str = "plain", num_requests: int = 3) -> Requests:
+    return Requests(random_drafter(SWITCHES[name]).float().cuda(), num_requests)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.parametrize("keys", [[], ONE, FEW, None], ids=["eager", "padding", "few sizes", "all sizes"])
+def test_on_a_gpu_drafts_equal_the_sessions(name: str, keys: list[GraphKey] | None) -> None:
+    requests = on_gpu(name)
+    parallel_pass = requests.new_pass("cuda", graph_keys=keys)
+    assert (parallel_pass.warm_up() > 0) == (keys != [])
+    for steps in STEPS:
+        expected = [requests.expected(step) for step in steps]
+        assert run(parallel_pass, requests.batch(steps)).tolist() == expected
+
+
+@pytest.mark.gpu
+def test_launches_may_overtake_their_answers() -> None:
+    requests = on_gpu()
+    parallel_pass = requests.new_pass("cuda")
+    parallel_pass.warm_up()
+    steps = [Step(0, position, 1, 1 + position % MAX_DEPTH) for position in range(12)]
+    pinned = [requests.batch([step], num_rejected=0) for step in steps]
+    pending = [parallel_pass.launch(batch) for batch in pinned]
+    expected = [requests.expected(step)[: step.depth] for step in steps]  # in the order of the passes
+    # An answer is as wide as its graph, and padded.
+    found = [drafts()[0].tolist() for drafts in reversed(pending)][::-1]
+    assert [drafts[: step.depth] for step, drafts in zip(steps, found, strict=True)] == expected
+
+
+@pytest.mark.gpu
+def test_after_warm_up_no_batch_compiles_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton makes kernels of their own for sizes of 1 and multiples of 16, which a prompt may or may not have."""
+    requests = on_gpu()
+    parallel_pass = requests.new_pass("cuda")
+    parallel_pass.warm_up()
+    batches = [[Step(0, 0, length, depth)] for length in (1, 12, 15, 16, 17, 31) for depth in (0, 1, 3, MAX_DEPTH)]
+    batches += [[Step(0, 31, 1, 1), Step(1, 0, length, 5), Step(2, 0, 2, 0)] for length in (1, 9, 16, 40)]
+    compiled: list[object] = []
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **made: compiled.append(made.get("fn")))
+    for steps in batches:
+        run(parallel_pass, requests.batch(steps))
+    assert not compiled
+
+
+@pytest.mark.gpu
+def test_in_bfloat16_most_drafts_are_those_of_float32() -> None:
+    """Rounding may change some; a wrong row or position changes nearly all, whose chance of being right is 0.01."""
+    requests = on_gpu()
+    requests.drafter.bfloat16()
+    requests = Requests(requests.drafter, 3)
+    parallel_pass = requests.new_pass("cuda")
+    found, expected = [], []
+    for steps in STEPS:
+        expected += [requests.expected(step) for step in steps]
+        found += run(parallel_pass, requests.batch(steps)).tolist()
+    same = np.array(found) == np.array(expected)
+    assert same[np.array(expected) >= 0].mean() > 0.7
+
+
+# Without a GPU
+
+
+@pytest.mark.parametrize("num_padding", [0, 1, 3])
+def test_a_batch_at_the_places_of_the_largest_drafts_as_it_does(num_padding: int) -> None:
+    requests = Requests(random_drafter(CONFIG).float(), 3)
+    parallel_pass = requests.new_pass(max_num_requests=3 + num_padding)
+    inputs = empty_inputs(parallel_pass.limits, torch.device("cpu"))
+    for place in (inputs.start_B, inputs.num_drafts_B, inputs.num_valid_B, inputs.next_tokens_R):
+        place.fill_(7)  # what an earlier batch left must not matter
+    for steps in STEPS:
+        expected = [requests.expected(step) for step in steps]
+        batch = requests.batch(steps)
+        move(batch, inputs)
+        padded = inputs.first_requests(len(steps) + num_padding)
+        found_BK = parallel_pass.compute(padded, batch.num_rows + 5, MAX_DEPTH)
+        assert found_BK[: len(steps)].cpu().numpy().tolist() == expected
+        assert (found_BK[len(steps) :] == -1).all(), "a request that pads the batch drafted"

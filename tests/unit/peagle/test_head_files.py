@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from torch import Tensor
 
 from cluster.settings import Catalog, DrafterSettings, load_settings
 from peagle.checkpoint import build_drafter, check_head, expected_tensors, load_head, save_head
@@ -30,7 +31,8 @@ from peagle.config import (
 from peagle.heads import MAX_NUM_CANDIDATES, candidate_directory, candidate_files, head_digest, keep_candidate
 from peagle.schema import SettingsError
 from peagle.vllm.engine_settings import engine_kwargs
-from tests.support.head_factory import CONFIG, TARGET, head_tensors, reconfigure, rewrite
+from tests.support.disk import full_disk
+from tests.support.head_factory import CONFIG, REDUCED, TARGET, head_tensors, reconfigure, rewrite
 
 
 @pytest.fixture
@@ -210,7 +212,6 @@ VALUES = st.recursive(
 @settings(max_examples=400, deadline=None)
 @given(changes=st.dictionaries(st.sampled_from(KEYS), VALUES, min_size=1, max_size=3), is_speculators=st.booleans())
 def test_any_value_of_any_key_is_read_or_refused(changes: dict[str, Any], is_speculators: bool) -> None:
-    """Never another exception, and what is read is small enough to be built."""
     raw = CONFIG.to_dict() | changes
     if is_speculators:
         layer = CONFIG.to_dict() | {"model_type": "llama"} | changes
@@ -311,3 +312,77 @@ def test_files_that_no_candidate_has_are_refused(head: Path, tmp_path: Path) -> 
     with pytest.raises(HeadError, match="missing fc.weight"):
         keep_candidate("candidate-x", candidate_files(head), (), tmp_path / "cache")
     assert candidate_directory("candidate-x", tmp_path / "cache") is None
+
+
+# ---- round trips in both forms, tables that must agree, and writes that fail half-way
+
+
+def test_shipped_head_round_trip_and_its_tables_come_from_the_target(tmp_path: Path) -> None:
+    tensors = head_tensors(CONFIG, shipped=True)
+    config, loaded = load_head(save_head(tmp_path / "head", CONFIG, tensors))
+    assert "embed_tokens.weight" not in loaded
+    with pytest.raises(HeadError, match=r"no embed_tokens.weight: pass the target's as embed_VH \[100, 32\]"):
+        build_drafter(config, loaded)
+    table = torch.randn(100, 32)
+    with pytest.raises(HeadError, match=r"no lm_head.weight: pass the target's as lm_head_VH \[100, 32\]"):
+        build_drafter(config, loaded, embed_VH=table)
+    with pytest.raises(HeadError, match=r"embed_VH has shape \[100, 31\], the head needs \[100, 32\]"):
+        build_drafter(config, loaded, embed_VH=table[:, 1:], lm_head_VH=table)
+    drafter = build_drafter(config, loaded, embed_VH=table, lm_head_VH=table)
+    assert torch.equal(drafter.embed(torch.tensor([98, 99])), torch.stack([table[98], tensors["mask_embedding"]]))
+
+
+def test_vocabulary_tables_must_agree(tmp_path: Path) -> None:
+    def load_with(**changes: Tensor) -> None:
+        path = save_head(tmp_path / "head", REDUCED, head_tensors(REDUCED))
+        rewrite(path, **changes)
+        load_head(path)
+
+    offsets = head_tensors(REDUCED)["d2t"]
+    load_with()
+    load_with(d2t=offsets.int())
+    with pytest.raises(HeadError, match=r"d2t\[6\] = 94 leads to target token 100, outside 0..99 \(1 such entries"):
+        load_with(d2t=offsets.index_fill(0, torch.tensor([6]), 94))
+    with pytest.raises(HeadError, match="d2t leads 10 draft tokens to only 9 different target tokens"):
+        load_with(d2t=offsets.index_put((torch.tensor([1]),), offsets[0] - 1))
+    with pytest.raises(HeadError, match="t2d does not mark the 10 target tokens that d2t leads to"):
+        load_with(d2t=offsets + torch.arange(10))  # token ids where offsets belong, all in range here
+    with pytest.raises(HeadError, match="t2d does not mark the 10 target tokens that d2t leads to, and no others"):
+        load_with(t2d=head_tensors(REDUCED)["t2d"].index_fill(0, torch.tensor([0]), True))
+
+
+def test_a_table_that_orders_the_whole_vocabulary_anew_is_refused(tmp_path: Path) -> None:
+    """A plain head has none, so it would be lost."""
+    head, ids = save_head(tmp_path / "head", CONFIG, head_tensors(CONFIG)), torch.arange(100)
+    rewrite(head, d2t=0 * ids)
+    load_head(head)
+    rewrite(head, d2t=ids.roll(1) - ids)
+    with pytest.raises(HeadError, match="d2t orders the whole vocabulary anew, .* without d2t"):
+        load_head(head)
+
+
+def test_a_head_is_not_written_beside_other_weights(tmp_path: Path) -> None:
+    """They would be read with it."""
+    head = save_head(tmp_path / "head", CONFIG, head_tensors(CONFIG))
+    (head / "model.safetensors").rename(head / "model-00001-of-00001.safetensors")
+    with pytest.raises(HeadError, match=r"holds other weights \(model-00001-of-00001.safetensors\), .*: name another"):
+        save_head(head, *load_head(head))
+    assert load_head(head)[0] == CONFIG
+
+
+def test_save_refuses_what_load_would(tmp_path: Path) -> None:
+    tensors = head_tensors(CONFIG)
+    del tensors["fc.weight"]
+    with pytest.raises(HeadError, match=r"missing fc.weight"):
+        save_head(tmp_path / "head", CONFIG, tensors)
+    assert not (tmp_path / "head").exists()
+
+
+def test_a_full_disk_leaves_the_old_head_whole(tmp_path: Path) -> None:
+    head = save_head(tmp_path / "head", CONFIG, head_tensors(CONFIG))
+    config, before = load_head(head)
+    with full_disk(20_000), pytest.raises(OSError, match="model.safetensors"):
+        save_head(head, config, {name: torch.zeros_like(tensor) for name, tensor in before.items()})
+    assert sorted(path.name for path in head.iterdir()) == ["config.json", "model.safetensors"]
+    after = load_head(head)[1]
+    assert all(torch.equal(after[name], before[name]) for name in before)

@@ -1,12 +1,15 @@
-"""Conditional drop-token sampling: counts of the paper's example, the distribution of nested chains, labels."""
+"""Conditional drop-token sampling: counts of the paper's example, the distribution of nested chains, labels, masks."""
 
 import itertools
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch
+from torch.nn import functional as F
 
-from peagle.train.cod import chain_lengths, kept_per_offset, sample_rows
+from peagle.train.cod import CodRows, chain_lengths, kept_per_offset, sample_rows
+from peagle.train.masks import AttentionMask
 
 
 def test_counts_are_those_of_the_papers_example() -> None:
@@ -59,3 +62,77 @@ def test_chain_lengths_equal_a_slow_loop() -> None:
                     break
                 length += 1
             assert found[b, anchor] == length, (b, anchor)
+
+
+# ---- the two forms of the mask against its definition, and against each other
+
+
+def rows_and_documents(num_tokens: int, num_depths: int, ratio: float, seed: int) -> tuple[CodRows, torch.Tensor]:
+    """Two packed sequences with documents of uneven lengths and padding at the end."""
+    generator = torch.Generator().manual_seed(seed)
+    document_BN = torch.full((2, num_tokens), -1)
+    for sequence in document_BN:
+        cuts = torch.randint(1, num_tokens, (4,), generator=generator).sort().values.tolist()
+        for number, (start, end) in enumerate(zip([0, *cuts[:-1]], cuts, strict=True)):
+            sequence[start:end] = number
+    chain_BN = chain_lengths(document_BN, torch.ones_like(document_BN, dtype=torch.bool), num_depths)
+    return sample_rows(chain_BN, num_depths, ratio, generator=generator), document_BN
+
+
+def by_definition(rows: CodRows, document_BN: torch.Tensor) -> torch.Tensor:
+    """[B, T, T] of all pairs of rows, as the module's docstring says it."""
+    (anchor_q, offset_q), (anchor_k, offset_k) = (
+        (rows.anchor_BT.unsqueeze(dim), rows.offset_BT.unsqueeze(dim)) for dim in (2, 1)
+    )
+    document_BT = document_BN.gather(1, rows.anchor_BT)
+    in_cache = (offset_k == 0) & (anchor_k <= anchor_q)
+    in_pass = (anchor_k == anchor_q) & (offset_k <= offset_q)
+    return (in_cache | in_pass) & (document_BT[:, :, None] == document_BT[:, None])
+
+
+@pytest.mark.parametrize(("num_depths", "ratio"), [(1, 0.5), (4, 0.7), (8, 0.8), (3, 1.0)])
+def test_dense_masks_equal_the_definition(num_depths: int, ratio: float) -> None:
+    for num_tokens in (5, 16, 31, 48):
+        rows, document_BN = rows_and_documents(num_tokens, num_depths, ratio, seed=num_tokens)
+        assert torch.equal(AttentionMask.from_rows(rows, document_BN).dense(), by_definition(rows, document_BN))
+
+
+def check_tiles(attention_mask: AttentionMask, tile: int) -> float:
+    """What is skipped holds no visible pair, what is full holds nothing else. Returns the share visited."""
+    dense, block = attention_mask.dense(), attention_mask.block(tile)
+    assert (tile, tile) == block.BLOCK_SIZE
+    batch, num_queries, num_keys = dense.shape
+    visited = block.to_dense()[:, 0].bool()
+    full = torch.zeros_like(visited)
+    assert (block.kv_num_blocks + block.full_kv_num_blocks).sum() == visited.sum(), "a tile is visited twice"
+    for b, row in itertools.product(range(batch), range(visited.shape[1])):
+        full[b, row, block.full_kv_indices[b, 0, row, : block.full_kv_num_blocks[b, 0, row]].long()] = True
+    padded = F.pad(dense, (0, -num_keys % tile, 0, -num_queries % tile))
+    pairs = padded.unflatten(2, (-1, tile)).unflatten(1, (-1, tile))
+    assert not (pairs.any(4).any(2) & ~visited).any(), "a pair that the rule allows lies in a skipped tile"
+    assert pairs.all(4).all(2)[full].all(), "a full tile holds a pair that the rule forbids, or lies beyond the rows"
+    b = torch.arange(batch)[:, None, None]
+    query, key = torch.arange(num_queries)[None, :, None], torch.arange(num_keys)[None, None, :]
+    assert torch.equal(block.mask_mod(b, b * 0, query, key), dense)
+    return float(visited.float().mean())
+
+
+@pytest.mark.parametrize(("num_tokens", "num_depths", "tile"), [(64, 4, 8), (50, 8, 8), (128, 8, 16)])
+def test_tiles_of_the_block_mask(num_tokens: int, num_depths: int, tile: int) -> None:
+    rows, document_BN = rows_and_documents(num_tokens, num_depths, 0.8, seed=tile)
+    assert check_tiles(AttentionMask.from_rows(rows, document_BN), tile) < 0.7, "nearly no tile is skipped"
+
+
+def test_segment_sees_what_its_rows_see_in_the_whole_pass() -> None:
+    rows, document_BN = rows_and_documents(24, 4, 1.0, seed=1)
+    whole = by_definition(rows, document_BN)
+    # Of the segment from 7 to 15: earlier rows of offset 0 as keys alone, later ones hidden (-1), its own rows, blanks.
+    own = [number for number, anchor in enumerate(rows.anchor_BT[0].tolist()) if 7 <= anchor < 15]
+    keys, num_queries = [*range(7), *[-1] * (rows.num_tokens - 7), *own, *[-1] * 3], len(own) + 3
+    attention_mask = AttentionMask.from_rows(rows, document_BN).select(torch.tensor(keys), num_queries)
+    found, first = attention_mask.dense(), len(keys) - num_queries
+    for q, row in enumerate(keys[first:]):
+        for k, other in enumerate(keys):
+            wanted = whole[:, row, other] if row >= 0 and other >= 0 else torch.tensor([k == first + q] * 2)
+            assert torch.equal(found[:, q, k], wanted), (row, other)
+    assert check_tiles(attention_mask, 4) < 0.7, "nearly no tile is skipped"

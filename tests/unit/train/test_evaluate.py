@@ -62,7 +62,6 @@ def accepted_in_session(drafter: Drafter, target: Target, ids: np.ndarray, promp
 
 @pytest.mark.parametrize("changes", [{}, {"ptd_token_id": None}])
 def test_every_anchor_accepts_what_drafting_there_gets_right(target: Target, changes: dict, monkeypatch) -> None:
-    """Packed together, and one answer longer than a packed sequence."""
     monkeypatch.setattr("peagle.train.evaluate.PACK_TOKENS", 28)
     drafter, data = new_drafter(target, **changes), random_data(16)
     assert data.lengths.max() > 28, "no answer stands alone"

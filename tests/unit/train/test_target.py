@@ -1,5 +1,6 @@
 """The target of any architecture: packed documents are read as if each stood alone, what cannot be is refused."""
 
+import importlib.util
 import json
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from peagle.config import UNNAMED_LAYERS, read_target_config
+from peagle.train.plan import spread
 from peagle.train.target import Target
 
 SIZES = dict(vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=8, head_dim=8)
@@ -104,3 +106,29 @@ def test_layers_go_over_gpus_within_the_bytes_given_and_never_onto_the_host(tmp_
     places.append("disk")
     with pytest.raises(ValueError, match="its layers do not fit on the GPUs"):
         Target(tmp_path, gpu_bytes={0: 5, 1: 9})
+
+
+# ---- where its layers go when they do not fit beside the drafter on one GPU
+
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("free", "others", "expected"),
+    [
+        ((80, 80), 10, {0: 63, 1: 72}),
+        ((80, 40, 20), 30, {0: 45, 1: 36, 2: 18}),
+        ((80, 80), 90, {0: 0, 1: 72}),
+        ((80,), 10, None),
+        ((), 10, None),
+    ],
+)
+def test_a_target_is_spread_with_room_for_the_others_on_the_first_gpu(free, others, expected, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (free[index] * GB, 80 * GB))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    found = spread(others * GB)
+    assert found == (None if expected is None else {index: size * GB for index, size in expected.items()})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert spread(others * GB) is None

@@ -15,6 +15,10 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
+if current_platform.is_cpu():  # GPUs collect this module too, and must not import these
+    from peagle.vllm.coupling import CoupledVerifier, GumbelDraw, noise_seeds
+    from peagle.vllm.workers import run_uncompiled
+
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="draws by a kernel of vLLM's CPU build")
 
 VOCAB_SIZE = 60
@@ -36,9 +40,6 @@ WITHOUT_DRAFTS = ("min p", "bias")
 
 
 def make_sampler() -> Sampler:
-    from peagle.vllm.coupling import GumbelDraw
-    from peagle.vllm.workers import run_uncompiled
-
     run_uncompiled()
     sampler = Sampler()
     sampler.topk_topp_sampler = GumbelDraw("raw_logprobs")
@@ -84,8 +85,6 @@ def metadata_of(batch: list[SamplingParams], outputs: list[list[int]]) -> Sampli
 
 def plain_tokens(params: SamplingParams, logits_SV: torch.Tensor, drafts: list[int], output: list[int]) -> list[int]:
     """What steps without drafts give, until a token is not the draft at its position."""
-    from peagle.vllm.coupling import noise_seeds
-
     sampler, tokens = make_sampler(), list[int]()
     for place, logits_V in enumerate(logits_SV):
         ends_B = torch.tensor([len(PROMPT) + len(output) + place])
@@ -100,8 +99,6 @@ def plain_tokens(params: SamplingParams, logits_SV: torch.Tensor, drafts: list[i
 @pytest.mark.parametrize("seed", range(6))
 def test_tokens_with_drafts_are_those_without(seed: int) -> None:
     """All kinds of sampling in one batch, and alone; as many right drafts as a random number says."""
-    from peagle.vllm.coupling import CoupledVerifier, noise_seeds
-
     chance = random.Random(seed)
     torch.manual_seed(seed)
     batch, outputs, drafts, rows, expected = [], [], [], [], []
@@ -145,9 +142,6 @@ def test_tokens_with_drafts_are_those_without(seed: int) -> None:
 
 
 def test_thinking_budgets_of_a_request_without_drafts_go_to_its_row() -> None:
-    """One with drafts is beside it."""
-    from peagle.vllm.coupling import CoupledVerifier, noise_seeds
-
     class ForcesTen:
         """vLLM's holder, of which request 1 has spent its budget."""
 
@@ -179,8 +173,6 @@ def test_thinking_budgets_of_a_request_without_drafts_go_to_its_row() -> None:
 def test_draws_are_distributed_as_the_logits_say() -> None:
     """Successive positions of one request, and neighbouring seeds at one position. The bound is passed by chance once
     in ten thousand draws of all samples, which are the same in every run."""
-    from peagle.vllm.coupling import GumbelDraw, noise_seeds
-
     torch.manual_seed(1)
     logits_V, num = 2.0 * torch.randn(12), 20_000
     probabilities = logits_V.softmax(0).double()

@@ -1,5 +1,7 @@
-"""What drafts and graphs go with: the table of docs/drafting.md against the code's decisions."""
+"""What drafts and graphs go with: the table of docs/drafting.md against the code's decisions, and a step's graph."""
 
+import random
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +13,8 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 
 from peagle.vllm import compat
-from peagle.vllm.engine_settings import REMOTE_KEY
+from peagle.vllm.engine_settings import REMOTE_KEY, capture_sizes
+from peagle.vllm.speculator import MIN_PACKED_REQUESTS, DraftGraphs
 from peagle.vllm.v2_worker import PEagleRunner, RaggedModelRunner, StepGraphs, runner_class
 from tests.support.graph_config import graph_config, outside_an_engine
 from tests.support.scheduler_run import SchedulerRun, scheduler_config
@@ -85,7 +88,6 @@ def test_an_engine_does_what_its_row_says(feature: str) -> None:
 
 @pytest.mark.parametrize("feature", REQUESTS)
 def test_a_request_gets_what_its_row_says(feature: str, target_dir: Path, head_dir: Path, environment: None) -> None:
-    """test_kernels_verification has the graphs."""
     run = SchedulerRun(scheduler_config(target_dir, head_dir, K_MAX), is_async=True)
     run.add("plain")
     run.add("other", **REQUESTS[feature])
@@ -127,3 +129,106 @@ def test_runners_by_head_and_pipeline_stage() -> None:
     assert runner_class(engine(method="dflash"), is_last_stage=True) is None
     assert runner_class(engine(speculative_config=None), is_last_stage=True) is RaggedModelRunner
     assert runner_class(engine(speculative_config=None, use_mla=True), is_last_stage=True) is None
+
+
+# ---- which graph a step of the V2 runner and a pass of the drafter get; the host chooses, so no GPU is needed
+
+
+K_MAX, MAX_REQUESTS = 7, 48
+SIZES = capture_sizes(MAX_REQUESTS * (1 + K_MAX))
+MODE = CUDAGraphMode.FULL_AND_PIECEWISE
+
+
+@pytest.fixture
+def config() -> Iterator[Any]:
+    """What graphs read of vLLM's configuration."""
+    with outside_an_engine(cudagraph_utils):
+        yield graph_config(MAX_REQUESTS, 8192, SIZES, num_speculative_tokens=K_MAX)
+
+
+def captured(graphs: Any) -> Any:
+    """The graphs, as after their capture."""
+    graphs._graphs_captured = True
+    return graphs
+
+
+def step_graphs(config: Any, mode: CUDAGraphMode = MODE, **changes: Any) -> StepGraphs:
+    settings = {"decode_query_len": 1 + K_MAX, "varlen_decode": True, **changes}
+    return captured(StepGraphs(config, "cuda", mode, **settings))
+
+
+def draft_graphs(config: Any, *, is_ragged: bool = True, packs_prompts: bool = True) -> DraftGraphs:
+    kinds = {"is_ragged": is_ragged, "packs_prompts": packs_prompts}
+    return captured(DraftGraphs(config, "cuda", MODE, decode_query_len=2 * K_MAX, **kinds))
+
+
+def splits(count: int, longest: int) -> list[list[int]]:
+    """Rows of each request of some batches."""
+    draw = random.Random(longest)
+    return [[draw.randint(1, longest) for _ in range(draw.randint(1, MAX_REQUESTS))] for _ in range(count)]
+
+
+@pytest.mark.parametrize(("k_max", "num_loras"), [(K_MAX, 0), (0, 0), (0, 2)])
+@pytest.mark.parametrize("max_num_seqs", [1, MAX_REQUESTS])
+def test_every_step_has_a_full_graph_with_room_for_it(config: Any, k_max: int, num_loras: int, max_num_seqs: int):
+    """With a drafter, without, and with adapters. A replay is planned for what was captured: steps that only decode for
+    as many rows as a request has there, others, however short, for all rows."""
+    config.scheduler_config.max_num_seqs = max_num_seqs
+    graphs, num_beyond = step_graphs(config, decode_query_len=1 + k_max, lora_capture_cases=[0, 2]), 0
+    for longest in (1 + k_max, 40, 400):
+        for rows in splits(100, longest):
+            rows = rows[:max_num_seqs]
+            is_decode = max(rows) <= 1 + k_max
+            # vLLM says no longest query of a step with prompts.
+            for said in {1 + k_max if is_decode else None, None}:
+                desc = graphs.dispatch(len(rows), sum(rows), None, num_loras, max_query_len=said)
+                if sum(rows) > SIZES[-1]:
+                    assert desc.cg_mode == CUDAGraphMode.NONE
+                    num_beyond += 1
+                    continue
+                assert desc.cg_mode == CUDAGraphMode.FULL
+                assert desc.num_tokens == min(size for size in SIZES if size >= sum(rows))
+                assert desc.num_reqs >= len(rows)
+                assert desc.max_query_len == said
+                assert desc.num_active_loras == num_loras
+    assert 0 < num_beyond < 150 or max_num_seqs == 1
+
+
+def test_a_mode_without_full_graphs_is_left_alone(config: Any) -> None:
+    graphs = step_graphs(config, CUDAGraphMode.PIECEWISE)
+    assert graphs.dispatch(2, 60, None, 0).cg_mode == CUDAGraphMode.PIECEWISE
+
+
+@pytest.mark.parametrize("longest", [1 + K_MAX, 40, 400])
+@pytest.mark.parametrize(("is_ragged", "packs_prompts"), [(True, True), (True, False), (False, False)])
+def test_every_pass_has_a_graph_with_room_for_it(config: Any, longest: int, is_ragged: bool, packs_prompts: bool):
+    graphs = draft_graphs(config, is_ragged=is_ragged, packs_prompts=packs_prompts)
+    draw, kinds = random.Random(longest), set()
+    for rows in splits(300, longest):
+        depth, is_decode = draw.randint(1, K_MAX), max(rows) <= 1 + K_MAX
+        num_rejected = draw.randint(0, sum(rows) - len(rows)) if is_decode else 0
+        desc = graphs.full_graph(len(rows), sum(rows), depth, max(rows), num_rejected)
+        num_rows = max(sum(rows), len(rows) * depth, sum(rows) + len(rows) * (depth - 1) - num_rejected)
+        if desc is None:
+            assert not is_decode
+            assert not packs_prompts or num_rows > capture_sizes(2 * K_MAX * MAX_REQUESTS)[-1]
+            continue
+        assert desc.num_reqs >= len(rows)
+        kinds.add(desc.uniform_token_count)
+        if desc.uniform_token_count is None:
+            assert is_ragged
+            assert desc.num_tokens >= num_rows
+            assert desc.max_query_len >= max(rows)
+        else:
+            assert desc.num_tokens >= 2 * max(depth, max(rows) - 1) * len(rows)
+            assert not is_ragged or len(rows) <= MIN_PACKED_REQUESTS
+    assert (None in kinds) == (packs_prompts if longest > 1 + K_MAX else is_ragged)
+
+
+def test_rejected_drafts_need_no_rows(config: Any) -> None:
+    graphs = draft_graphs(config)
+    assert graphs.full_graph(40, 40 * 8, 7, 8, 0).num_tokens == 576  # the least of `SIZES` from 40 * 14 on
+    assert graphs.full_graph(40, 40 * 8, 7, 8, 150).num_tokens == 416  # and from 410
+    assert graphs.full_graph(40, 40 * 8, 7, 8, 280).num_tokens == 320  # rows of the target are never left out
+    assert graphs.full_graph(40, 40, 3, 1).num_tokens == 128  # from 120
+    assert graphs.full_graph(20, 20 * 8, 3, 8).uniform_token_count == 2 * K_MAX

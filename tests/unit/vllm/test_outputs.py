@@ -70,7 +70,6 @@ def test_tokens_go_out_by_the_chunk_after_the_first_and_before_the_last() -> Non
     ],
 )
 def test_how_much_waits(sampling: dict[str, Any], interval: int, least: int) -> None:
-    """One token a step: as many as wait for each other."""
     engine = Engine("a", interval=interval, **sampling)
     engine.step(num_tokens=1)
     assert [engine.step(num_tokens=1) is not None for _ in range(least)] == [False] * (least - 1) + [True]
@@ -102,7 +101,6 @@ def test_each_stream_has_its_chunks_a_second(tokens_per_s: int, num_requests: in
     [({}, 12), ({"stop": ["x"]}, STOP_STRING_TOKENS), ({"stream_interval": 3}, 3), ({"stream_interval": 1}, 1)],
 )
 def test_streams_under_way_follow_the_pace_unless_their_client_says(sampling: dict[str, Any], least: int) -> None:
-    """A second stream makes the load."""
     engine = Engine("a", "load", **{"stream_interval": None, **sampling})
     for name in ("a", "load", "a"):
         engine.step(name, 1)

@@ -1,4 +1,4 @@
-"""Which rows of a step travel to a drafter, and by whose head they are projected."""
+"""Which slots requests have at a drafter, which rows of a step travel to it, and by whose head they are projected."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from vllm.sampling_params import SamplingParams
 
 from peagle.drafter.projection import InputProjection
 from peagle.drafter.protocol import StepDescriptor, TargetShape
-from peagle.vllm.remote import EngineStep, StepSender
+from peagle.vllm.remote import EngineStep, RequestSlots, StepSender
 from peagle.vllm.remote_cpu import accepted_rows
 from peagle.vllm.request_args import HEAD_KEY, read_head
 
@@ -125,3 +125,27 @@ def test_accepted_rows_follow_the_rule_and_their_tokens_are_tokens(
         expected = [*range(first + 2, first + 1 + count), 10_000 + request]
         assert next_tokens_R[first : first + count].tolist() == expected
     assert int(next_tokens_R.min()) >= 0, "a rejected row's token is none"
+
+
+# ---- slots of requests at a drafter
+
+
+def test_a_request_keeps_its_slot_while_it_waits() -> None:
+    slots, requests = RequestSlots(3), {name: object() for name in "abc"}
+    first = slots.update(["a", "b"], requests)
+    assert sorted(first.slots_B.tolist()) == [0, 1]
+    assert (first.new, first.finished) == ([0, 1], [])
+    second = slots.update(["c", "a"], requests)  # b waits, such as after preemption
+    assert second.new == [0]
+    third = slots.update(["b", "a", "c"], requests)
+    assert third.slots_B.tolist() == [first.slots_B[1], first.slots_B[0], second.slots_B[0]]
+    assert (third.new, third.finished) == ([], [])
+
+
+def test_without_a_free_slot_the_longest_waiting_request_loses_its_own() -> None:
+    slots, requests = RequestSlots(2), {name: object() for name in "abcd"}
+    slot_of_a = int(slots.update(["a"], requests).slots_B[0])
+    slots.update(["b"], requests)
+    change = slots.update(["b", "c"], requests)
+    assert change.finished == [slot_of_a]
+    assert slots.update(["a", "c"], requests).new == [0]

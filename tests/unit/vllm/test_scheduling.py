@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from vllm.v1.request import RequestStatus
 
 from peagle.vllm import draft_budget
 from peagle.vllm.limits import TimedGrammar
-from peagle.vllm.request_args import ALL_OF_CLIENT
+from peagle.vllm.request_args import ALL_OF_CLIENT, GROUP_KEY
+from peagle.vllm.turns import MAX_OVERTAKEN, count_overtaken, order_by_turns
 from tests.support.scheduler_run import ANY_TEXT, SchedulerRun, scheduler_config, steps_of
 
 K_MAX = 7
@@ -55,7 +57,6 @@ def test_a_request_whose_grammar_takes_too_long_ends_alone(config: Any, is_async
 
 @BOTH
 def test_each_request_has_its_k(config: Any, is_async: bool) -> None:
-    """A wrong K is clamped or absent."""
     run = SchedulerRun(config, is_async=is_async)
     given = {"two": (2, 2), "none": (None, 7), "zero": (0, 0), "less": (-1, 0), "more": (99, 7), "text": ("3", 7)}
     for name, (k, _) in given.items():
@@ -167,3 +168,44 @@ def test_prompts_come_in_while_a_step_explores(
         if number > 3:
             run.scheduler.finish_requests([str(number - 3)], RequestStatus.FINISHED_ABORTED)
     assert verified == ({0} if explored_without == 1 else {0, K_MAX})
+
+
+# ---- the order in which sequences are admitted of requests that have one or many
+
+
+def sequence(name: str, group: str | None = None, status: Any = RequestStatus.WAITING, arrival: float = 0.0) -> Any:
+    extra_args = None if group is None else {GROUP_KEY: group}
+    params = SimpleNamespace(extra_args=extra_args)
+    return SimpleNamespace(request_id=name, sampling_params=params, status=status, arrival_time=arrival)
+
+
+def ids_of(requests: list[Any]) -> list[str]:
+    return [request.request_id for request in requests]
+
+
+def test_a_request_of_one_sequence_waits_for_one_of_each_other_request() -> None:
+    wide = [sequence(f"a{number}", "a") for number in range(3)] + [sequence(f"b{number}", "b") for number in range(3)]
+    waiting = [*wide, sequence("plain"), sequence("plain too")]
+    assert ids_of(order_by_turns(waiting, [])) == ["a0", "b0", "plain", "plain too", "a1", "b1", "a2", "b2"]
+    running = [sequence(f"a-{number}", "a") for number in range(2)]
+    assert ids_of(order_by_turns(waiting, running)) == ["b0", "plain", "plain too", "b1", "a0", "b2", "a1", "a2"]
+
+
+def test_requests_of_one_sequence_keep_their_order_and_a_preempted_sequence_stays_first() -> None:
+    single = [sequence(str(number)) for number in range(5)]
+    assert order_by_turns(single, single[:2]) == single
+    preempted = sequence("a9", "a", RequestStatus.PREEMPTED)
+    waiting = [preempted, sequence("plain")]
+    assert order_by_turns(waiting, [sequence("a0", "a")]) == waiting
+
+
+def test_no_sequence_is_overtaken_without_end() -> None:
+    last = sequence("a1", "a", arrival=1.0)
+    running = [sequence("a0", "a")]
+    for number in range(MAX_OVERTAKEN):
+        later = sequence(str(number), arrival=2.0 + number)
+        assert order_by_turns([last, later], running) == [later, last]
+        count_overtaken([last], [later])
+    count_overtaken([last], [sequence("earlier", arrival=0.5)])
+    later = sequence("later", arrival=1e6)
+    assert order_by_turns([last, later], running) == [last, later]

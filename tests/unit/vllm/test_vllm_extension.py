@@ -1,7 +1,4 @@
-"""Engine settings, acceptance counts and version checks of `peagle.vllm`, without an engine.
-
-The engine itself is in test_engine.py.
-"""
+"""Engine settings, acceptance counts and version checks of `peagle.vllm`, without an engine."""
 
 import dataclasses
 import dis
@@ -217,7 +214,6 @@ def test_prompts_of_one_completion_are_summed(processor: OutputProcessor, record
 
 
 def test_accepted_drafts_behind_a_stop_string_are_neither_counted_nor_learned_from(target_dir: Path) -> None:
-    """`test_engine` has the answers."""
     tokenizer = AutoTokenizer.from_pretrained(target_dir)
     tokens: list[int] = tokenizer(" 4, 5, 6, 7")["input_ids"]
     stop_place = next(n for n in range(len(tokens)) if "4" in tokenizer.decode(tokens[: n + 1])) + 1
