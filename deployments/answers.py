@@ -163,13 +163,15 @@ class EngineAnswers:
         `include_usage` the one with the usage."""
         num_unfinished = admitted.num_sequences
         # vLLM's first event names the role; with a grammar it waits for the first text, which may never come.
-        is_held, held, has_begun = bool(grammars(admitted.fields)), "", False
+        has_grammar = is_held = bool(grammars(admitted.fields))
+        held, has_begun = "", False
         tail: list[str] = []  # from the chunk on that finishes the last choice
         async with contextlib.aclosing(events):
             async for event in events:
                 if event.startswith('data: {"error"'):
                     failure = from_engine(event_document(event)["error"])
-                    raise failure if has_begun and not self._client.errored else self._failure(admitted, failure)
+                    is_told = has_begun and not self._client.errored and not (has_grammar and failure.status == 500)
+                    raise failure if is_told else self._failure(admitted, failure)
                 if is_held:
                     is_held, held = False, event
                     continue
@@ -230,8 +232,8 @@ class EngineAnswers:
         if own is not None and not (admitted.call == "chat" and own not in admitted.fields):
             return ApiError(failure.status, failure.message.replace(field, own), param=param.replace(field, own))
         if failure.status == 500 and grammars(admitted.fields):
-            # vLLM ends a request whose grammar rejects every token, such as that of a schema which refers to itself,
-            # and the scheduler one whose grammar takes too long.
+            # vLLM ends a request whose grammar rejects every token, such as that of a schema which refers to itself, or
+            # takes too long (`TimedGrammar`).
             text = "its grammar allows no text, or takes too long for this text"
             return ApiError(400, f"{name} cannot be followed: {text}", param=name)
         return failure

@@ -78,6 +78,9 @@ RENAMED_FIELDS = {
 }
 """What a field of another name is called here: OpenAI's deprecated ones, vLLM's former ones, and other APIs'."""
 
+TRANSFER_FIELDS = ("kv_transfer_params", "ec_transfer_params")
+"""Of vLLM's transfers between engines, which no service here has."""
+
 MAX_NESTING = 64
 
 MAX_INTEGER = 2**63 - 1
@@ -172,9 +175,9 @@ def drop_unused(fields: Mapping[str, Any], unused: Collection[str]) -> dict[str,
     given = {name: item for name, item in fields.items() if item is not None and name not in unused}
     if isinstance(moderation := fields.get("moderation"), dict) and moderation.get("policy"):
         raise ApiError(400, "moderation.policy is not served here: nothing is moderated", param="moderation.policy")
-    n = given.get("n", 1)
-    only = {"modalities": ["text"], "use_beam_search": False, "kv_transfer_params": None, "best_of": n}
-    for name, served in only.items():
+    served_values = {"modalities": ["text"], "use_beam_search": False, "best_of": given.get("n", 1)}
+    served_values |= {name: {} for name in TRANSFER_FIELDS}
+    for name, served in served_values.items():
         if (asked := given.pop(name, served)) != served:
             remedy = ": send n alone" if name == "best_of" else ""
             raise ApiError(400, f"{name} is {asked!r:.80}, but only {served!r:.80} is served here{remedy}", param=name)

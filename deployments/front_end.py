@@ -42,6 +42,7 @@ from cluster.request import (
 from cluster.settings import ClusterSettings, LimitSettings
 from deployments.body import (
     BODIES,
+    TRANSFER_FIELDS,
     UNUSED_FIELDS,
     Body,
     Call,
@@ -251,9 +252,10 @@ class FrontEnd:
         body: Body = parse_record(BODIES[call], fields)
         num_sequences = check_limits(body, self.limits)
         own = fields.get("vllm_xargs") or {}
-        if taken := [key for key in SERVER_KEYS if key in own]:
-            name = f"vllm_xargs.{taken[0]}"
-            raise ApiError(400, f"{name} is set by the server: send the field drafting", param=name)
+        if taken := [key for key in (*SERVER_KEYS, *TRANSFER_FIELDS) if key in own]:
+            name, is_set = f"vllm_xargs.{taken[0]}", "is set by the server: send the field drafting"
+            problem = "is not served here" if taken[0] in TRANSFER_FIELDS else is_set
+            raise ApiError(400, f"{name} {problem}", param=name)
         drafting = self._decide(asked, model, fields, caller, headers)
         decided: dict[str, Any] = {MAX_K_KEY: drafting.max_k, WORKLOAD_KEY: drafting.workload}
         if drafting.survival:

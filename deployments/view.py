@@ -72,8 +72,9 @@ def fetch(url: str, api_key: str | None = None) -> dict[str, Any]:
         answer = httpx.get(f"{url.rstrip('/')}/drafting", headers=headers, timeout=TIMEOUT_S).raise_for_status()
         document: dict[str, Any] = answer.json()
     except httpx.HTTPStatusError as error:
-        hint = "write --api-key, or set PEAGLE_API_KEY" if error.response.status_code == 401 else error.response.text
-        raise OSError(f"{url}/drafting answered {error.response.status_code}: {hint:.200}") from error
+        status, text = error.response.status_code, error.response.text
+        hint = "write --api-key, or set PEAGLE_API_KEY" if status == 401 and api_key is None else text
+        raise OSError(f"{url.rstrip('/')}/drafting answered {status}: {hint:.200}") from error
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise OSError(f"{url}/drafting does not answer: {error}") from error
     return document

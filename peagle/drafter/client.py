@@ -266,6 +266,16 @@ class Link:
             return "connecting"
         return "late" if session.is_late else "up"
 
+    @property
+    def was_late(self) -> bool:
+        """Whether it has not answered in time since it was late."""
+        return (session := self._session) is not None and session.num_late > 0
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is sent for a time because it was late again."""
+        return (session := self._session) is not None and session.is_late and session.num_late > 1
+
     def begin_step(self) -> bool:
         """Use the connection as it is now; whether the step can be sent. Counts one that cannot."""
         if (session := self._session) is not self._current:
@@ -418,7 +428,9 @@ class Link:
             pause_s = min(self._deadline_s * (2.0 ** min(session.num_late, 16) - 1), MAX_LATE_S)
             session.num_late, session.late_until_s = session.num_late + 1, time.monotonic() + pause_s
             self.stats.num_timeouts += 1
-            self.problem = f"{self.drafter.address} missed a deadline"
+            self.problem = f"{self.drafter.address} missed a deadline" + (
+                f" again, and is asked nothing for {pause_s:.0f} s" if pause_s else ""
+            )
 
     # The link's thread
 

@@ -70,11 +70,17 @@ class LinkPool:
 
     def assign(self, slots_B: Int32Array, heads_B: Int32Array) -> list[tuple[Link, npt.NDArray[np.int64]]]:
         """Begin a step: for each link that takes part, the positions 0 .. B - 1 of its requests, in their order; none
-        of requests whose drafter is late or whose head nobody serves."""
+        of requests whose drafter is late or whose head nobody serves. Requests of one that is late again and again go
+        to another one."""
         usable = {number: link for number, link in self.links.items() if link.begin_step()}
-        connected = [number for number, link in self.links.items() if link.state != "connecting"]
-        for i in np.flatnonzero(~np.isin(self._link_of[slots_B], connected)).tolist():
-            self._link_of[slots_B[i]] = self._choose_link(int(heads_B[i]), usable)
+        kept = [n for n, link in self.links.items() if link.state != "connecting" and not (usable and link.is_paused)]
+        for i in np.flatnonzero(~np.isin(self._link_of[slots_B], kept)).tolist():
+            slot, chosen = int(slots_B[i]), self._choose_link(int(heads_B[i]), usable)
+            if (before := self.links.get(int(self._link_of[slot]))) is not None and before.is_paused:
+                if chosen < 0:
+                    continue
+                before.finish_request(slot)
+            self._link_of[slot] = chosen
         groups, links_B = [], self._link_of[slots_B]
         for number, link in usable.items():
             is_served_B = np.isin(heads_B, [*link.projections])
@@ -114,9 +120,10 @@ class LinkPool:
         return int(np.count_nonzero(self._link_of == number))
 
     def _choose_link(self, head: int, usable: Mapping[int, Link]) -> int:
-        """Number of the link with the fewest requests, of those that serve the head and stay; -1 without one."""
+        """Number of the link with the fewest requests, of those that serve the head and stay, late ones last; -1
+        without one."""
         serving = [n for n, link in usable.items() if n not in self._draining and head in link.projections]
-        return min(serving, key=lambda n: (self._num_requests(n), random.random()), default=-1)
+        return min(serving, key=lambda n: (usable[n].was_late, self._num_requests(n), random.random()), default=-1)
 
     def _close_drained(self) -> None:
         for number in [number for number in self._draining if not self._num_requests(number)]:

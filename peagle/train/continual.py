@@ -79,6 +79,7 @@ class HeadInTraining(HeadTraining):
         self.num_rounds += 1
         tally = LossTally(self.config.num_depths, self.target.device)
         step, busy_s, begun_s, over = 0, 0.0, time.monotonic(), False
+        self.drafter.zero_grad(set_to_none=True)  # a round may have ended between a pass and its step
         for batch in batches():
             step, began_s = step + 1, time.monotonic()
             on_device = batch.to(self.target.device)

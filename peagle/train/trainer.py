@@ -139,8 +139,8 @@ class Optimizer:
         """
         norm = float(nn.utils.clip_grad_norm_(self.parameters, self.recipe.max_grad_norm))
         if not math.isfinite(norm):
-            for part, _ in self._parts:
-                part.zero_grad(set_to_none=True)
+            for parameter in self.parameters:
+                parameter.grad = None
             raise FloatingPointError(f"gradient norm is {norm}")
         for part, lr in self._parts:
             for group in part.param_groups:  # after a resume these are of the checkpoint

@@ -13,7 +13,7 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -39,8 +39,9 @@ from peagle.vllm.request_args import undraftable_field
 
 logger = logging.getLogger(__name__)
 
-GRAMMAR_BURST_S, GRAMMAR_CALL_S = 1.0, 0.02
-"""CPU time that the engine's thread spends on following a request's grammar: at once, and more for each call."""
+GRAMMAR_BURST_S, GRAMMAR_CALL_S = 1.0, 0.005
+"""CPU time that following a request's grammar may take in the engine: a bucket that holds the first, from which each
+call takes its time, and into which it puts the second. With K drafts a step makes some 2 K + 4 calls."""
 MAX_PATTERN_TOKENS = 1024
 """Largest max_pattern_size times min_count of repetition_detection: tokens that the scheduler compares in each step, in
 Python."""
@@ -177,11 +178,12 @@ class TimedGrammar(StructuredOutputGrammar):
     """A request's grammar that the engine's thread follows within `GRAMMAR_BURST_S` and `GRAMMAR_CALL_S`, as all
     requests wait for that. The text that `GrammarChecker` has written tells little of others that the grammar allows.
 
-    A grammar that takes longer allows everything from then on, and is `is_late`: the scheduler ends the request.
+    A grammar that takes longer is late: its masks allow everything from then on, and it accepts nothing. So vLLM ends
+    the request with an error in the output that has the tokens of that step.
     """
 
-    def __init__(self, grammar: StructuredOutputGrammar) -> None:
-        self._grammar, self._left_s = grammar, GRAMMAR_BURST_S
+    def __init__(self, grammar: StructuredOutputGrammar, request_id: str) -> None:
+        self._grammar, self._request_id, self._left_s = grammar, request_id, GRAMMAR_BURST_S
 
     @property
     def is_late(self) -> bool:
@@ -191,13 +193,15 @@ class TimedGrammar(StructuredOutputGrammar):
         began_s = time.thread_time()
         result = call(*args)
         self._left_s = min(GRAMMAR_BURST_S, self._left_s + GRAMMAR_CALL_S - (time.thread_time() - began_s))
+        if self.is_late:
+            logger.warning("%s ends: to follow its grammar takes too long", self._request_id)
         return result
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        return self.is_late or bool(self._follow(self._grammar.accept_tokens, request_id, tokens))
+        return not self.is_late and bool(self._follow(self._grammar.accept_tokens, request_id, tokens))
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
-        return tokens if self.is_late else list(self._follow(self._grammar.validate_tokens, tokens))
+        return [] if self.is_late else list(self._follow(self._grammar.validate_tokens, tokens))
 
     def rollback(self, num_tokens: int) -> None:
         if not self.is_late:  # else not all of them were accepted
@@ -214,17 +218,6 @@ class TimedGrammar(StructuredOutputGrammar):
 
     def reset(self) -> None:
         self._grammar.reset()
-
-
-def find_late(requests: Iterable[Any]) -> set[str]:
-    """Ids of those requests whose grammars took too long to follow."""
-    late = set[str]()
-    for request in requests:
-        asked = request.structured_output_request
-        if asked is not None and isinstance(asked.grammar, TimedGrammar) and asked.grammar.is_late:
-            logger.warning("%s is ended: to follow its grammar takes too long", request.request_id)
-            late.add(request.request_id)
-    return late
 
 
 def use_own_backends(manager: Any) -> None:
@@ -249,6 +242,6 @@ def use_own_backends(manager: Any) -> None:
         with lock:
             backend = backends.get(request.sampling_params.structured_outputs._backend, manager.backend)
         one.backend = copy.copy(backend)  # guidance keeps the current grammar in its backend, and threads share that
-        return TimedGrammar(StructuredOutputManager._create_grammar(one, request))
+        return TimedGrammar(StructuredOutputManager._create_grammar(one, request), request.request_id)
 
     manager.grammar_init, manager._create_grammar = init_with_backend, compile_with_backend

@@ -95,7 +95,7 @@ class DraftingRecorder:
         """Output tokens of all sequences since `attach`."""
         self.step_latency = ""
         """The newest step latency model of the scheduler, as text (`STEP_LATENCY_HEADER`); "" before the first."""
-        self._taken: dict[str, WorkloadCounts] = {}
+        self._taken: dict[str, WorkloadCounts] | None = None  # what `take_delta` has reported, once it was asked
         self._num_tokens_taken = 0
         self._sources: dict[int, Counter[str]] = {}  # running sequences of other clients, by workload
 
@@ -164,7 +164,7 @@ class DraftingRecorder:
 
     def take_delta(self) -> RecorderDelta:
         """What was counted since the last call."""
-        now, before = self.workloads(), self._taken
+        now, before = self.workloads(), self._taken or {}
         delta = RecorderDelta(
             {name: counts_since(found, before.get(name)) for name, found in now.items() if found != before.get(name)},
             self.num_output_tokens - self._num_tokens_taken,
@@ -177,7 +177,9 @@ class DraftingRecorder:
         """Count what the recorder of another client of the same engine has counted. `source`: which one."""
         running = self._sources.setdefault(source, Counter())
         for name, added in delta.workloads.items():
-            name = self._counted_as(name)
+            # What ends under an unknown name has begun when there was no room for that.
+            is_lost = added.num_running < 0 and name not in self._workloads
+            name = DEFAULT_WORKLOAD if is_lost else self._counted_as(name)
             self._workloads[name] = self._workloads.get(name, WorkloadCounts()) + added
             self._workloads.move_to_end(name)
             running[name] += added.num_running
@@ -223,11 +225,13 @@ class DraftingRecorder:
 
     def _make_room(self) -> bool:
         """Drop the least recently used workload without live sequences, if needed. Whether one more has room. One of
-        which `take_delta` has to report more stays: its running sequences would never end for whoever adds them up."""
+        which `take_delta` has to report more stays: its sequences would never end for whoever adds them up."""
+        taken = self._taken
         if len(self._workloads.keys() - {DEFAULT_WORKLOAD}) < self._max_workloads:
             return True
         for name, counts in self._workloads.items():
-            if name != DEFAULT_WORKLOAD and not counts.num_running and self._taken.get(name, counts) == counts:
+            is_reported = taken is None or taken.get(name, WorkloadCounts()) == counts
+            if name != DEFAULT_WORKLOAD and not counts.num_running and is_reported:
                 del self._workloads[name]
                 return True
         return False

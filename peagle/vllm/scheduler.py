@@ -27,7 +27,7 @@ from vllm.v1.request import RequestStatus
 from cluster.step_latency import StepLatencyModel
 from peagle.vllm import compat
 from peagle.vllm.draft_budget import DraftBudget
-from peagle.vllm.limits import find_late, use_own_backends
+from peagle.vllm.limits import use_own_backends
 from peagle.vllm.outputs import OutputCoalescer
 from peagle.vllm.rejections import RejectionForecast
 from peagle.vllm.request_args import ALL_OF_CLIENT, read_max_k
@@ -180,8 +180,6 @@ class _DraftingScheduler(_Base):
         if (num_ready := read_num_ready(model_runner_output)) is not None:
             found = dict(zip(model_runner_output.req_ids, num_ready, strict=True))
             self._mark_missing(found, scheduler_output)
-        if scheduler_output.has_structured_output_requests:
-            self.grammar_compile_error_reqs |= find_late(self.running)  # vLLM ends these with an error
         outputs_by_client = self._coalesce(super().update_from_output(scheduler_output, model_runner_output))
         if self._draft_budget is not None:
             self._report_latency(self._draft_budget, outputs_by_client)

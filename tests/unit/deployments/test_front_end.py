@@ -201,6 +201,8 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], str | None]] = {
     "the best of two": ({"best_of": 2}, "best_of"),
     "beams, whose tokens would be nobody's": ({"use_beam_search": True}, "use_beam_search"),
     "a cache elsewhere": ({"kv_transfer_params": {"do_remote_prefill": True}}, "kv_transfer_params"),
+    "another engine's images": ({"ec_transfer_params": {"a": 1}}, "ec_transfer_params"),
+    "the same by another way": ({"vllm_xargs": {"kv_transfer_params": "x"}}, "vllm_xargs.kv_transfer_params"),
     "two grammars": ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
     "a grammar of no kind": ({"structured_outputs": {"regexx": "a"}}, "structured_outputs"),
     "choices as a number": ({"structured_outputs": {"choice": 3}}, "structured_outputs.choice"),

@@ -142,6 +142,19 @@ def test_a_drafter_that_is_late_again_and_again_is_asked_less_and_less() -> None
         assert time.monotonic() - began_s > 0.05 * (1 + 3 + 7 + 15 + 31)
 
 
+def test_requests_of_a_drafter_that_is_late_again_go_to_another_one() -> None:
+    with running(make_server(delay_s=0.1)) as slow, running(make_server()) as quick:
+        target = Target(connected(slow.address, quick.address, max_deadline_s=0.05), num_requests=4)
+        target.step(1)
+        assert set(target.homes) == {slow.address, quick.address}
+        for _ in range(100):
+            target.step(1)
+            time.sleep(0.02)
+            if set(target.homes) == {quick.address}:
+                return
+        raise AssertionError(target.homes)
+
+
 def test_a_drafter_that_is_silent_for_long_is_left_and_its_requests_move(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "HEARTBEAT_MS", 500)
     monkeypatch.setattr(protocol, "MAX_SILENCE_MS", 3000)

@@ -16,9 +16,8 @@ from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from peagle.vllm.engine_settings import engine_kwargs
 from peagle.vllm.grammar_checker import GrammarChecker, GrammarLimits
-from peagle.vllm.limits import find_late, guard, use_own_backends
+from peagle.vllm.limits import guard, use_own_backends
 from peagle.vllm.request_args import MAX_K_KEY, read_max_k, undraftable_field
-from tests.support.scheduler_run import ANY_TEXT
 
 VOCAB_SIZE = 49152
 
@@ -113,25 +112,16 @@ def test_a_grammar_that_takes_too_long_is_followed_no_further(config: Any) -> No
     manager = structured_output.StructuredOutputManager(config)
     use_own_backends(manager)
     found, mask = grammar_of(manager, "xgrammar", grammar=grammar), manager.backend.allocate_token_bitmask(2)
-    requests = [
-        SimpleNamespace(request_id="slow", structured_output_request=SimpleNamespace(grammar=found)),
-        SimpleNamespace(request_id="quick", structured_output_request=SimpleNamespace(grammar=ANY_TEXT)),
-        SimpleNamespace(request_id="plain", structured_output_request=None),
-    ]
     first, later = (manager.tokenizer.encode(letter)[0] for letter in "zo")
-    num_accepted = 0
-    assert not find_late(requests)
-    began_s = time.thread_time()
-    while not find_late(requests):
-        found.fill_bitmask(mask, 1)
-        assert found.accept_tokens("slow", [later if num_accepted else first])
+    num_accepted, began_s = 0, time.thread_time()
+    while found.accept_tokens("r", [later if num_accepted else first]):
         num_accepted += 1
         assert num_accepted < 200
+        found.fill_bitmask(mask, 1)
+    assert num_accepted > 5
     assert time.thread_time() - began_s < 30
-    assert find_late(requests) == {"slow"}
     found.rollback(1000)
-    assert found.accept_tokens("slow", [0])
-    assert found.validate_tokens([0, 1]) == [0, 1]
+    assert found.validate_tokens([0, 1]) == []
     assert not found.is_terminated()
     mask.zero_()
     found.fill_bitmask(mask, 1)

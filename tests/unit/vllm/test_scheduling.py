@@ -43,12 +43,14 @@ def test_all_requests_of_a_client_that_has_ended_are_aborted_at_once(config: Any
 
 
 @BOTH
-def test_a_request_whose_grammar_takes_too_long_ends_alone(config: Any, is_async: bool) -> None:
+@pytest.mark.parametrize("max_tokens", [2, 900])
+def test_a_request_whose_grammar_takes_too_long_ends_alone(config: Any, is_async: bool, max_tokens: int) -> None:
+    """Also where that step would have been its last."""
     run = SchedulerRun(config, is_async=is_async)
-    run.add("slow", has_grammar=True)
+    run.add("slow", has_grammar=True, max_tokens=max_tokens)
     run.add("other", has_grammar=True)
     run.step()
-    late = TimedGrammar(ANY_TEXT)
+    late = TimedGrammar(ANY_TEXT, "slow")
     late._left_s = -1.0
     run.scheduler.requests["slow"].structured_output_request.grammar = late
     assert run.finish(run.schedule())["slow"].finish_reason == FinishReason.ERROR
