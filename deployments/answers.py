@@ -170,8 +170,10 @@ class EngineAnswers:
             async for event in events:
                 if event.startswith('data: {"error"'):
                     failure = from_engine(event_document(event)["error"])
-                    is_told = has_begun and not self._client.errored and not (has_grammar and failure.status == 500)
-                    raise failure if is_told else self._failure(admitted, failure)
+                    may_be_grammar = has_grammar and failure.status == 500
+                    if not has_begun or self._client.errored or may_be_grammar:
+                        failure = self._failure(admitted, failure)
+                    raise failure
                 if is_held:
                     is_held, held = False, event
                     continue
@@ -232,8 +234,8 @@ class EngineAnswers:
         if own is not None and not (admitted.call == "chat" and own not in admitted.fields):
             return ApiError(failure.status, failure.message.replace(field, own), param=param.replace(field, own))
         if failure.status == 500 and grammars(admitted.fields):
-            # vLLM ends a request whose grammar rejects every token, such as that of a schema which refers to itself, or
-            # takes too long (`TimedGrammar`).
+            # So vLLM ends a request whose grammar rejects every token (a schema that refers to itself does), or takes
+            # too long (`TimedGrammar`).
             text = "its grammar allows no text, or takes too long for this text"
             return ApiError(400, f"{name} cannot be followed: {text}", param=name)
         return failure

@@ -79,7 +79,7 @@ RENAMED_FIELDS = {
 """What a field of another name is called here: OpenAI's deprecated ones, vLLM's former ones, and other APIs'."""
 
 TRANSFER_FIELDS = ("kv_transfer_params", "ec_transfer_params")
-"""Of vLLM's transfers between engines, which no service here has."""
+"""Fields for transfers between vLLM's engines. No service here has such transfers."""
 
 MAX_NESTING = 64
 
@@ -187,7 +187,9 @@ def drop_unused(fields: Mapping[str, Any], unused: Collection[str]) -> dict[str,
 def parse_record(record: type[BaseModel], fields: dict[str, Any]) -> Any:
     """The request as vLLM's record of this type. Raises ApiError naming the field."""
     known = known_fields(record)
-    for name in (name for name in fields if name not in known):
+    for name in fields:
+        if name in known:
+            continue
         other, shown = RENAMED_FIELDS.get(name, ""), f"{name:.80}"
         is_renamed = other.partition(".")[0] in known
         hint = f"; it is called {other} here" if is_renamed else nearest(shown, {*known, "drafting"})

@@ -197,16 +197,12 @@ def read_config(path: Path, *, is_here: bool = True) -> tuple[Any, ...]:
         raise UpError(f"{path}: applications is empty, there is nothing to serve")
     services = [_read_application(application, is_here) for application in model_applications(config)]
     if (gateway := gateway_application(config)) is not None:
-        served = {  # of an application of another module it is not known
-            application.get("route_prefix"): [settings.model.id, *settings.model.aliases]
-            if application["import_path"] == SERVICE_PATH
-            else []
-            for application, settings in zip(model_applications(config), services, strict=True)
-        }
+        prefixes = [application.get("route_prefix") for application in model_applications(config)]
+        served = dict(zip(prefixes, (settings.model for settings in services), strict=True))
         for name, prefix in GatewaySettings.read(gateway.get("args")).models.items():
             if prefix not in served:
                 raise UpError(f"{path}: models.{name}: no application has the route_prefix {prefix}")
-            if (ids := served[prefix]) and name not in ids:
+            if name not in (ids := [served[prefix].id, *served[prefix].aliases]):
                 raise UpError(f"{path}: models.{name}: the application at {prefix} serves {listed(ids)}")
     elif len(services) > 1:
         raise UpError(f"{path}: several applications need one more in front of them, {GATEWAY_PATH}")

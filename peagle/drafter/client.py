@@ -428,9 +428,8 @@ class Link:
             pause_s = min(self._deadline_s * (2.0 ** min(session.num_late, 16) - 1), MAX_LATE_S)
             session.num_late, session.late_until_s = session.num_late + 1, time.monotonic() + pause_s
             self.stats.num_timeouts += 1
-            self.problem = f"{self.drafter.address} missed a deadline" + (
-                f" again, and is asked nothing for {pause_s:.0f} s" if pause_s else ""
-            )
+            pause = f" again, and is asked nothing for {pause_s:.3g} s" if pause_s else ""
+            self.problem = f"{self.drafter.address} missed a deadline{pause}"
 
     # The link's thread
 

@@ -134,13 +134,10 @@ class Optimizer:
     def step(self, scale: float) -> float:
         """Clips, steps, clears. Returns the gradient norm before clipping.
 
-        Raises FloatingPointError for a norm that is no finite number; weights and moments are then as before, and
-        the gradients are cleared.
+        Raises FloatingPointError for a norm that is no finite number; weights and moments are then as before.
         """
         norm = float(nn.utils.clip_grad_norm_(self.parameters, self.recipe.max_grad_norm))
         if not math.isfinite(norm):
-            for parameter in self.parameters:
-                parameter.grad = None
             raise FloatingPointError(f"gradient norm is {norm}")
         for part, lr in self._parts:
             for group in part.param_groups:  # after a resume these are of the checkpoint

@@ -226,11 +226,10 @@ class DraftingRecorder:
     def _make_room(self) -> bool:
         """Drop the least recently used workload without live sequences, if needed. Whether one more has room. One of
         which `take_delta` has to report more stays: its sequences would never end for whoever adds them up."""
-        taken = self._taken
         if len(self._workloads.keys() - {DEFAULT_WORKLOAD}) < self._max_workloads:
             return True
         for name, counts in self._workloads.items():
-            is_reported = taken is None or taken.get(name, WorkloadCounts()) == counts
+            is_reported = self._taken is None or self._taken.get(name, WorkloadCounts()) == counts
             if name != DEFAULT_WORKLOAD and not counts.num_running and is_reported:
                 del self._workloads[name]
                 return True

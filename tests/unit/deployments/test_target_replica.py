@@ -229,6 +229,15 @@ def test_a_refusal_of_vllms_name_for_a_field_names_the_clients(field: str) -> No
     assert (refused.param, refused.message.split()[0]) == (field, field)
 
 
+def test_a_stream_whose_grammar_cannot_be_followed_any_further_says_so() -> None:
+    failed = create_error_response(GenerationError("Internal server error"))
+    for fields, status in (({"structured_outputs": {"regex": "a"}}, 400), ({}, 500)):
+        answer = events(*[chunk()] * 3, f"data: {json.dumps(failed.model_dump())}\n\n")
+        *_, error = items(Replica(lambda _, answer=answer: answer), stream=True, **fields)
+        assert error.status == status
+        assert ("takes too long for this text" in error.message) == bool(fields)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_grammar_that_allows_no_text_is_an_error_of_the_request(stream: bool) -> None:
     """vLLM ends such a request as it ends one that it failed on."""

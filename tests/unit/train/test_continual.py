@@ -1,11 +1,13 @@
 """A head that is trained on: on a small random target it gains, and what is saved is what was judged."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from peagle.checkpoint import is_plain, load_head
 from peagle.config import UNNAMED_LAYERS, HeadError
@@ -61,6 +63,15 @@ def test_a_head_that_names_neither_layers_nor_depths_is_trained_for_the_drafts_o
     head.save(tmp_path / "learned", {})
     saved = load_head(tmp_path / "learned")[0]
     assert (saved.aux_layer_ids, saved.num_depths_is_known) == (UNNAMED_LAYERS, False)
+
+
+def test_a_round_that_failed_spoils_no_later_one(small: Path) -> None:
+    data, head = (
+        Conversations.load(small / "data"),
+        HeadInTraining(SETTINGS, Target(small / "target"), small / "run" / "head", 6),
+    )
+    head.optimizer.parameters[0].grad = torch.full_like(head.optimizer.parameters[0], math.nan)
+    assert head.train(data, lambda _: None)["num_steps"] == 40
 
 
 def test_settings_of_a_round_are_checked() -> None:

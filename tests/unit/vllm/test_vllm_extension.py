@@ -258,6 +258,15 @@ def test_a_workload_makes_room_after_its_end_was_reported(processor: OutputProce
     assert {name: one.num_running for name, one in total.workloads().items()} == {"first": 0, "default": 0, "third": 0}
 
 
+def test_what_ends_under_a_name_for_which_there_was_no_room_ends_where_it_has_begun() -> None:
+    total = DraftingRecorder(max_workloads=1)
+    total.add_delta(1, RecorderDelta({"first": WorkloadCounts(1)}))
+    total.add_delta(1, RecorderDelta({"second": WorkloadCounts(1)}))
+    total.add_delta(1, RecorderDelta({"first": WorkloadCounts(num_finished=1)}))
+    total.add_delta(1, RecorderDelta({"second": WorkloadCounts(num_finished=1)}))
+    assert {name: one.num_running for name, one in total.workloads().items()} == {"first": 0, "default": 0}
+
+
 def test_a_recorder_adds_up_what_those_of_other_clients_have_counted(
     processor: OutputProcessor, recorder: DraftingRecorder
 ) -> None:
