@@ -56,7 +56,6 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from peagle.drafter.protocol import valid_rows
 from peagle.drafter.rows import best_tokens
-from peagle.drafter.selector import NUM_CANDIDATES, Selector, choose, scratch_size, top_candidates
 from peagle.vllm import compat
 from peagle.vllm.draft_rows import DraftRows, TargetRows, write_rows
 from peagle.vllm.engine_settings import capture_sizes
@@ -239,7 +238,6 @@ class PEagleSpeculator(DraftModelSpeculator):
         if endpoints := self.vllm_config.compilation_config.compile_ranges_endpoints:
             endpoints[-1] = max(endpoints[-1], most_rows(self.vllm_config))
         self.last_layer = LastLayer(network)
-        self.selector = Selector.load(self.draft_model_config.model, self.device)
         return network
 
     def load_model(self, target_model: nn.Module) -> None:
@@ -254,12 +252,6 @@ class PEagleSpeculator(DraftModelSpeculator):
         self.attended_SA = torch.zeros(most_drafts, self.last_layer.input_size, **shape)
         self.stream_SH = torch.zeros(most_drafts, self.hidden_size, **shape)
         self.draft_ids_S = torch.zeros(most_drafts, dtype=self.draft_tokens.dtype, device=self.device)
-        if self.selector is not None:
-            vocabulary, rank = self.selector.previous_VR.shape
-            self.values_SC = torch.zeros(most_drafts, NUM_CANDIDATES, device=self.device)
-            self.ids_SC = torch.zeros(most_drafts, NUM_CANDIDATES, dtype=torch.int64, device=self.device)
-            self.query_SR = self.selector.query(self.stream_SH).new_zeros(most_drafts, rank)
-            self.scratch_SP = torch.zeros(most_drafts, scratch_size(vocabulary), dtype=torch.int64, device=self.device)
         # Row 0 is the shared hidden state of mask rows, the others are the target's rows after `fc`.
         self.projected_NH = torch.zeros(1 + most_targets, self.hidden_size, **shape)
         with torch.inference_mode():
@@ -524,11 +516,7 @@ class PEagleSpeculator(DraftModelSpeculator):
 
     def _lay_out_drafts(self, num_requests: int, k: int) -> None:
         """Copy `draft_ids_S` [B * D], one request after another, to the first D columns of `draft_tokens`."""
-        if self.selector is None:
-            self.draft_tokens[:num_requests, :k] = self.draft_ids_S[: num_requests * k].view(num_requests, k)
-            return
-        offsets_V, drafts_BK = self.model.draft_id_to_target_id, self.draft_tokens[:num_requests]
-        choose(self.selector, self.values_SC, self.ids_SC, self.query_SR, drafts_BK, k, offsets_V)
+        self.draft_tokens[:num_requests, :k] = self.draft_ids_S[: num_requests * k].view(num_requests, k)
 
     def _replay_choice(self, num_drafts: int) -> None:
         """`_choose`, as a graph if one is large enough."""
@@ -609,14 +597,8 @@ class PEagleSpeculator(DraftModelSpeculator):
         `draft_ids_S`."""
         model = self.model
         normed_SH = self.last_layer(self.attended_SA[:num_drafts], self.stream_SH[:num_drafts])
-        logits_SV = model.logits_processor(model.lm_head, normed_SH)
-        if self.selector is not None:
-            scratch_SP = self.scratch_SP[:num_drafts]
-            top_candidates(logits_SV, self.values_SC[:num_drafts], self.ids_SC[:num_drafts], scratch_SP)
-            self.query_SR[:num_drafts] = self.selector.query(normed_SH)
-            return
         draft_ids_S = self.draft_ids_S[:num_drafts]
-        best_tokens(logits_SV, draft_ids_S)
+        best_tokens(model.logits_processor(model.lm_head, normed_SH), draft_ids_S)
         if model.draft_id_to_target_id is not None:
             draft_ids_S += model.draft_id_to_target_id[draft_ids_S]
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from peagle.drafter import attention, rows, selector, shared_memory
+from peagle.drafter import attention, rows, shared_memory
 from peagle.drafter.rows import INTERPRETED
 
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
@@ -20,7 +20,7 @@ def twin(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def plain(*arguments: Any, **options: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            for module in (rows, attention, shared_memory, selector):
+            for module in (rows, attention, shared_memory):
                 patch.setattr(module, "uses_kernel", lambda *_: False)
             return function(*arguments, **options)
 
