@@ -3,8 +3,8 @@ conversations, packed as for them but never joined into one document.
 
     python benchmarks/coder/rival.py dflash --target DIR --data DIR --out DIR --minutes 3.5 [options of speculators]
 
-Needs speculators 0.9; the head is in OUT/0. The target's hidden states are made first and stay on the GPU, 12 KiB a
-token. That is not counted as time, nor is the first step, which compiles. The learning rate falls with the time.
+Needs speculators 0.9; the head is in OUT/0. The target runs on each batch, as in `peagle train` without `states_dir`.
+The first step, which compiles, is not counted as time. The learning rate falls with the time.
 """
 
 import argparse
@@ -46,26 +46,8 @@ class Loader:
         share = max(0.0, time.monotonic() - self._start_s) / self._seconds
         return max(0.0, min(0.01 + share / WARMUP_SHARE, 1 - share))
 
-    def _make_states(self) -> torch.Tensor:
-        """[tokens, auxiliary and last hidden states], of one pass over the conversations."""
-        num_tokens, width = len(self), (len(self._aux_layer_ids) + 1) * self._target.config["hidden_size"]
-        states_NX = torch.zeros(num_tokens, width, dtype=torch.bfloat16, device=self._target.device)
-        num_done, start_s = 0, time.monotonic()
-        for batch in self._batches():
-            batch = batch.to(self._target.device)
-            used_BN = batch.index_BN >= 0
-            self._last.clear()
-            aux_BNX, _ = self._target.states(batch.tokens_BN, batch.position_BN, self._aux_layer_ids)
-            rows_BNX = torch.cat([aux_BNX, self._last.pop()], dim=-1)
-            states_NX[batch.index_BN[used_BN]] = rows_BNX[used_BN]
-            num_done += int(used_BN.sum())
-            if num_done >= self._batches.counts["num_tokens"]:
-                break
-        print(f"hidden states of {num_done} tokens in {time.monotonic() - start_s:.0f} s", flush=True)
-        return states_NX
-
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        states_NX, width, number = self._make_states(), self._target.config["hidden_size"], 0
+        number = 0
         for number, batch in enumerate(self._batches()):
             if number == 1:
                 self._start_s = time.monotonic()
@@ -73,10 +55,11 @@ class Loader:
                 break
             row_B1 = 1000 * torch.arange(NUM_SEQUENCES)[:, None]
             document_BN = torch.where(batch.document_BN < 0, -1, batch.document_BN + row_B1)
-            rows_NX = states_NX[batch.index_BN.flatten().clamp_min(0).to(self._target.device)]
+            on_device = batch.to(self._target.device)
+            aux_BNX, _ = self._target.states(on_device.tokens_BN, on_device.position_BN, self._aux_layer_ids)
             yield {
-                "hidden_states": rows_NX[None, :, :-width],
-                "verifier_last_hidden_states": rows_NX[None, :, -width:],
+                "hidden_states": aux_BNX.flatten(0, 1)[None],
+                "verifier_last_hidden_states": self._last.pop().flatten(0, 1)[None],
                 "input_ids": batch.tokens_BN.reshape(1, -1),
                 "loss_mask": batch.answer_BN.reshape(1, -1),
                 "document_ids": document_BN.reshape(1, -1),
