@@ -78,8 +78,8 @@ class Admitted:
 
     `fields`: vLLM's fields, with what the front end decided of `vllm_xargs`. `request_id`: the client's name of it, or
     one of our own. `num_sequences`: its weight. `trace`: headers by which the engine's span becomes part of its
-    client's trace. `caller`: name of who asked. `head`: digest of the head that drafts for it, "" where none does.
-    `number`: its own among the requests of the front end."""
+    client's trace. `caller`, `line`: name of who asked, and of its line of the queue. `head`: digest of the head that
+    drafts for it, "" where none does. `number`: its own among the requests of the front end."""
 
     call: Call
     fields: dict[str, Any]
@@ -88,6 +88,7 @@ class Admitted:
     num_sequences: int = 1
     trace: dict[str, str] = field(default_factory=dict)
     caller: str = ""
+    line: str = ""
     head: str = ""
     number: int = 0
 
@@ -276,7 +277,7 @@ class FrontEnd:
         body.vllm_xargs = fields["vllm_xargs"] = {**own, **decided}
         trace = {name: headers[name] for name in TRACE_HEADERS if name in headers}
         head = self.head_of(drafting.workload)
-        admitted = Admitted(call, fields, drafting, request_id, num_sequences, trace, caller.name, head)
+        admitted = Admitted(call, fields, drafting, request_id, num_sequences, trace, caller.name, caller.line, head)
         admitted.body = body
         return admitted
 

@@ -41,7 +41,7 @@ from deployments.errors import engine_lost, internal_error, not_ready
 from deployments.front_end import Admitted, Answer, Usage
 from deployments.metrics import Families
 from peagle.vllm.clients import METRICS_FOLDER, Address, client_addresses, connect
-from peagle.vllm.grammar_checker import GrammarChecker
+from peagle.vllm.grammar_checker import GrammarChecker, current_line
 from peagle.vllm.recorder import DraftingRecorder, RecorderDelta
 
 logger = logging.getLogger(__name__)
@@ -129,9 +129,10 @@ class Kept(msgspec.Struct, tag=True, array_like=True):
 
 
 class Grammar(msgspec.Struct, tag=True, array_like=True):
-    """A grammar to check."""
+    """A grammar to check, and the line of the queue that its request came from."""
 
     number: int
+    line: str
     fields: dict[str, Any]
 
 
@@ -387,8 +388,8 @@ class FrontEndProcesses:
                 process.silent_since_s = time.monotonic()
             case Kept(workload, caller, prompt, answer) if self._keep is not None:
                 self._keep(workload, caller, prompt, answer)
-            case Grammar(number, fields):
-                process.checks[number] = check = self._run_task(self._check_grammar(process, number, fields))
+            case Grammar(number):
+                process.checks[number] = check = self._run_task(self._check_grammar(process, message))
                 check.add_done_callback(lambda _: process.checks.pop(number, None))
             case NoGrammar(number) if number in process.checks:
                 process.checks[number].cancel()
@@ -397,13 +398,14 @@ class FrontEndProcesses:
                 if self.num_ready == self.number:
                     self._are_ready.set()
 
-    async def _check_grammar(self, process: FrontEndProcess, number: int, fields: dict[str, Any]) -> None:
+    async def _check_grammar(self, process: FrontEndProcess, message: Grammar) -> None:
+        current_line.set(message.line)
         outcome = None
         try:
-            outcome = await self.grammars.find_outcome(fields)
+            outcome = await self.grammars.find_outcome(message.fields)
         except Exception:
             logger.exception("a grammar cannot be checked")
-        process.wire.send(Outcome(number, outcome))
+        process.wire.send(Outcome(message.number, outcome))
 
     @staticmethod
     def _end_answers(*processes: FrontEndProcess) -> None:
@@ -457,7 +459,7 @@ class RemoteGrammarChecker(GrammarChecker):
     async def find_outcome(self, fields: dict[str, Any]) -> dict[str, Any]:
         number, outcome = next(self._numbers), asyncio.get_running_loop().create_future()
         try:
-            self._wire.send(Grammar(number, fields))
+            self._wire.send(Grammar(number, current_line.get(), fields))
         except (TypeError, RecursionError) as error:
             return {"error": f"structured_outputs is no JSON: {error}."}
         self._waiting[number] = outcome

@@ -22,9 +22,11 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter, OrderedDict
+from contextvars import ContextVar
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import cloudpickle
 import numpy as np
@@ -43,6 +45,10 @@ MAX_OUTCOMES = 1024
 """Grammars whose outcome is remembered."""
 NUM_TOKENS = 64
 """Tokens of the text that a child writes by a grammar."""
+
+current_line = ContextVar("current_line", default="")
+"""Line of the queue (`cluster.request.Caller.line`) that the current request is from. Grammars of one line are compiled
+one after the other, so that a client with many slow ones does not keep others waiting."""
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(StructuredOutputsParams) if field.init)
 _ENVIRONMENT = {
@@ -87,6 +93,7 @@ class GrammarChecker:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._places = asyncio.Semaphore(NUM_CHILDREN)
+        self._turns = WeakValueDictionary[str, asyncio.Lock]()  # by line of the queue
         self._outcomes: OrderedDict[Any, asyncio.Task[dict[str, Any]]] = OrderedDict()
         self._num_waiting = Counter[Any]()  # clients, by grammar
         self._queued = set[Any]()  # grammars that wait for a place
@@ -172,7 +179,8 @@ class GrammarChecker:
         job = json.dumps({"fields": fields, "limits": dataclasses.asdict(limits)}).encode()
         outcome = None
         try:
-            async with self._places:
+            turn = self._turns.setdefault(current_line.get(), asyncio.Lock())
+            async with turn, self._places:
                 self._queued.discard(key)
                 if not (answer := await self._ask(job)):
                     logger.warning("the process that checks grammars has ended; it is started again")

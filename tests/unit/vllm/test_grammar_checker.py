@@ -14,7 +14,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
 from peagle.vllm import grammar_checker
-from peagle.vllm.grammar_checker import CheckedGrammar, GrammarChecker, GrammarLimits
+from peagle.vllm.grammar_checker import CheckedGrammar, GrammarChecker, GrammarLimits, current_line
 
 SLOW = {"type": "object", "properties": {f"p{n}": {"type": "string", "maxLength": n} for n in range(1000, 1040)}}
 """Each string of bounded length takes most of a second to compile."""
@@ -46,6 +46,11 @@ def checker(target_dir: Path, run: Run) -> Iterator[GrammarChecker]:
 
 def check(checker: GrammarChecker, run: Run, **fields: Any) -> CheckedGrammar:
     return run(checker.check(StructuredOutputsParams(**fields)))  # type: ignore[no-any-return]
+
+
+async def check_from(checker: GrammarChecker, line: str, regex: str) -> CheckedGrammar:
+    current_line.set(line)
+    return await checker.check(StructuredOutputsParams(regex=regex))
 
 
 def test_a_grammar_comes_back_as_vllms_validation_leaves_it(checker: GrammarChecker, run: Run) -> None:
@@ -134,6 +139,7 @@ def test_grammars_that_nobody_waits_for_any_more_are_not_begun(
 
     async def flood() -> None:
         for number in range(20):
+            current_line.set(f"line {number}")
             client = asyncio.create_task(checker.check(StructuredOutputsParams(regex=f"flood{number}")))
             await asyncio.sleep(0)
             await asyncio.sleep(0)
@@ -152,6 +158,31 @@ def test_grammars_that_nobody_waits_for_any_more_are_not_begun(
     assert not checker._num_waiting
 
 
+def test_a_line_with_many_slow_grammars_keeps_no_other_line_waiting(
+    checker: GrammarChecker, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, ends = [], asyncio.Event()
+
+    async def ask(job: bytes) -> bytes:
+        asked.append(json.loads(job)["fields"]["regex"])
+        await ends.wait()
+        return b" {}"
+
+    async def flood() -> None:
+        asking = [asyncio.create_task(check_from(checker, "many", f"slow{number}")) for number in range(3)]
+        await asyncio.sleep(0)
+        asking.append(asyncio.create_task(check_from(checker, "other", "quick")))
+        while len(asked) < 2:
+            await asyncio.sleep(0)
+        ends.set()
+        await asyncio.gather(*asking)
+
+    monkeypatch.setattr(checker, "_ask", ask)
+    run(flood())
+    assert asked == ["slow0", "quick", "slow1", "slow2"]
+    assert not checker._turns
+
+
 def test_two_that_wait_for_a_lost_process_start_one_in_its_place(
     checker: GrammarChecker, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,8 +194,7 @@ def test_two_that_wait_for_a_lost_process_start_one_in_its_place(
 
     async def lose() -> list[CheckedGrammar]:
         checker.stop()
-        grammars = [StructuredOutputsParams(regex=text) for text in ("lost a", "lost b")]
-        waiting = [asyncio.create_task(checker.check(grammar)) for grammar in grammars]
+        waiting = [asyncio.create_task(check_from(checker, line, f"lost {line}")) for line in "ab"]
         while len(starts) < 2:
             await asyncio.sleep(0)
         assert checker.pid is not None
