@@ -379,6 +379,10 @@ class HeadManager:
             return
         if state.configured is None:  # a router before this one may have decided, and its state is lost
             state.replacement = given.replacement if given.replaced == configured.digest else None
+            if state.replacement is not None and not any(self._stands(change) for change in state.changes):
+                found = state.replacement
+                change = HeadChange(found.name, configured.digest, head=found.digest, previous=configured)
+                self._set_state(change, "promoted", "drafters have it; what was known of it is lost")
         elif given != self.desired:
             return
         elif state.configured.digest != configured.digest:

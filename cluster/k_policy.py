@@ -235,6 +235,7 @@ class KPolicy:
         """Take in what the replicas say, all of them at once, and decide anew; `now_s` is monotonic. What is new in the
         reports, None without any."""
         if not reports:
+            self._load.clear()
             return None
         deltas = self.tracker.update(reports)
         self.posteriors.update(deltas)

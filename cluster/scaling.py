@@ -192,7 +192,9 @@ class ScalingPolicy:
         latency, num_steps = k_policy.latency, k_policy.posteriors.num_steps
         if latency.num_steps < MIN_TIMED_STEPS:
             return "no replica knows yet what its steps take"
-        return f"{num_steps:.0f} verified steps tell too little of acceptance" if num_steps < MIN_STEPS else ""
+        if num_steps < MIN_STEPS and k_policy.rules.max_k:
+            return f"{num_steps:.0f} verified steps tell too little of acceptance"
+        return ""
 
     def _decide_by_acceptance(
         self, traffic: Mapping[str, WorkloadTraffic], k_policy: KPolicy, target: Pool, num_silent: int, kept: str

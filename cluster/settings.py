@@ -818,6 +818,8 @@ class ClusterSettings(Section):
                 f"engine.pipeline_parallel_size is {num_stages!r:.80}, but placement: remote needs all layers on each "
                 "worker, 1: use tensor_parallel_size, or placement: colocated"
             )
+        if engine.get("enable_prompt_embeds"):
+            problems.append("engine.enable_prompt_embeds does not go with placement: remote: leave one of them out")
         Problems.check(problems)
         replicas = drafter.replicas or DrafterReplicas()
         if replicas.num_gpus is None:

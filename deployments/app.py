@@ -141,6 +141,7 @@ def bind_drafter(settings: ClusterSettings) -> serve.Application | None:
         settings,
         name=DRAFTER_NAME,
         **number,
+        user_config={},  # Serve says nothing to replicas when a config file no longer has one
         ray_actor_options={**actor, "runtime_env": {"env_vars": dict(replicas.env)}},
         graceful_shutdown_timeout_s=MAX_DRAIN_S + 10,
     )

@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 MAX_NUM_ROWS = 2048
 """Rows of one pass. A step of more rows, long prompts, takes several."""
 
+MIN_NUM_REQUESTS = 256
+"""Requests that a pass has room for at the least."""
+
 
 class LoadedHead(NamedTuple):
     name: str
@@ -65,7 +68,8 @@ class HeadLoader:
         self._dtype: torch.dtype = getattr(torch, ROW_DTYPES[engine["dtype"]])
         self._max_model_len: int | None = engine.get("max_model_len")
         self.device = torch.device("cuda" if drafter.replicas.num_gpus else "cpu")
-        self.max_num_requests = settings.max_num_targets * settings.max_num_seqs
+        # `peagle serve` keeps a fixed number of targets from `settings`, since it may change while drafters run.
+        self.max_num_requests = max(MIN_NUM_REQUESTS, settings.max_num_targets * settings.max_num_seqs)
 
     def directory(self, name: str) -> Path:
         """A head's directory, ready. Raises ValueError for a damaged head, or one of another target."""
@@ -195,6 +199,7 @@ class HeadSlots:
             self.missing = (*self.missing, wanted.name)
         except (ValueError, OSError) as error:
             self.problems[wanted.name] = str(error)
+            logger.warning("the head %s is desired and does not draft: %s", wanted.name, error)
         return None
 
     def _load(self, head: HeadRef, needed: Collection[str]) -> None:

@@ -67,6 +67,7 @@ def drafting_document(
                     {"index": index, "name": head.name, "head": head.digest} for index, head in enumerate(drafter.heads)
                 ],
                 "refused": drafter.refused,
+                "problems": dict(drafter.problems),
                 "counters": dict(drafter.counters),
             }
             for drafter in drafters

@@ -206,6 +206,11 @@ def read_config(path: Path, *, is_here: bool = True) -> tuple[Any, ...]:
                 raise UpError(f"{path}: models.{name}: the application at {prefix} serves {listed(ids)}")
     elif len(services) > 1:
         raise UpError(f"{path}: several applications need one more in front of them, {GATEWAY_PATH}")
+    states = [settings.depth.state for settings in services if settings.depth.state is not None]
+    if len(set(states)) < len(states):
+        raise UpError(
+            f"{path}: two applications have the depth.state {max(states, key=states.count)}: name a file each"
+        )
     if not services:
         raise UpError(f"{path}: no application serves a model")
     return config, *services

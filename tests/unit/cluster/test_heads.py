@@ -119,6 +119,8 @@ def test_what_was_rolled_back_outlives_a_restart() -> None:
     without_its_state = make_manager(0)
     without_its_state.observe_drafters([report(A, configured=B, desired=again.desired)])
     assert without_its_state.desired == again.desired, "as drafters were told by the router before"
+    assert without_its_state.roll_back().name == "a"
+    assert without_its_state.desired == DesiredHeads()
 
 
 def restarted(manager: HeadManager, num_spare: int) -> HeadManager:

@@ -314,6 +314,8 @@ def test_load_follows_the_readings_and_is_a_mean_over_replicas() -> None:
         found.observe([report("a"), report("b", workloads={"code": counts(0.95, 5000, 12)})], float(now_s))
     rows = {row["workload"]: row["num_requests"] for row in found.document(10.0)["workloads"]}
     assert rows["code"] == pytest.approx(8.0, abs=0.1)
+    found.observe([], 10.0)
+    assert found.num_requests == 0.0, "no replica runs any more"
     assert rows["chat"] == pytest.approx(2.0, abs=0.1)
 
 

@@ -51,6 +51,7 @@ ENGINE_TYPES = {
     **dict.fromkeys(
         ("dtype", "load_format", "max_model_len", "max_num_seqs", "speculative_config", "pipeline_parallel_size"), Any
     ),
+    "enable_prompt_embeds": bool,
     "enforce_eager": bool,
     "gpu_memory_utilization": Annotated[float, Field(gt=0, le=1)],
     "hf_token": bool | str | None,
@@ -190,6 +191,7 @@ BAD_INPUTS: list[tuple[Any, ...]] = [
     (remote(drafter__engine_options={"draft_tensor_parallel_size": 2}), "(draft_tensor_parallel_size)"),
     (changed(drafter__engine_options={"enable_adaptive_verification": True}), "drafter.engine_options.enable_adaptive"),
     (remote(engine={"dtype": "half", "pipeline_parallel_size": 2}), "engine.pipeline_parallel_size is 2"),
+    (remote(engine={"dtype": "half", "enable_prompt_embeds": True}), "engine.enable_prompt_embeds does not go with"),
     (remote(engine={"dtype": "fp8"}), "engine.dtype is 'fp8'", "bfloat16"),
     (changed(learning={"workloads": "all"}), "learning needs heads that can be swapped", "drafter.placement: remote"),
     (remote(learning={"workloads": "all"}), "learning needs room", "drafter.spare_heads: 1"),

@@ -11,9 +11,9 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 
 from cluster.settings import STALE_AFTER_S, Catalog, load_settings
 from deployments import view
-from deployments.app import target_options
+from deployments.app import bind_drafter, target_options
 from deployments.autoscaling import autoscaling_config
-from deployments.drafter import HeadLoader
+from deployments.drafter import MIN_NUM_REQUESTS, HeadLoader
 from deployments.metrics import Families
 from deployments.telemetry import add_scaling_metrics
 from tests.support.autoscaling_harness import DRAFTER, TARGET, Controller, ask, context, scaled_settings
@@ -40,11 +40,15 @@ def test_a_target_may_finish_its_streams_and_a_drafter_has_room_for_all_targets_
         options = target_options(settings)
         assert options["graceful_shutdown_timeout_s"] == 600.0
         assert options.keys() & {"num_replicas", "autoscaling_config"} == {number}
+        bound: Any = bind_drafter(settings)
+        assert bound._bound_deployment.user_config == {}
     assert (scaled.max_num_targets, scaled.max_num_drafters) == (3, 2)
     config = AutoscalingConfig(**(autoscaling_config(scaled, "drafter") or {}))
     assert (config.min_replicas, config.max_replicas) == (1, 2)
     assert config.policy.policy_kwargs == {"deployment": "drafter"}
-    assert HeadLoader(scaled).max_num_requests == 3 * 8
+    assert HeadLoader(scaled).max_num_requests == MIN_NUM_REQUESTS
+    many = load_settings(remote(autoscaling=scaling, target__num_replicas=..., engine__max_num_seqs=100), catalog)
+    assert HeadLoader(many).max_num_requests == 3 * 100
 
 
 @pytest.mark.parametrize(

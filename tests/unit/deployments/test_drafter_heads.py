@@ -125,7 +125,7 @@ async def test_a_drafter_that_starts_has_its_new_head_before_it_drafts(
 
 
 def test_a_head_that_was_rolled_back_is_replaced_until_the_operator_names_another(
-    slots: HeadSlots, tmp_path: Path
+    slots: HeadSlots, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     a, b, c = (str(tmp_path / name) for name in "abc")
     assert configured(slots, {"head": c}) == ["c"]
@@ -136,6 +136,7 @@ def test_a_head_that_was_rolled_back_is_replaced_until_the_operator_names_anothe
     assert configured(slots, {}) == ["a"], "whatever came before: one that starts later gets the last one only"
     assert applied(slots, replaced="a", replacement=HeadRef(c, "another")) == ["a"]
     assert "no longer those of head another" in slots.problems[c]
+    assert f"{c} is desired and does not draft: the files of" in caplog.text
 
 
 def test_a_candidate_takes_a_spare_slot_and_the_head_before_it_stays_loaded(

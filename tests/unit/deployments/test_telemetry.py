@@ -64,13 +64,16 @@ def test_the_document_has_each_head_with_its_acceptance() -> None:
     by_head = dict[str, Counts]()
     for counted in ({"a": {"code": GOOD}}, {}, {"old": {"code": BAD}, "a": {"code": BAD}}):
         telemetry.add_head_counts(by_head, CounterDeltas(by_head=counted))
-    document = telemetry.drafting_document(reports, by_head, [drafter("r1", "a")])
+    document = telemetry.drafting_document(
+        reports, by_head, [dataclasses.replace(drafter("r1", "a"), problems={"b": "its files are gone"})]
+    )
     heads = {row["head"]: row for row in document["heads"]}
     assert heads["a"]["survival"] == [0.6667, 0.3333, 0.3333]
     assert heads["a"]["acceptance_length"] == round(1 + 4 / 3, 4)
     assert [heads[head]["is_live"] for head in ("a", "new", "old")] == [True, True, False]
     assert heads["new"]["acceptance_length"] is None
     assert document["drafters"][0]["heads"] == [{"index": 0, "name": "head-a", "head": "a"}]
+    assert document["drafters"][0]["problems"] == {"b": "its files are gone"}
     assert document["links"][0]["target"] == "t1"
     k_policy = KPolicy(KRules(3, 3, 3))
     shown = as_text({"model": "m", **k_policy.document(0.0), **document}).splitlines()

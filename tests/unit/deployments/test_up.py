@@ -62,8 +62,11 @@ def application(**changes: Any) -> dict[str, Any]:
     return {"applications": [{**config()["applications"][0], **changes}]}
 
 
-def several(*prefixes: str, gateway: str | None = None) -> dict[str, Any]:
+def several(*prefixes: str, gateway: str | None = None, state: str | None = None) -> dict[str, Any]:
     (model,) = config()["applications"]
+    if state is not None:
+        model["args"]["model"]["id"] = "m"
+        model["args"] |= {"drafter": {"head": "smollm2-135m-instruct"}, "depth": {"state": state}}
     made = [{**model, "name": prefix, "route_prefix": prefix} for prefix in prefixes]
     front = {"name": "g", "import_path": "deployments.gateway:build", "args": {"models": {"m": gateway}}}
     return {"applications": made if gateway is None else [front, *made]}
@@ -133,6 +136,7 @@ def test_each_of_several_models_is_changed_live() -> None:
         (several("/a", "/b"), "in front of them, deployments.gateway:build"),
         (several("/a", "/b", gateway="/x"), "models.m: no application has the route_prefix /x"),
         (several("/a", gateway="a"), "models.m is 'a'"),
+        (several("/a", "/b", gateway="/a", state="/s"), "two applications have the depth.state /s: name a file each"),
         (several("/a", gateway="/a"), "models.m: the application at /a serves smollm2-135m-instruct"),
     ],
 )
