@@ -218,14 +218,16 @@ def convert(
     source: Annotated[Path, typer.Argument(help="directory with config.json and safetensors")],
     out: Annotated[Path, typer.Argument(help="directory of the head")],
     target: Annotated[
-        Path | None, typer.Option(help="directory of the target whose tables the head lacks, or is to lack")
+        str | None, typer.Option(help="target whose tables the head lacks, or is to lack: as for `peagle evaluate`")
     ] = None,
     without_tables: Annotated[bool, typer.Option("--without-tables", help="a small head, which vLLM refuses")] = False,
 ) -> None:
     """Convert a head (of speculators, NeMo AutoModel, or without tables) to the form that stock vLLM loads."""
     from peagle.heads import convert as convert_head
+    from peagle.train.recipe import target_checkpoint
 
-    config, num_tensors, left_out = convert_head(source, out, target, has_tables=not without_tables)
+    target_dir = None if target is None else target_checkpoint(target)
+    config, num_tensors, left_out = convert_head(source, out, target_dir, has_tables=not without_tables)
     method = f"P-EAGLE, mask token {config.ptd_token_id}" if config.is_parallel else "EAGLE-3"
     typer.echo(
         f"{out}: {method}, layers {config.num_hidden_layers}, auxiliary layers {json.dumps(config.aux_layer_ids)}"
@@ -282,19 +284,20 @@ def generate(
     if prompts is not None and out is not None and url is not None:
         from deployments.regenerate import regenerate
 
-        made = regenerate(
+        answers = regenerate(
             loaded, prompts, out, url, api_key, max_tokens=max_tokens, temperature=temperature, max_running=max_running
         )
-        typer.echo(json.dumps(asyncio.run(made)))
+        typer.echo(json.dumps(asyncio.run(answers)))
         return
     from peagle.vllm.generate import answer_prompts, run_all
 
     # As an interrupt from the keyboard: `finally` ends the workers.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if prompts is not None and out is not None:
-        answer_prompts(loaded, prompts, out, max_tokens, temperature)
+        made = answer_prompts(loaded, prompts, out, max_tokens, temperature)
     else:
-        typer.echo(json.dumps(run_all(loaded)))
+        made = run_all(loaded)
+    typer.echo(json.dumps(made))
 
 
 @app.command()
@@ -341,7 +344,7 @@ def train(
 
 @app.command()
 def evaluate(
-    head: Annotated[Path, typer.Argument(help="directory of the head")],
+    head: Annotated[Path, typer.Argument(help="directory of the head, or name of one that ships")],
     answers: Annotated[list[Path], typer.Argument(help="folders of answers, each of one temperature")],
     target: Annotated[str, typer.Option(help="embedded target's name, directory or Hugging Face id")],
     against: Annotated[Path | None, typer.Option(metavar="HEAD2", help="for the ratio of AL: HEAD / HEAD2")] = None,

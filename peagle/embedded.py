@@ -71,7 +71,8 @@ def prepare_target(name: str = DEFAULT_TARGET, cache_dir: Path | None = None, re
     ValueError when its file is not the one expected, CacheError when the cache directory is full or not writable.
     """
     if name not in EMBEDDED_TARGETS:
-        raise ValueError(f"target {name!r} is not embedded; embedded targets: {', '.join(sorted(EMBEDDED_TARGETS))}")
+        known = ", ".join(sorted(EMBEDDED_TARGETS))
+        raise ValueError(f"target {name!r} is no directory, no Hugging Face id ORG/NAME, and not embedded: {known}")
     target = EMBEDDED_TARGETS[name]
 
     def build(directory: Path) -> None:

@@ -93,6 +93,10 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789"))
+"""YAML 1.2 has 9e-3 as a number; PyYAML reads 1.1."""
+
+
 def read_yaml(text: str | bytes, source: str | Path) -> Any:
     """The value of a YAML text. Raises ValueError naming its source, also for a key that stands twice."""
     try:

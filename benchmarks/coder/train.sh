@@ -34,7 +34,7 @@ train() {  # GPU, head
   local name=${2%%:*} rest recipe
   rest=${2#"$name"}; rest=${rest#:}; recipe=${rest%%,*}; rest=${rest#"$recipe"}
   CUDA_VISIBLE_DEVICES=$1 python3 -m deployments.cli train "configs/train/coder-${recipe:-$name}.yaml" "${set_target[@]}" output="$work/$name" \
-    schedule.max_minutes="${MINUTES:-8}" evaluate.data="$work/answers" ${STATES_DIR:+states_dir="$STATES_DIR"} \
+    schedule.max_minutes="${MINUTES:-8}" evaluate.data="$work/answers" evaluate.held_out=0 ${STATES_DIR:+states_dir="$STATES_DIR"} \
     ${START:+drafter.start_from="$START/$name"} ${rest//,/ } > "$work/train-$name.log" 2>&1
 }
 say "training on ${#gpus[@]} GPUs: ${heads[*]}"

@@ -38,13 +38,13 @@ import torch
 from torch import Tensor
 
 from peagle.checkpoint import load_head
-from peagle.config import DrafterConfig, read_json, read_target_config
+from peagle.config import DrafterConfig, check_head_fits, read_json, read_target_config
 from peagle.heads import head_directory
 from peagle.model import Drafter
 from peagle.provenance import conditions
 from peagle.schema import type_problems
 from peagle.train.cod import next_tokens, row_inputs
-from peagle.train.data import Batch, Conversations, PackedBatches, distinct_share, pack
+from peagle.train.data import Batch, Conversations, PackedBatches, check_data_fits, distinct_share, pack
 from peagle.train.passes import ChainAttention
 from peagle.train.plan import spread, target_bytes
 from peagle.train.target import Target
@@ -364,7 +364,12 @@ def evaluate_heads(
     # What is small is read first: a wrong folder is known before the target is loaded.
     sets = [(folder, load_answers(folder)) for folder in answers]
     found = [load_head(head_directory(path)) for path in paths]
-    size = target_bytes(Path(target_dir), read_target_config(target_dir), dtype.itemsize)
+    target_config = read_target_config(target_dir)
+    for config, _ in found:
+        check_head_fits(config, target_config)
+    for folder in answers:
+        check_data_fits(folder, target_dir)
+    size = target_bytes(Path(target_dir), target_config, dtype.itemsize)
     is_large = on_gpu and size + OTHER_BYTES > torch.cuda.mem_get_info()[0]
     gpu_bytes = spread(OTHER_BYTES) if is_large else None
     target = Target(target_dir, device="cuda" if on_gpu else "cpu", dtype=dtype, gpu_bytes=gpu_bytes)

@@ -1,4 +1,5 @@
-"""One training pass of a drafter: from a batch and the target's states to gradients.
+"""One training pass of a drafter: from a batch and the target's states to gradients. Names of tensors end in their
+shape, whose letters `peagle/__init__.py` lists.
 
 `PEaglePass` trains P-EAGLE (paper section 3), `Eagle3Pass` EAGLE-3 by its training-time test: the drafter is unrolled
 on its own hidden states (arXiv 2503.01840, section 3.2).

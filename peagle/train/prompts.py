@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from tqdm import tqdm
 
 from peagle.schema import problem_lines
-from peagle.train.data import Conversations, load_tokenizer, special_ids, write_manifest
+from peagle.train.data import Conversations, load_tokenizer, read_manifest, special_ids, write_manifest
 from peagle.train.recipe import Recipe
 
 logger = logging.getLogger(__name__)
@@ -86,6 +86,14 @@ class Function(_Record):
     _parse = field_validator("arguments", mode="before")(_from_json)
 
 
+def _from_parts(content: Any) -> Any:
+    """OpenAI's content may be a list of parts; those of text are one text."""
+    is_text = isinstance(content, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" for part in content
+    )
+    return "".join(str(part.get("text", "")) for part in content) if is_text else content
+
+
 class ToolCall(_Record):
     id: str | None = None
     type: Literal["function"] = "function"
@@ -102,6 +110,8 @@ class Message(_Record):
     tool_call_id: str | None = None
     name: str | None = None
     weight: Literal[0, 1] | None = None
+
+    _join = field_validator("content", mode="before")(_from_parts)
 
     @model_validator(mode="after")
     def _check_content(self) -> Self:
@@ -124,7 +134,7 @@ _COLUMNS = frozenset({*_FORMS, *_BESIDE, "input", "output", "answer"})
 class Row(_Record):
     """A conversation, from the first of these forms that the row has:
 
-    - `messages`: list of {"role": system | user | assistant | tool, "content": str}, the assistant's also with
+    - `messages`: list of {"role": system | user | assistant | tool, "content": text}, the assistant's also with
       `reasoning_content`, `tool_calls` and `weight`
     - `conversations` (ShareGPT): list of {"from": system | human | gpt, "value": str}
     - `instruction` (Alpaca), and optionally `input` and `output`
@@ -150,7 +160,7 @@ class Row(_Record):
         if form is None:
             raise ValueError(f"needs one of {', '.join(_FORMS)}; has {', '.join(map(str, row)) or 'no column'}")
         given = row[form]
-        if form == "conversations" and isinstance(given, list):
+        if form in ("messages", "conversations") and isinstance(given, list):
             given = [_from_sharegpt(turn) for turn in given]
         elif form not in ("messages", "conversations"):
             if form == "turns" and isinstance(given, list) and given:
@@ -170,7 +180,10 @@ class Row(_Record):
             answers = [index for index, one in enumerate(self.messages) if one.role == "assistant"]
             trained = [index for index in answers if self.messages[index].weight != 0]
             if need_answer and not trained:
-                raise ValueError("no answer: needs one of the assistant's, of a weight other than 0")
+                raise ValueError(
+                    "no answer: needs one of the assistant's, of a weight other than 0; beside `prompt` it stands in "
+                    "`answer`, beside `instruction` in `output`"
+                )
             at = (trained or answers)[-1]
         if at == 0 or self.messages[at - 1].role not in ("user", "tool"):
             raise ValueError("needs a user's message (or a tool's) last, or before the answer")
@@ -437,10 +450,18 @@ def tokenize_source(target_dir: Path, source: str | Path, out: Path) -> dict[str
 
 
 def make_data(recipe: Recipe) -> None:
-    """Makes the recipe's `data` of its `conversations`, where these are named and `data` is not there yet."""
-    if recipe.conversations is not None and not any(Path(recipe.data).glob("part-*.npz")):
+    """Makes the recipe's `data` of its `conversations`, where these are named and `data` is not there yet. Raises
+    ValueError for data of another source."""
+    if recipe.conversations is None:
+        return
+    if not any(Path(recipe.data).glob("part-*.npz")):
         totals = tokenize_source(recipe.target_dir(), recipe.conversations, Path(recipe.data))
         logger.info("%s: %s", recipe.data, json.dumps(totals))
+    elif (source := read_manifest(recipe.data).get("source")) != recipe.conversations:
+        raise ValueError(
+            f"data: {recipe.data} was made of {source or 'something else'}, not of the recipe's conversations, "
+            f"{recipe.conversations}: name another folder, or remove this one"
+        )
 
 
 def check_is_new(out: Path) -> None:

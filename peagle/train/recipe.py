@@ -51,9 +51,7 @@ class DrafterRecipe(Section):
     num_depths: int = Field(
         8, ge=1, le=MAX_NUM_DEPTHS, description="K_train: draft tokens of one pass, or steps of the unroll."
     )
-    ptd_token_id: int | None = Field(
-        None, ge=0, description="Mask token, an unused id of the target's vocabulary; P-EAGLE only."
-    )
+    ptd_token_id: int | None = Field(None, ge=0, description="Mask token, an id that no text has; P-EAGLE only.")
     fc_norm: bool = Field(True, description="Normalise each auxiliary hidden state before `fc` (EAGLE-3.1).")
     draft_vocab_size: int | None = Field(
         None, ge=16, description="Most frequent tokens that are drafted; default: the target's vocabulary."
@@ -114,7 +112,7 @@ class LossRecipe(Section):
 
 
 class EvaluateRecipe(Section):
-    data: str | None = Field(None, description="Folder of answers; default: no evaluation, or `held_out`.")
+    data: str | None = Field(None, description="Folder of answers; default: none, or `held_out`.")
     held_out: float = Field(0.0, ge=0, lt=1, description="Share of the prompts to evaluate on instead of training.")
     every_steps: int = Field(2000, ge=1, description="Steps between evaluations.")
     max_conversations: int | None = Field(None, ge=1, description="Conversations of each category in one evaluation.")

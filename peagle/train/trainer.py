@@ -50,6 +50,9 @@ from peagle.train.target import KeptStates, Target
 logger = logging.getLogger(__name__)
 
 #: Steps that compile, and so are not training time.
+UNCHANGED = ("target", "seed", "drafter.", "batch.", "optimizer.name", "evaluate.held_out")
+"""Settings that a run which goes on keeps: a path, or the beginning of one."""
+
 WARMUP_STEPS = 3
 ADAMW_BETAS = (0.9, 0.95)
 
@@ -242,10 +245,18 @@ class Trainer(HeadTraining):
         packing = recipe.batch.model_dump(include={"num_sequences", "max_tokens", "long"})
         self.batches = PackedBatches(data, seed=recipe.seed, **packing)
         check_data_fits(recipe.data, target_dir, self.batches)
+        if num_masks := int((data.tokens == recipe.drafter.ptd_token_id).sum()):
+            raise ValueError(
+                f"drafter.ptd_token_id = {recipe.drafter.ptd_token_id} stands in the conversations of {recipe.data}, "
+                f"{num_masks} times: name a token that no text has"
+            )
         self.data_digest = data.digest()
         if self.workers.leads:
             if self.answers:  # found at the start, not after the training
-                check_data_fits(self.answers, target_dir)
+                try:
+                    check_data_fits(self.answers, target_dir)
+                except ValueError as error:
+                    raise ValueError(f"evaluate.data: {error}") from error
             for line in plan.lines(recipe, self.batches.counts, num_held_out, self.workers.size):
                 logger.info(line)
         self.target = Target(
@@ -447,10 +458,12 @@ class Trainer(HeadTraining):
             state = torch.load(path, map_location=self.device, weights_only=True)
         except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise ValueError(f"{path} is damaged ({error}): remove it to start again") from error
-        asked, made = self.recipe.model_dump(), state["recipe"]
-        compared = {section: (asked[section], made[section]) for section in ("target", "seed", "drafter", "batch")}
-        compared["optimizer.name"] = asked["optimizer"]["name"], made["optimizer"]["name"]
-        problems = [f"{key} = {old}, the recipe says {new}" for key, (new, old) in compared.items() if new != old]
+        asked, made = settings_by_path(self.recipe.model_dump()), settings_by_path(state["recipe"])
+        problems = [
+            f"{key} = {made.get(key)}, the recipe says {new}"
+            for key, new in asked.items()
+            if key.startswith(UNCHANGED) and made.get(key) != new
+        ]
         if len(state["random"]) != self.workers.size:
             problems.append(f"{len(state['random'])} workers, this run has {self.workers.size}")
         if not torch.equal(self.drafter.target_ids, state["target_ids"]):
@@ -469,6 +482,14 @@ class Trainer(HeadTraining):
         self.random.set_state(state["random"][self.workers.rank].cpu())
         self.step, self.elapsed_s, self.timed_tokens = state["step"], state["elapsed_s"], state["timed_tokens"]
         logger.info("resumed at step %d", self.step)
+
+
+def settings_by_path(settings: dict[str, Any], path: str = "") -> dict[str, Any]:
+    """`section.key` -> value of the settings of a recipe."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        found |= settings_by_path(value, f"{path}{key}.") if isinstance(value, dict) else {f"{path}{key}": value}
+    return found
 
 
 class LossTally:

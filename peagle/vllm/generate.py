@@ -34,7 +34,7 @@ from peagle.train.data import (
     tokenizer_hash,
     write_manifest,
 )
-from peagle.train.prompts import ChatTemplate, begin_user_turns, keep_good, read_prompts
+from peagle.train.prompts import ChatTemplate, begin_user_turns, check_is_new, keep_good, read_prompts
 from peagle.train.recipe import GenerateRecipe, Recipe
 
 logger = logging.getLogger(__name__)
@@ -242,14 +242,14 @@ def collect(folder: Path) -> tuple[dict[str, int], list[dict[str, Any]]]:
     return totals | {"num_repeated_prompts": seen.total() - len(seen)}, rounds
 
 
-def answer_prompts(recipe: Recipe, source: str, out: Path, max_tokens: int, temperature: float) -> None:
+def answer_prompts(recipe: Recipe, source: str, out: Path, max_tokens: int, temperature: float) -> dict[str, int]:
     """Answers to given prompts at one temperature, with their categories in the manifest, as `evaluate` needs them.
+    Returns totals.
 
-    Raises ValueError when `out` holds parts of something else, or many of the prompts are wrong.
+    Raises ValueError when `out` holds data, or many of the prompts are wrong.
     """
     given = read_prompts(source)
-    if foreign := [part.name for part in sorted(out.glob("part-*.npz")) if part.name != "part-00.npz"]:
-        raise ValueError(f"{out} holds other data ({foreign[0]}): use another folder for --out")
+    check_is_new(out)
     writer = Writer(recipe.target_dir(), recipe.generate, seed=recipe.seed)
     asked = [dataclasses.replace(prompt, answer=None) for prompt in given]
     rendered = keep_good(asked, lambda prompt: (prompt.category, writer.template.render(prompt).prompt), source)
@@ -269,3 +269,4 @@ def answer_prompts(recipe: Recipe, source: str, out: Path, max_tokens: int, temp
         "source": source,
     }
     write_manifest(out, manifest, recipe.target_dir())
+    return {"num_answers": len(ids), "num_left_out": num_left_out, "num_unfinished": num_unfinished}

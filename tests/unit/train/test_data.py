@@ -206,18 +206,20 @@ def test_every_form_of_a_line(tmp_path, caplog) -> None:
     assert "columns that are not read: task_id\n" in caplog.text
 
 
-def test_sharegpt_and_alpaca(tmp_path) -> None:
+def test_sharegpt_alpaca_and_parts_of_text(tmp_path) -> None:
     said = [("system", "s"), ("human", "a"), ("gpt", "b"), ("human", "c"), ("gpt", "d"), ("human", "e")]
     file = write(
         tmp_path,
         {"conversations": [{"from": name, "value": text} for name, text in said], "prompt": "not this"},
         {"instruction": "Translate.", "input": "Haus", "output": "house"},
         {"instruction": "Say hello.", "input": "", "output": "hello"},
+        {"messages": [{"from": "human", "value": "Say hello."}, {"from": "gpt", "value": "hello"}]},
+        {"messages": [user([{"type": "text", "text": part} for part in ("Say ", "hello.")]), assistant("hello")]},
     )
     read = read_prompts(file, need_answers=True)
     assert read[0].messages == ({"role": "system", "content": "s"}, user("a"), assistant("b"), user("c"))
-    assert [prompt.answer for prompt in read] == [assistant(text) for text in ("d", "house", "hello")]
-    assert [prompt.messages[0]["content"] for prompt in read[1:]] == ["Translate.\n\nHaus", "Say hello."]
+    assert [prompt.answer for prompt in read] == [assistant(text) for text in ("d", "house", *["hello"] * 3)]
+    assert [prompt.messages[0]["content"] for prompt in read[1:]] == ["Translate.\n\nHaus", *["Say hello."] * 3]
     assert read_prompts(file)[0].messages[-1] == user("e"), "as a prompt, it ends with the user's last message"
 
 

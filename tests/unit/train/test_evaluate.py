@@ -101,6 +101,14 @@ def test_program_writes_table_and_json(target: Target, folders: Path, capsys, mo
     assert "ratio K=3" in capsys.readouterr().out
     with pytest.raises(HeadError, match="'nothing' is neither a directory nor shipped; shipped: ours"):
         list(program.evaluate_heads("nothing", [folders / "greedy"], "no target"))
+    evaluated = [folders / "p-eagle", [folders / "greedy"], target.model.config.name_or_path]
+    write_manifest(folders / "greedy", {"categories": ["code", "qa"] * 5, "tokenizer": "another"})
+    monkeypatch.setattr("peagle.train.data.tokenizer_hash", lambda _: "the target's")
+    with pytest.raises(ValueError, match="data and target do not match: .* made with tokenizer another"):
+        list(program.evaluate_heads(*evaluated))
+    reconfigure(folders / "p-eagle", vocab_size=VOCABULARY - 1)
+    with pytest.raises(HeadError, match="vocab"):
+        list(program.evaluate_heads(*evaluated))
     some = program.load_answers(folders / "greedy", max_per_category=3)
     assert some.categories == ["code", "qa"] * 3
     assert some.data.tokens.tolist() == program.load_answers(folders / "greedy").data.select(range(6)).tokens.tolist()

@@ -15,6 +15,7 @@ from peagle.config import DrafterConfig, Llama3Rope
 from peagle.train.data import Batch, Conversations, write_manifest
 from peagle.train.evaluate import evaluate, load_answers
 from peagle.train.passes import PassReport, start_from
+from peagle.train.prompts import make_data
 from peagle.train.qk_clip import attention_scores, clip_attention
 from peagle.train.recipe import Recipe
 from peagle.train.target import Target
@@ -128,6 +129,8 @@ def test_held_out_conversations_are_evaluated_on_and_kept_for_peagle_evaluate(sm
     assert 0 < len(answers.data) == 24 - training["training"]["num_conversations"]
     assert training["acceptance_offline"]["all"]["num_answers"] == len(answers.data)
     assert set(answers.categories) <= {"even", "odd"}
+    with pytest.raises(ValueError, match=r"evaluate\.held_out = 0\.4, the recipe says 0\.3: use another output"):
+        trainer_of(small, "held", "evaluate.data=null", "evaluate.held_out=0.3").run()
     with pytest.raises(ValueError, match=r"evaluate.held_out goes without .data"):
         Recipe.load(small / "recipe.yaml", ["evaluate.held_out=0.1"])
 
@@ -148,6 +151,7 @@ def test_held_out_conversations_are_evaluated_on_and_kept_for_peagle_evaluate(sm
 def test_wrong_recipes_name_the_key(small, override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Recipe.load(small / "recipe.yaml", [override])
+    assert Recipe.load(small / "recipe.yaml", ["optimizer.lr=9e-3"]).optimizer.lr == 0.009
 
 
 # ---- what a drafter takes over from another head
@@ -207,6 +211,21 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_last_checkpoint(small) -> 
     assert not (small / "nan" / "head").exists()
 
 
+def test_a_mask_token_that_stands_in_the_data_and_a_folder_without_answers_are_named(small) -> None:
+    taken = int(Conversations.load(small / "data").tokens[0])
+    with pytest.raises(
+        ValueError, match=rf"drafter\.ptd_token_id = {taken} stands in the conversations of .*, \d+ times"
+    ):
+        Trainer(load(small, "taken", f"drafter.ptd_token_id={taken}"))
+    with pytest.raises(ValueError, match=r"evaluate\.data: .*no part-\*\.npz in nowhere"):
+        Trainer(load(small, "nowhere", "evaluate.data=nowhere"))
+
+
+def test_data_of_another_source_is_not_taken_for_the_recipes(small) -> None:
+    with pytest.raises(ValueError, match=r"data: .* was made of something else, not of the recipe's .*, chats\.jsonl"):
+        make_data(load(small, "other", "conversations=chats.jsonl"))
+
+
 def test_data_with_more_conversations_than_categories_is_named(small, tmp_path) -> None:
     shutil.copytree(small / "data", tmp_path / "data")
     write_manifest(tmp_path / "data", {"categories": ["a"] * 3})
@@ -246,6 +265,7 @@ def test_a_checkpoint_of_another_run_or_of_other_data_is_refused(small, tmp_path
     Conversations.from_lists([[2, 3]], [[4, 5, 6]]).save_part(tmp_path / "data", "01")
     for override, message in (
         ("seed=1", r"seed = 0, the recipe says 1"),
+        ("drafter.num_layers=1", r"made with drafter\.num_layers = 2, the recipe says 1: use"),
         ("optimizer.name=adamw", r"optimizer\.name = muon, the recipe says adamw"),
         (f"data={tmp_path / 'data'}", r"other data: the conversations in .*data have changed"),
     ):
