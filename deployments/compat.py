@@ -124,9 +124,7 @@ def engine_class(on_cpu: bool, launch_front_ends: Callable[[Any, Namespace], tup
 
     from peagle.vllm import clients, compat, fork_server
 
-    compat.check("engine")
-    if on_cpu:
-        compat.check("cpu engine")
+    compat.check_version()
 
     class LocalEngine(VLLMEngine):
         def _prepare_engine_config(self, callback_ctx: Any) -> Any:

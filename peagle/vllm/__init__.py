@@ -12,5 +12,5 @@
 | client (`AsyncLLM`) | wrapped methods | `limits`, `grammar_checker`, `rendering`, `recorder` |
 
 `request_args` reads what a request asks for, `step_notes` holds what travels with a step. Everything that depends on
-vLLM's version is in `compat`, which is checked when an engine starts.
+vLLM's version is in `compat`, by which an engine of another version is refused.
 """

@@ -22,7 +22,6 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.utils import get_engine_zmq_bind_addresses
 from vllm.v1.executor import Executor
 
-from peagle.vllm import compat
 from peagle.vllm.request_args import ALL_OF_CLIENT
 
 Address = tuple[str, str]
@@ -34,12 +33,7 @@ METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 
 def client_addresses(config: Any, number: int) -> list[Address]:
     """Addresses of further clients of the engine that is to start with `config`. It is told their number if its model
-    takes images or audio.
-
-    Raises:
-        UnsupportedVLLMError: this vLLM lacks a name that is used here.
-    """
-    compat.check("clients", config.parallel_config)
+    takes images or audio."""
     if config.model_config.is_multimodal_model:  # features that one client has sent are not in the caches of others
         config.parallel_config._api_process_count = number + 1
     made = get_engine_zmq_bind_addresses(config, number)

@@ -9,7 +9,6 @@ import torch
 from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from peagle.vllm import compat
 from peagle.vllm.step_notes import read_plan
 
 if TYPE_CHECKING:
@@ -23,12 +22,7 @@ class ChunkedProposer(EagleProposer):
     vLLM hands the drafter the prompt's last token there."""
 
     def __init__(self, runner: Any) -> None:
-        """Takes the place of vLLM's own proposer in a finished runner.
-
-        Raises:
-            UnsupportedVLLMError: this vLLM lacks what this class builds on.
-        """
-        compat.check("runner", runner)
+        """Takes the place of vLLM's own proposer in a finished runner."""
         super().__init__(runner.vllm_config, runner.device, runner)
         # View of the runner's own array: each request's length after this step, if all its drafts were accepted. Exact
         # for a prompt chunk, which has no drafts.

@@ -33,7 +33,6 @@ from vllm.v1.worker.gpu.sample.logit_bias import (
     MAX_NUM_STOP_TOKEN_IDS,
 )
 
-from peagle.vllm import compat
 from peagle.vllm.grammar_checker import CheckedGrammar, GrammarChecker
 from peagle.vllm.request_args import undraftable_field
 
@@ -144,11 +143,7 @@ def guard(client: Any, grammars: GrammarChecker) -> None:
 
     Args:
         grammars: checks its grammars, and stops with the client.
-
-    Raises:
-        UnsupportedVLLMError: this vLLM's client lacks a name that the checks need.
     """
-    compat.check("client", client)
     client.input_processor = CheckedInputProcessor(client.vllm_config, client.renderer)
     generate: Callable[..., AsyncGenerator[Any, None]] = client.generate
     shutdown = client.shutdown

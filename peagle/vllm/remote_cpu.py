@@ -73,8 +73,8 @@ class RemoteDrafts(Runner):
     _sent: list[SentStep]
 
     def set_up_drafter(self) -> None:
-        """On a finished runner whose model is not loaded. Raises UnsupportedVLLMError where this vLLM's runner has not
-        what this class builds on, ValueError naming a setting that does not go with a remote drafter."""
+        """On a finished runner whose model is not loaded. Raises ValueError naming a setting that does not go with a
+        remote drafter."""
         self.remote = make_sender(self.vllm_config, self.device)
         self.drafter, self._sent = RemoteProposer(self), []
 

@@ -17,8 +17,7 @@ MAX_MESSAGES = 64
 
 
 def render_at_once(client: Any) -> None:
-    """Let `client`, an `AsyncLLM` whose names `peagle.vllm.limits.guard` has checked, render short prompts by vLLM's
-    own synchronous functions."""
+    """Let `client`, an `AsyncLLM`, render short prompts by vLLM's own synchronous functions."""
     renderer = client.renderer
     render_chat_async, render_cmpl_async = renderer.render_chat_async, renderer.render_cmpl_async
 

@@ -68,8 +68,8 @@ class _DraftingScheduler(_Base):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        compat.check_version()
         super().__init__(*args, **kwargs)
-        compat.check("scheduler", self)
         model = StepLatencyModel(on_gpu=self.vllm_config.device_config.device_type != "cpu")
         self._draft_budget = DraftBudget(model) if self.num_spec_tokens else None
         use_own_backends(self.structured_output_manager)

@@ -216,7 +216,6 @@ class PEagleSpeculator(DraftModelSpeculator):
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         """Raises ValueError for settings that go with no P-EAGLE head; the message names them."""
         super().__init__(vllm_config, device)
-        compat.check("v2 speculator", self)
         _check_settings(vllm_config)
         self._never_drafted: set[str] = set()
         """Requests with max_k = 0."""

@@ -55,7 +55,6 @@ class StepGraphs(ModelCudaGraphManager):
 
     def _init_candidates(self) -> None:
         super()._init_candidates()
-        compat.check("graphs", self)
         decode, mixed = self.cudagraph_mode.decode_mode(), self.cudagraph_mode.mixed_mode()
         if (decode, mixed) != (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE) or self.use_breakable_cg:
             return
@@ -247,7 +246,6 @@ class V2Worker(Worker):
         compat.name_aux_layers(self.vllm_config)
         kind = runner_class(self.vllm_config, get_pp_group().is_last_rank)
         runner: Any = super()._make_model_runner() if kind is None else kind(self.vllm_config, self.device)
-        compat.check("v2 runner", runner)
         if isinstance(runner, PEagleRunner):
             runner.speculator = self.make_speculator()
         return runner

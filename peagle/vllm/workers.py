@@ -13,7 +13,6 @@ from vllm.v1.sample import sampler
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 from vllm.v1.worker import cpu_worker
 
-from peagle.vllm import compat
 from peagle.vllm.coupling import CoupledModelRunner
 from peagle.vllm.cpu_drafting import ChunkedProposer, PassSkipper
 from peagle.vllm.device import describe_device
@@ -49,7 +48,6 @@ class CPUWorker(cpu_worker.CPUWorker):
     def init_device(self) -> None:
         """Build vLLM's model runner, then change how it samples."""
         super().init_device()
-        compat.check("cpu runner")
         run_uncompiled()
         runner: Any = self.model_runner
         self.runner_class.install(runner)

@@ -1,7 +1,6 @@
 """Engine settings, acceptance counts and version checks of `peagle.vllm`, without an engine."""
 
 import dataclasses
-import dis
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -307,32 +306,6 @@ def test_complete_answers_of_those_who_opted_in_are_kept(processor: OutputProces
             processor.process_outputs([output])
     processor.abort_requests(["a", "b", "c"], internal=True)
     assert kept == ([("code", "web", [1], [5, 6, 7])] if reason in COMPLETE else [])
-
-
-@pytest.mark.parametrize("group", compat.PATCH_POINTS)
-def test_the_installed_vllm_has_every_name(group: str) -> None:
-    compat.check(group)
-
-
-def test_construction_sets_every_attribute_checked_on_the_v2_runner() -> None:
-    """The worker checks them before a model is loaded."""
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-
-    stored = {line.argval for line in dis.get_instructions(GPUModelRunner.__init__) if line.opname == "STORE_ATTR"}
-    assert set(compat.ATTRIBUTES["v2 runner"]) <= stored
-
-
-def test_missing_names_are_told_in_one_line() -> None:
-    scheduler = "vllm.v1.core.sched.scheduler:Scheduler"
-    signatures = ["plan_ahead", "update_draft_token_ids(draft_token_ids, colour)", "schedule() -> 2"]
-    assert compat.missing_methods(scheduler, signatures) == [
-        "Scheduler.plan_ahead()",
-        "parameter colour of Scheduler.update_draft_token_ids()",
-        "2 return values of Scheduler.schedule()",
-    ]
-    assert compat.missing_methods("vllm.gone:X", ()) == ["vllm.gone:X"]
-    with pytest.raises(compat.UnsupportedVLLMError, match=r"has no complex\..*, complex\.num_speculative_steps, which"):
-        compat.check("v2 speculator", 1j)
 
 
 @pytest.mark.parametrize("version", ["0.31.1", "1.32.0"])
