@@ -39,7 +39,7 @@ def serve(args: argparse.Namespace, limits: DrafterLimits) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())
     server.start()
-    sys.stdout.write(json.dumps({"address": server.address, "heads": server.report()["heads"]}) + "\n")
+    sys.stdout.write(json.dumps({"address": server.address, "heads": {"0": served.digest}}) + "\n")
     sys.stdout.flush()
     while not stopped.wait(1.0) and server.is_healthy():
         pass

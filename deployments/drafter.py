@@ -254,15 +254,13 @@ class DrafterReplica:
 
     async def report(self) -> DrafterReport:
         """Identity, heads and counts of this replica."""
-        served = {name.removeprefix("num_"): value for name, value in dataclasses.asdict(self._server.stats).items()}
-        served["refused_connections"] = served.pop("refused")  # `refused` is the engine's: requests without drafts
         heads = self._heads
         return DrafterReport(
             self._replica,
             self._server.address,
             heads.drafting,
             heads.refused,
-            {**dataclasses.asdict(self._engine.counters), **served},
+            dataclasses.asdict(self._engine.counters) | dataclasses.asdict(self._server.stats),
             self._key,
             heads.configured,
             heads.desired,
@@ -303,6 +301,6 @@ class DrafterReplica:
     async def __del__(self) -> None:
         """Serve retires this replica: targets know already, and leave it as their requests end."""
         end_s = time.monotonic() + MAX_DRAIN_S
-        while self._server.report()["targets"] and time.monotonic() < end_s:
+        while self._server.targets and time.monotonic() < end_s:
             await asyncio.sleep(0.2)
         self._server.stop()

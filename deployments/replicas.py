@@ -237,19 +237,5 @@ def agreed_heads(reports: Iterable[DrafterReport]) -> tuple[str, ...]:
 
 def link_reports(answers: Iterable[Any]) -> tuple[dict[str, Any], ...]:
     """The links of the one worker of an engine that has them, as `GET /drafting` shows them; other workers answer with
-    nothing. Each has its drafter's address, its state (`peagle.drafter.client`), the path of the data, the last thing
-    that went wrong, and what was counted since the link was made."""
-    return tuple(
-        {
-            "drafter": link["address"],
-            **{name: link[name] for name in ("state", "path", "problem")},
-            "counters": {
-                name[4:]: float(value)
-                for name, value in link.items()
-                if name[:4] in ("num_", "sum_") and name != "num_requests"
-            },
-        }
-        for answer in answers
-        if answer
-        for link in answer["links"]
-    )
+    nothing."""
+    return tuple(link for answer in answers if answer for link in answer["links"])

@@ -71,15 +71,15 @@ class DrafterEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclasses.dataclass
 class LinkStats:
-    """Counts since the link was made."""
+    """Counts since the link was made, as `GET /drafting` names them."""
 
-    num_steps: int = 0  # sent
-    num_answered: int = 0  # in time
-    num_timeouts: int = 0  # times that the link became late
-    num_skipped: int = 0  # of the engine, in which the link was not up
-    num_connections: int = 0
-    sum_service_s: float = 0.0  # of answers in time: from when the drafter saw the step, or it was sent, to its answer
-    sum_wait_s: float = 0.0  # of these: what the target waited, its GPU's stream or its host
+    steps: int = 0  # sent
+    answered: int = 0  # in time
+    timeouts: int = 0  # times that the link became late
+    skipped: int = 0  # of the engine, in which the link was not up
+    connections: int = 0
+    service_s: float = 0.0  # of answers in time: from when the drafter saw the step, or it was sent, to its answer
+    wait_s: float = 0.0  # of these: what the target waited, its GPU's stream or its host
 
 
 # The connection
@@ -283,7 +283,7 @@ class Link:
             self._finished.clear()
             self.projections = {} if session is None else session.projections
         if session is None:
-            self.stats.num_skipped += 1
+            self.stats.skipped += 1
             return False
         self._record_outcomes(session)
         ring = session.ring
@@ -293,7 +293,7 @@ class Link:
             session.has_drafts[:] = True
         if not session.is_late and not ring.is_free(session.sent + 1):
             self._give_up(session)
-        self.stats.num_skipped += session.is_late
+        self.stats.skipped += session.is_late
         return not session.is_late
 
     def send(
@@ -332,7 +332,7 @@ class Link:
         session.has_drafts[list(prompts)] = True
         self._finished.clear()
         session.sent, session.is_awaited = number, False
-        self.stats.num_steps += 1
+        self.stats.steps += 1
         if not session.is_shared:
             self._waker.wake()
         return True
@@ -387,15 +387,15 @@ class Link:
         self._thread.join(timeout_s)
 
     def report(self) -> dict[str, Any]:
-        """Plain values for a metrics page."""
+        """As `GET /drafting` shows it: the drafter's address, its state, the path of the data, the last thing that went
+        wrong, and what was counted since the link was made."""
         session = self._session
         return {
-            "address": self.drafter.address,
-            "heads": {str(i): digest for i, digest in self.drafter.heads.items()},
+            "drafter": self.drafter.address,
             "state": self.state,
             "path": None if session is None else "shared memory" if session.is_shared else "tcp",
             "problem": self.problem,
-            **dataclasses.asdict(self.stats),
+            "counters": dataclasses.asdict(self.stats),
         }
 
     def _record_outcomes(self, session: Session) -> None:
@@ -412,9 +412,9 @@ class Link:
     def _record_answer(self, session: Session, number: int) -> None:
         descriptor, slot = session.descriptor(number), session.ring.slot(number)
         session.num_late = 0
-        self.stats.num_answered += 1
-        self.stats.sum_service_s += 1e-9 * int(slot.service_ns[0])
-        self.stats.sum_wait_s += 1e-9 * int(slot.outcome[1])
+        self.stats.answered += 1
+        self.stats.service_s += 1e-9 * int(slot.service_ns[0])
+        self.stats.wait_s += 1e-9 * int(slot.outcome[1])
         has_drafts_B = slot.drafts_BK[: descriptor.num_requests, 0] != NO_DRAFT
         is_asked_B = descriptor.num_drafts_B > 0
         session.has_drafts[descriptor.slots_B[is_asked_B]] = has_drafts_B[is_asked_B]
@@ -427,7 +427,7 @@ class Link:
             # A drafter that answers just too late would make each step of the target wait for the whole deadline.
             pause_s = min(self._deadline_s * (2.0 ** min(session.num_late, 16) - 1), MAX_LATE_S)
             session.num_late, session.late_until_s = session.num_late + 1, time.monotonic() + pause_s
-            self.stats.num_timeouts += 1
+            self.stats.timeouts += 1
             pause = f" again, and is asked nothing for {pause_s:.3g} s" if pause_s else ""
             self.problem = f"{self.drafter.address} missed a deadline{pause}"
 
@@ -444,7 +444,7 @@ class Link:
                 hello = self._hello if can_share else msgspec.structs.replace(self._hello, host="")
                 can_share = True  # tried again by the next connection
                 session = agree(connection, hello, self._device)
-                self.stats.num_connections += 1  # before the link shows as up
+                self.stats.connections += 1  # before the link shows as up
                 self._session, backoff_s = session, MIN_BACKOFF_S
                 self._serve(session, connection)
             except OSError as error:  # the drafter's shared memory cannot be had here: the next hello asks for none

@@ -104,12 +104,9 @@ class LinkPool:
         return sum(link.state == "up" for link in self.links.values())
 
     def report(self) -> dict[str, Any]:
-        """Plain values: the links and how many requests each has."""
-        links = [
-            {**link.report(), "draining": number in self._draining, "num_requests": self._num_requests(number)}
-            for number, link in self.links.items()
-        ]
-        return {"num_up": self.num_up, "links": links}
+        """Plain values: the links, and how many requests each has."""
+        links = [link.report() for link in self.links.values()]
+        return {"num_up": self.num_up, "num_requests": [*map(self._num_requests, self.links)], "links": links}
 
     def close(self) -> None:
         for link in self.links.values():

@@ -69,11 +69,13 @@ _MAX_MESSAGES = 64  # read in one turn
 
 @dataclasses.dataclass
 class ServerStats:
-    num_steps: int = 0  # of targets, answered
-    num_connections: int = 0
-    num_refused: int = 0  # newcomers that were no targets, did not fit, or whose ring CUDA did not take
-    num_dropped: int = 0  # targets dropped for what they sent
-    num_failures: int = 0  # calls of the engine that raised
+    """Counts since the server was made, as `GET /drafting` names them."""
+
+    steps: int = 0  # of targets, answered
+    connections: int = 0
+    refused_connections: int = 0  # newcomers that were no targets, did not fit, or whose ring CUDA did not take
+    dropped: int = 0  # targets dropped for what they sent
+    failures: int = 0  # calls of the engine that raised
     busy_s: float = 0.0  # with steps in hand
 
 
@@ -114,7 +116,7 @@ class Peer:
 
 
 class DrafterServer:
-    """`start` it, give `address` to targets, `stop` it. `swap` and `report` may be called from any thread."""
+    """`start` it, give `address` to targets, `stop` it. `swap` and `targets` may be used from any thread."""
 
     def __init__(
         self,
@@ -196,20 +198,10 @@ class DrafterServer:
         is_alive = self._serving.is_alive() and time.monotonic() - self._beat_s < _MAX_SILENCE_S
         return is_alive and self._failures_in_a_row < _MAX_FAILURES
 
-    def report(self) -> dict[str, Any]:
-        """Plain values for a metrics page."""
-        targets = [
-            {
-                "name": peer.hello.name,
-                "path": "shared memory" if peer.is_shared else "tcp",
-                "heads": {str(index): digest for index, digest in peer.hello.heads.items()},
-                "num_steps": peer.num_steps,
-            }
-            for peer in list(self._peers.values())
-        ]
-        heads = {str(index): head.digest for index, head in self._heads.items()}
-        counts = {**dataclasses.asdict(self.stats), "last_error": self.last_error}
-        return {"address": self.address, "heads": heads, "targets": targets, **counts}
+    @property
+    def targets(self) -> list[str]:
+        """Names of the targets that are connected."""
+        return [peer.hello.name for peer in list(self._peers.values())]
 
     # The serving thread
 
@@ -289,13 +281,13 @@ class DrafterServer:
         for index, digest in hello.heads.items():
             engine_heads[index] = index_of[digest]
         is_shared = hello.host != "" and hello.host == host_identity()
-        self.stats.num_connections += 1
-        peer = self._peers[identity] = Peer(identity, self.stats.num_connections, hello, ring, is_shared, engine_heads)
+        self.stats.connections += 1
+        peer = self._peers[identity] = Peer(identity, self.stats.connections, hello, ring, is_shared, engine_heads)
         projections = [self._heads[index_of[digest]].projection for digest in hello.heads.values()]
         self._send(peer, Welcome(ring.name if is_shared else ""), *projections)
 
     def _refuse(self, identity: bytes, reason: str) -> None:
-        self.stats.num_refused += 1
+        self.stats.refused_connections += 1
         logger.warning("refused a target: %s", reason)
         self._try_send(identity, Bye(reason))
 
@@ -338,12 +330,12 @@ class DrafterServer:
             # The engine's caches may be in any state: these targets begin anew.
             logger.exception("the engine failed")
             self.last_error, self._failures_in_a_row = repr(error), self._failures_in_a_row + 1
-            self.stats.num_failures += 1
+            self.stats.failures += 1
             for peer, _ in steps:
                 self._drop(peer, Bye(f"the drafter failed: {error!r:.200}"))
             return
         self._failures_in_a_row = 0
-        self.stats.num_steps += len(steps)
+        self.stats.steps += len(steps)
         for (peer, step), drafts_BK in zip(steps, answers, strict=True):
             self._answer(peer, step, drafts_BK)
 
@@ -357,7 +349,7 @@ class DrafterServer:
             self._send(peer, Answer(step.descriptor.number), np.ascontiguousarray(drafts_BK).data)
 
     def _reject(self, peer: Peer, error: Exception) -> None:
-        self.stats.num_dropped += 1
+        self.stats.dropped += 1
         logger.warning("dropped %s: %s", peer.hello.name, error)
         self._drop(peer, Bye(str(error)))
 

@@ -87,5 +87,5 @@ def test_one_rank_sends_and_all_verify(
         assert all(one.drafting is not None and one.drafting.counts.num_steps > 10 for one in results)
         sender, other = engine.call_workers("remote_report")
         assert other == {}
-        assert [link["num_timeouts"] for link in sender["links"]] == [0]
-        assert sender["links"][0]["num_answered"] > NUM_TOKENS
+        assert [link["counters"]["timeouts"] for link in sender["links"]] == [0]
+        assert sender["links"][0]["counters"]["answered"] > NUM_TOKENS

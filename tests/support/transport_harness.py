@@ -125,8 +125,9 @@ def entry(address: str, heads: dict[int, str] = HEADS) -> dict[str, object]:
 
 
 def only_link(pool: Any) -> dict[str, Any]:
+    """Its report, with its counters beside the rest."""
     (link,) = pool.report()["links"]
-    return link
+    return link | link["counters"]
 
 
 def make_pool(**settings: Any) -> LinkPool:

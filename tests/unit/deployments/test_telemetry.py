@@ -127,11 +127,10 @@ def expressions() -> dict[str, str]:
 def test_metrics_of_autoscaling_drafters_links_and_the_learner_are_those_of_the_table() -> None:
     scaled = Controller()
     scaled.serve(60, 1.0, scaling_cases.GOOD)
-    served = {name.removeprefix("num_"): value for name, value in dataclasses.asdict(ServerStats()).items()}
-    served["refused_connections"] = served.pop("refused")  # as a drafter reports it
-    replica = DrafterReport("r1", "h:1", (HeadRef("a", "a"),), "", dataclasses.asdict(Counters()) | served)
-    about = {"address": "h:1", "state": "up", "path": "tcp", "problem": ""}
-    links = link_reports([{"links": [about | dataclasses.asdict(LinkStats())]}])
+    served = dataclasses.asdict(Counters()) | dataclasses.asdict(ServerStats())  # as a drafter reports it
+    replica = DrafterReport("r1", "h:1", (HeadRef("a", "a"),), "", served)
+    about = {"drafter": "h:1", "state": "up", "path": "tcp", "problem": ""}
+    links = link_reports([{"links": [about | {"counters": dataclasses.asdict(LinkStats())}]}])
     figures = {"ratio": 1.1, "low": 1.05, "high": 1.15}
     counters = {"answers_taken": 9, "rounds": 2, "proposals": 1, "busy_seconds": 3.5, "heads_promoted": 1}
     learner = LearnerReport("training", "", {"chat": 9}, 900, counters, {"recent": figures, "before": figures})

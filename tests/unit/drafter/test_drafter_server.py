@@ -66,7 +66,7 @@ def test_a_target_that_does_not_fit_learns_why() -> None:
         eventually(lambda: "refused: " in only_link(pool)["problem"])
         assert f"hidden_size is {CONFIG.hidden_size} at the drafter and 8 at" in only_link(pool)["problem"]
         assert pool.num_up == 0
-        eventually(lambda: server.report()["num_refused"])  # counted after the target was told
+        eventually(lambda: server.stats.refused_connections)  # counted after the target was told
 
 
 STEP = StepDescriptor(*[np.zeros(1, np.int32)] * 4, num_rows=1, number=1)
@@ -91,17 +91,17 @@ def test_a_message_that_does_not_fit_is_refused_in_words_and_others_are_served(f
         answer, _ = read_message(socket_.recv_multipart(copy=False), FROM_DRAFTER)
         assert isinstance(answer, Bye)
         assert reason in answer.reason
-        assert server.report()["num_refused"] == 1
+        assert server.stats.refused_connections == 1
         target.check_step()
 
 
 def test_a_welcomed_target_that_speaks_out_of_turn_is_let_go() -> None:
     with running(make_server()) as server, stranger(server) as socket_:
         socket_.send_multipart(message_frames(HELLO))
-        eventually(lambda: server.report()["targets"])
+        eventually(lambda: server.targets)
         socket_.send_multipart(message_frames(HELLO))
-        eventually(lambda: not server.report()["targets"])
-        assert server.report()["num_dropped"] == 1
+        eventually(lambda: not server.targets)
+        assert server.stats.dropped == 1
 
 
 def test_the_requests_of_an_idle_target_hold_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,8 +129,8 @@ def test_a_drafter_with_a_key_reads_nothing_of_a_stranger() -> None:
         eventually(lambda: pool.num_up)
         Target(pool).check_step()
         assert not socket_.poll(500), "it was answered"
-        assert server.report()["num_connections"] == 1
-        assert server.report()["num_refused"] == 0
+        assert server.stats.connections == 1
+        assert server.stats.refused_connections == 0
 
 
 def test_a_frame_that_no_target_sends_ends_its_connection_unread() -> None:
@@ -162,10 +162,10 @@ def test_two_targets_with_the_same_slots_are_kept_apart(shared: bool) -> None:
 
         with ThreadPoolExecutor(2) as pool:
             assert list(pool.map(run, range(2))) == [None, None]
-        assert {peer["name"] for peer in server.report()["targets"]} == {"target 0", "target 1"}
+        assert {*server.targets} == {"target 0", "target 1"}
         for target in targets:
             target.pool.close()
-        eventually(lambda: not server.report()["targets"])
+        eventually(lambda: not server.targets)
         assert num_requests(server.engine) == 0  # type: ignore[attr-defined]
 
 
@@ -215,8 +215,8 @@ def test_an_engine_that_fails_is_reported_and_its_targets_go_on_without_drafts()
             eventually(lambda: pool.num_up)
             assert target.step(1) == [None] * 3
         eventually(lambda: "illegal memory access" in only_link(pool)["problem"])
-        assert server.report()["num_failures"] == 3
-        assert "illegal memory access" in server.report()["last_error"]
+        assert server.stats.failures == 3
+        assert "illegal memory access" in server.last_error
 
 
 def test_a_step_that_no_engine_can_take_ends_its_connection_and_no_other() -> None:
@@ -225,7 +225,7 @@ def test_a_step_that_no_engine_can_take_ends_its_connection_and_no_other() -> No
         bad = Target(other)
         bad.tokens = [[10_000] * 120] * 3
         assert bad.step() == [None] * 3
-        eventually(lambda: server.report()["num_dropped"] == 1)
+        eventually(lambda: server.stats.dropped == 1)
         target.check_step()
         assert "next_tokens_R holds 10000" in eventually(lambda: only_link(other)["problem"])
 
@@ -248,7 +248,6 @@ def test_a_target_that_cannot_attach_its_ring_is_served_over_tcp(monkeypatch: py
         pool = connected(server.address)
         Target(pool).check_step()
         assert (only_link(pool)["problem"], only_link(pool)["path"]) == ("not mounted here", "tcp")
-        eventually(lambda: server.report()["targets"][0]["path"] == "tcp")
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "tcp"])
@@ -257,7 +256,7 @@ def test_a_swapped_head_drafts_after_the_targets_have_its_projection(shared: boo
         other = connected(server.address, heads={0: "digest1"}, use_shared_memory=shared)
         untouched = Target(other)
         server.swap(0, head_runtime(2), served_head(2))
-        assert server.report()["heads"] == {"0": "digest2", "1": "digest1"}
+        assert {index: head.digest for index, head in server._heads.items()} == {0: "digest2", 1: "digest1"}
         eventually(lambda: pool.num_up == 0)
         assert target.step() == [None] * 3
         pool.set_drafters([entry(server.address, {0: "digest2"})])
@@ -265,7 +264,7 @@ def test_a_swapped_head_drafts_after_the_targets_have_its_projection(shared: boo
         target.begin_cold()
         assert target.step() == [target.expected(slot, head=2) for slot in range(3)]
         assert untouched.step() == [untouched.expected(slot, head=1) for slot in range(3)]
-        assert only_link(other)["num_connections"] == 1
+        assert only_link(other)["connections"] == 1
 
 
 def test_a_swap_that_nobody_waits_for_any_more_is_not_made() -> None:
@@ -274,14 +273,14 @@ def test_a_swap_that_nobody_waits_for_any_more_is_not_made() -> None:
         server.swap(1, head_runtime(2), served_head(2), timeout_s=0.01)
     with running(server):
         server.swap(0, head_runtime(2), served_head(2))
-        assert server.report()["heads"] == {"0": "digest2"}
+        assert {index: head.digest for index, head in server._heads.items()} == {0: "digest2"}
 
 
 def test_a_head_in_a_new_place_drafts_beside_the_others() -> None:
     with drafting(running(make_server((0, 1)))) as (server, pool, target):
         server.swap(2, head_runtime(2), served_head(2))
         target.check_step()
-        assert only_link(pool)["num_connections"] == 1
+        assert only_link(pool)["connections"] == 1
         pool.set_drafters([entry(server.address, {0: "digest2", 1: "digest0"})])
         eventually(lambda: pool.num_up)
         target.begin_cold()
@@ -296,7 +295,7 @@ def test_a_head_that_does_not_fit_is_refused_and_the_old_one_goes_on() -> None:
         with pytest.raises(ValueError, match="head digest2 does not fit the targets: its hidden_size is 8, that of"):
             server.swap(0, head_runtime(2), served_head(2, hidden_size=8))
         target.check_step()
-        assert only_link(pool)["num_connections"] == 1
+        assert only_link(pool)["connections"] == 1
 
 
 def test_bad_settings_are_refused_by_name() -> None:
