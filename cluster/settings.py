@@ -19,10 +19,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from cluster.request import Caller, Callers, KRules, TagRight, hash_key, is_workload_tag
-from peagle.schema import Problems, Section, SettingsError, listed, nearest, problem_lines, type_problems
+from peagle.schema import Section, SettingsError, listed, nearest, type_problems
 
 SPECULATIVE_CONFIG_ENV = "SM_VLLM_SPECULATIVE_CONFIG"
 """The environment variable by which SageMaker hands over vLLM's speculative_config, as JSON."""
@@ -240,7 +240,7 @@ class TargetSettings(Section):
             problems.append(
                 " is of one engine worker, which uses one GPU: write GPU: 1, and engine.tensor_parallel_size"
             )
-        Problems.check(problems)
+        SettingsError.check(problems)
         return bundle
 
     @property
@@ -312,7 +312,7 @@ class DrafterSettings(Section):
     @model_validator(mode="after")
     def _check_placement(self) -> typing.Self:
         if not self.is_remote:
-            Problems.check(
+            SettingsError.check(
                 [
                     f".{key} has no meaning with placement: colocated, where the drafter runs in the target's engine: "
                     "write placement: remote, or leave it out"
@@ -344,7 +344,7 @@ class DrafterSettings(Section):
                 problems.append(f".{key} is {value!r:.80}, but must be {' or '.join(ONLY_DRAFT_VALUES[key])} here")
             elif known is not None:
                 problems += type_problems(f"drafter.engine_options.{key}", value, known[key])
-        Problems.check(problems)
+        SettingsError.check(problems)
         return options
 
     @model_validator(mode="after")
@@ -356,7 +356,7 @@ class DrafterSettings(Section):
         if self.is_vllms_own:
             return self._read_others(catalog)
         if not self.head:
-            raise Problems(["missing key drafter.head: a shipped head's name, a directory, or a Hugging Face id"])
+            raise SettingsError(["missing key drafter.head: a shipped head's name, a directory, or a Hugging Face id"])
         try:
             name, head = catalog.head(self.head)
         except ValueError as error:
@@ -377,7 +377,7 @@ class DrafterSettings(Section):
                 f".max_draft_tokens is {max_draft_tokens}, but the head {self.head} was trained for {head.num_depths} "
                 f"depths (its num_depths): write {head.num_depths} or less"
             )
-        Problems.check(problems)
+        SettingsError.check(problems)
         return self.model_copy(update={"head": name, "max_draft_tokens": max_draft_tokens})
 
     def _read_others(self, catalog: Catalog) -> "DrafterSettings":
@@ -397,7 +397,7 @@ class DrafterSettings(Section):
                 problems.append(f".head{error}")
         elif name:
             problems.append(f".head is {name!r:.80}, but method: {self.method} has no files of its own: leave it out")
-        Problems.check(problems)
+        SettingsError.check(problems)
         return self.model_copy(update={"head": name})
 
 
@@ -638,7 +638,7 @@ class AutoscalingSettings(Section):
                 f".downscale_delay_s is {self.downscale_delay_s:g}: it must be more than {STALE_AFTER_S:g}, after "
                 "which a silent replica counts as missing, or silence would look like traffic that went away"
             )
-        Problems.check(problems)
+        SettingsError.check(problems)
         return self
 
 
@@ -744,7 +744,7 @@ class KubernetesSettings(Section):
             for path, claim in volumes.items()
             if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,55}[a-z0-9])?", claim)
         ]
-        Problems.check(problems)
+        SettingsError.check(problems)
         return volumes
 
 
@@ -797,7 +797,7 @@ class ClusterSettings(Section):
                 f".load_format is {load_format!r:.80}, but model.source is in an object store: write "
                 f"{' or '.join(STREAMED_FORMATS)}"
             )
-        Problems.check(problems)
+        SettingsError.check(problems)
         return engine
 
     @field_validator("drafter")
@@ -820,7 +820,7 @@ class ClusterSettings(Section):
             )
         if engine.get("enable_prompt_embeds"):
             problems.append("engine.enable_prompt_embeds does not go with placement: remote: leave one of them out")
-        Problems.check(problems)
+        SettingsError.check(problems)
         replicas = drafter.replicas or DrafterReplicas()
         if replicas.num_gpus is None:
             replicas = replicas.model_copy(update={"num_gpus": float(target.has_gpu)})
@@ -846,7 +846,7 @@ class ClusterSettings(Section):
             for tag, k in depth.by_workload.items()
             if not 0 <= k <= most
         ]
-        Problems.check(problems)
+        SettingsError.check(problems)
         return depth
 
     @field_validator("callers", mode="before")
@@ -874,7 +874,7 @@ class ClusterSettings(Section):
                 for name, caller in (callers or {}).items()
                 if caller.max_k is not None and caller.max_k > most
             ]
-        Problems.check(problems)
+        SettingsError.check(problems)
         return callers
 
     @field_validator("autoscaling")
@@ -901,7 +901,7 @@ class ClusterSettings(Section):
             problems.append(".policy is acceptance, which needs a drafter: write policy: queue_length")
         if scaling.policy == "acceptance" and "max_num_seqs" not in info.data["engine"]:
             problems.append(".policy is acceptance, which needs engine.max_num_seqs, the largest batch")
-        Problems.check(problems)
+        SettingsError.check(problems)
         return scaling
 
     @field_validator("learning")
@@ -925,7 +925,7 @@ class ClusterSettings(Section):
         problems += [
             f".workloads has the tag {tag!r:.80}: a tag is {_TAG_RULE}" for tag in named if not is_workload_tag(tag)
         ]
-        Problems.check(problems)
+        SettingsError.check(problems)
         gpus = float(info.data["target"].has_gpu) if learning.num_gpus is None else learning.num_gpus
         return learning.model_copy(update={"num_gpus": gpus})
 
@@ -1002,8 +1002,7 @@ class ClusterSettings(Section):
                 problems.append(f"callers.{name}.key_file: a key in {path} has blanks or characters other than ASCII")
             found[name] = [hash_key(key) for key in dict.fromkeys(keys)]
         problems += [f"callers{problem}" for problem in same_keys(digests | found)]
-        if problems:
-            raise SettingsError(problems)
+        SettingsError.check(problems)
         return found
 
     def named_workloads(self) -> frozenset[str]:
@@ -1033,12 +1032,7 @@ def load_settings(raw: Any, catalog: Catalog, env: Mapping[str, str] | None = No
         sections = listed(tuple(ClusterSettings.model_fields))
         raise SettingsError([f"args must be a mapping with the keys {sections}, not {raw!r:.80}"])
     catalog = replace(catalog, env=env or {})
-    try:
-        return ClusterSettings.model_validate(_with_drafter(raw, catalog.env), context=catalog)
-    except Problems as error:
-        raise SettingsError(error.lines) from error
-    except ValidationError as error:
-        raise SettingsError(problem_lines(error, ClusterSettings)) from error
+    return ClusterSettings.read(_with_drafter(raw, catalog.env), context=catalog)
 
 
 def swapped(drafter: DrafterSettings, user_config: Any, catalog: Catalog) -> DrafterSettings:
@@ -1049,15 +1043,15 @@ def swapped(drafter: DrafterSettings, user_config: Any, catalog: Catalog) -> Dra
     if unknown := [str(key) for key in user_config if key != "head"]:
         raise ValueError(f"unknown key {unknown[0]} in user_config{nearest(unknown[0], ['head'])}; it swaps the head")
     try:
-        return DrafterSettings.model_validate({**drafter.model_dump(), **user_config}, context=catalog)
-    except ValidationError as error:
-        raise ValueError("; ".join(problem_lines(error, DrafterSettings, "user_config"))) from error
+        return DrafterSettings.read({**drafter.model_dump(), **user_config}, "user_config", catalog)
+    except SettingsError as error:
+        raise ValueError("; ".join(error.problems)) from error
 
 
 def _with_drafter(raw: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
     """`raw` with vLLM's speculative_config, from the mapping or the environment, turned into a `drafter` section.
 
-    Raises Problems."""
+    Raises SettingsError."""
     sections, given = dict(raw), {}
     if "speculative_config" in sections:
         given["speculative_config"] = sections.pop("speculative_config")
@@ -1067,22 +1061,22 @@ def _with_drafter(raw: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, A
         try:
             given[name] = json.loads(value) if isinstance(value, str) else value
         except json.JSONDecodeError as error:
-            raise Problems([f"{name} is not JSON: {error}"]) from error
+            raise SettingsError([f"{name} is not JSON: {error}"]) from error
     if len(given) == 2 and given["speculative_config"] == given[SPECULATIVE_CONFIG_ENV]:
         given.popitem()
     names = [*given, *(["drafter"] if "drafter" in sections and given else [])]
     if len(names) > 1:
-        raise Problems([f"{listed(names)} contradict: keep one of them"])
+        raise SettingsError([f"{listed(names)} contradict: keep one of them"])
     for name, value in given.items():
         if not isinstance(value, Mapping):
-            raise Problems([f"{name} must be an object like vLLM's --speculative-config, not {value!r:.80}"])
+            raise SettingsError([f"{name} must be an object like vLLM's --speculative-config, not {value!r:.80}"])
         options = {str(key): item for key, item in value.items()}
         known = typing.get_args(DrafterSettings.model_fields["method"].annotation)
         if (method := options.pop("method", None)) not in known:
             said = f'{name} must say "method": "eagle3" (for P-EAGLE heads too)'
-            raise Problems([f"{said} or another of {listed(known)}; it says method {method!r}"])
+            raise SettingsError([f"{said} or another of {listed(known)}; it says method {method!r}"])
         needed = ("num_speculative_tokens",) if method in METHODS_WITHOUT_HEAD else ("model", "num_speculative_tokens")
-        Problems.check([f"missing key {name}.{key}" for key in needed if options.get(key) is None])
+        SettingsError.check([f"missing key {name}.{key}" for key in needed if options.get(key) is None])
         drafter = {"method": method, "max_draft_tokens": options.pop("num_speculative_tokens")}
         if "model" in options:
             drafter["head"] = options.pop("model")
@@ -1116,10 +1110,7 @@ def with_live(settings: ClusterSettings, live: Any) -> ClusterSettings:
         raise SettingsError(
             [f"user_config must be a mapping with {listed(LiveSettings.model_fields)}, not {live!r:.80}"]
         )
-    try:
-        found = LiveSettings.model_validate(live)
-    except ValidationError as error:
-        raise SettingsError(problem_lines(error, LiveSettings, "user_config")) from error
+    found = LiveSettings.read(live, "user_config")
     changed: dict[str, Any] = {
         name: value for name in ("depth", "limits") if (value := getattr(found, name)) is not None
     }

@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 from ray import serve
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -32,7 +32,7 @@ from deployments.errors import json_response, not_ready, server_lost
 from deployments.http_streams import EventStream, read_body, until_disconnected
 from deployments.replicas import PacedCall
 from deployments.telemetry import METRICS_CONTENT_TYPE, labelled, prometheus_text
-from peagle.schema import Problems, Section, SettingsError, problem_lines
+from peagle.schema import Section, SettingsError
 
 GATEWAY_PATH = "deployments.gateway:build"
 
@@ -63,16 +63,8 @@ class GatewaySettings(Section):
         rule = "write a route prefix such as /coder"
         wrong = {name: path for name, path in models.items() if not path.startswith("/") or path.endswith("/")}
         problems = [f".{name} is {path!r:.80}: {rule}" for name, path in wrong.items()]
-        Problems.check(problems if models else [f" is empty: for each model, {rule}"])
+        SettingsError.check(problems if models else [f" is empty: for each model, {rule}"])
         return models
-
-    @classmethod
-    def read(cls, raw: Any) -> "GatewaySettings":
-        """Raises SettingsError, which lists every problem."""
-        try:
-            return cls.model_validate(raw or {})
-        except ValidationError as error:
-            raise SettingsError(problem_lines(error, cls)) from error
 
 
 class _Named(msgspec.Struct):
@@ -255,7 +247,7 @@ HttpGateway = serve.ingress(None)(GatewayServer)
 
 def build(args: Mapping[str, Any]) -> serve.Application:
     """Raises SettingsError, which lists every problem of `args`."""
-    settings = GatewaySettings.read(args)
+    settings = GatewaySettings.read(args or {})
     environment = {"env_vars": {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}}
     return bind(
         "deployments.gateway.HttpGateway",

@@ -199,7 +199,7 @@ def read_config(path: Path, *, is_here: bool = True) -> tuple[Any, ...]:
     if (gateway := gateway_application(config)) is not None:
         prefixes = [application.get("route_prefix") for application in model_applications(config)]
         served = dict(zip(prefixes, (settings.model for settings in services), strict=True))
-        for name, prefix in GatewaySettings.read(gateway.get("args")).models.items():
+        for name, prefix in GatewaySettings.read(gateway.get("args") or {}).models.items():
             if prefix not in served:
                 raise UpError(f"{path}: models.{name}: no application has the route_prefix {prefix}")
             if name not in (ids := [served[prefix].id, *served[prefix].aliases]):
@@ -323,7 +323,7 @@ def asked_resources(config: Config, services: Services, *, at_start: bool = Fals
                 asked["CPU"][f"{section}.num_cpus"] += number * one.num_cpus
                 asked["GPU"][f"{section}.num_gpus"] += number * (one.num_gpus or 0.0)
     if (gateway := gateway_application(config)) is not None:
-        front = GatewaySettings.read(gateway.get("args"))
+        front = GatewaySettings.read(gateway.get("args") or {})
         asked["CPU"]["num_cpus of the gateway"] += front.num_replicas * front.num_cpus
     return asked
 

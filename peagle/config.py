@@ -17,7 +17,7 @@ import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from peagle.schema import Problems, problem_lines, type_problems
+from peagle.schema import problem_lines, type_problems
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 QWEN_ARCHITECTURE = "Eagle3Qwen3ForCausalLM"
@@ -314,7 +314,8 @@ class DrafterConfig:
         """
         try:
             file = HeadFile.model_validate(raw)
-            Problems.check(_problems(file, raw))
+            if problems := _problems(file, raw):
+                raise ValueError("; ".join(problems))
             theta, scaling = read_rope(raw)
         except ValidationError as error:
             raise HeadError(f"{source}: {'; '.join(problem_lines(error, HeadFile))}") from error

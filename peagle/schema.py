@@ -1,7 +1,7 @@
 """Records that are read from outside: strict pydantic models, and errors that say where, what, what to write instead.
 
 Settings of the cluster (`cluster.settings`) and recipes of training (`peagle.train.recipe`) are made of `Section`s. A
-validator raises `ValueError`, or `Problems` for several, with text that continues the path of its field
+validator raises `ValueError`, or `SettingsError` for several, with text that continues the path of its field
 (`.max is 8, above ...`), or a whole line where it is about another path. Imports nothing but pydantic, and yaml
 to read a file.
 """
@@ -30,6 +30,14 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
+    @classmethod
+    def read(cls, raw: Any, path: str = "", context: Any = None) -> typing.Self:
+        """The record in `raw`, which was read at `path`. Raises SettingsError, which lists every problem."""
+        try:
+            return cls.model_validate(raw, context=context)
+        except ValidationError as error:
+            raise SettingsError(problem_lines(error, cls, path)) from error
+
 
 class SettingsError(ValueError):
     """The settings cannot be served. `problems` holds one line for each thing to mend."""
@@ -43,19 +51,11 @@ class SettingsError(ValueError):
     def __reduce__(self) -> tuple[type[SettingsError], tuple[list[str]]]:
         return SettingsError, (self.problems,)
 
-
-class Problems(ValueError):
-    """Several problems that one validator found."""
-
-    def __init__(self, lines: list[str]) -> None:
-        super().__init__("; ".join(lines))
-        self.lines = lines
-
     @classmethod
-    def check(cls, lines: list[str]) -> None:
+    def check(cls, problems: list[str]) -> None:
         """Raises where there are any."""
-        if lines:
-            raise cls(lines)
+        if problems:
+            raise cls(problems)
 
 
 def problem_lines(error: ValidationError, model: type[BaseModel], path: str = "") -> list[str]:
@@ -66,7 +66,7 @@ def problem_lines(error: ValidationError, model: type[BaseModel], path: str = ""
         where = ".".join([path, *keys] if path else keys)
         raised = detail.get("ctx", {}).get("error")
         if detail["type"] == "value_error" and isinstance(raised, ValueError):
-            texts = raised.lines if isinstance(raised, Problems) else [str(raised)]
+            texts = raised.problems if isinstance(raised, SettingsError) else [str(raised)]
             lines += [text if text[:1].isalpha() else where + text for text in texts]
         elif detail["type"] == "extra_forbidden":
             lines.append(_unknown_key(where, _model_at(model, keys[:-1])))

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 
 from peagle.checkpoint import load_head, save_head, with_tables
 from peagle.config import HeadError
 from peagle.provenance import conditions
-from peagle.schema import problem_lines
+from peagle.schema import SettingsError
 from peagle.train.data import Conversations, PackedBatches
 from peagle.train.evaluate import AnswerCounts, members, ratios, replay
 from peagle.train.passes import States
@@ -43,9 +42,9 @@ def continual_recipe(given: dict[str, dict[str, Any]], ptd_token_id: int = 0) ->
     sections = {name: {**SETTINGS.get(name, {}), **given.get(name, {})} for name in {*SETTINGS, *given}}
     names = dict.fromkeys(("target", "data", "output"), "live")
     try:
-        return Recipe.model_validate({**names, "drafter": {"ptd_token_id": ptd_token_id}, **sections})
-    except ValidationError as error:
-        raise ValueError("; ".join(problem_lines(error, Recipe))) from error
+        return Recipe.read({**names, "drafter": {"ptd_token_id": ptd_token_id}, **sections})
+    except SettingsError as error:
+        raise ValueError("; ".join(error.problems)) from error
 
 
 class HeadInTraining(HeadTraining):

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from peagle.config import MAX_NUM_DEPTHS
-from peagle.schema import Section, SettingsError, problem_lines, read_yaml
+from peagle.schema import Section, SettingsError, read_yaml
 
 
 class GenerateRecipe(Section):
@@ -168,9 +168,9 @@ class Recipe(Section):
         if "applications" in raw:
             raise ValueError(f"{path} is the config of a service: `peagle serve {path}`")
         try:
-            return cls.model_validate(raw)
-        except ValidationError as error:
-            raise ValueError(f"{path}: {SettingsError(problem_lines(error, cls))}") from error
+            return cls.read(raw)
+        except SettingsError as error:
+            raise ValueError(f"{path}: {error}") from error
 
     def target_dir(self) -> Path:
         """`target_checkpoint` of its target."""
