@@ -85,7 +85,8 @@ def own_config(text: str, not_ready_page: Path, address_header: str = "") -> str
         text = re.sub(
             r"(?m)^    server (\S+).*", lambda found: f"{found[0]} id {1 + zlib.crc32(found[1].encode()) // 2}", text
         )
-    text = re.sub(r"(?m)^frontend http_frontend\n    bind .*", lambda found: found[0] + rules, text)
+    # A connection of HTTP/2 holds a hundred requests, so limits of connections would bound nothing.
+    text = re.sub(r"(?m)^frontend http_frontend\n    bind .*", lambda found: f"{found[0]} proto h1{rules}", text)
     if "\n    use_backend " not in text:
         refusal = f"http-request return status 503 errorfile {not_ready_page}"
         text = re.sub(r"http-request return status 404 .*", refusal, text)

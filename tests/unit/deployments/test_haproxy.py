@@ -343,3 +343,11 @@ async def test_one_whose_last_replica_goes_before_its_answer_is_refused_once(mon
 async def test_other_applications_and_probes_of_the_proxy_are_left_alone() -> None:
     for proxy, path in ((Proxy(0, deployment="another"), "/v1/models"), (Proxy(0), "/-/healthz")):
         assert (await answered(proxy, path, gone_s=0.0, back_s=0.8)).status_code == 200
+
+
+async def test_a_connection_has_one_request_at_a_time(api: Any) -> None:
+    """HTTP/2 has a hundred, which `MAX_CONNECTIONS` would not bound."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", api.cfg.http_options.port)
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5))
+    assert (await asyncio.wait_for(reader.read(100), 10)).startswith(b"HTTP/1.1 400 ")
+    writer.close()

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.renderers import ChatParams, TokenizeParams, renderer_from_config
 
-from peagle.vllm.rendering import MAX_CHARS, MAX_MESSAGES, render_at_once
+from peagle.vllm.rendering import MAX_CHARS, MAX_MESSAGES, cut_text, render_at_once
 
 TOKENIZE = TokenizeParams(max_total_tokens=8192)
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -99,6 +100,18 @@ def test_prompts_of_a_completion(config: Any, counting: Counting, prompts: Any, 
     copies = [dict(prompt) for prompt in prompts]
     assert counting.completion(prompts) == alone.completion(copies)
     assert (counting.num_handed_over, alone.num_handed_over) == (0 if is_short else len(prompts), len(prompts))
+
+
+def test_a_long_text_is_cut_before_it_is_tokenized_and_gives_the_same_tokens(counting: Counting) -> None:
+    tokenizer, params = counting.renderer.get_tokenizer(), TokenizeParams(max_total_tokens=8, truncate_prompt_tokens=4)
+    text, most = f"first {LONG} last", 8 * tokenizer.max_chars_per_token
+    prompt = counting._run(counting.renderer.render_cmpl_async([{"prompt": text}], params))[0]
+    assert prompt["prompt_token_ids"] == tokenizer.encode(text)[-4:]
+    assert cut_text(params, tokenizer, text) == text[-most:]
+    tokenizer = SimpleNamespace(truncation_side="right", max_chars_per_token=tokenizer.max_chars_per_token)
+    assert cut_text(params, tokenizer, text) == text[:most]
+    with pytest.raises(VLLMValidationError, match="maximum context length"):
+        cut_text(TokenizeParams(max_total_tokens=8), tokenizer, text)
 
 
 def test_an_error_in_a_template_reaches_the_caller(counting: Counting) -> None:

@@ -48,6 +48,7 @@ PATCH_POINTS: Mapping[str, Mapping[str, Sequence[str]]] = {
             "abort_requests",
         ),
         "vllm.renderers.chat_utils:MM_PARSER_MAP": (),
+        "vllm.renderers:TokenizeParams": ("_text_len_check(tokenizer, text)",),
         "vllm.renderers.base:BaseRenderer": (
             "render_chat(conversations, chat_params)",
             "render_chat_async(conversations, chat_params)",
