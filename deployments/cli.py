@@ -305,13 +305,14 @@ def tokenize(
     recipe: RecipeFile,
     source: Annotated[str, typer.Argument(help="file, folder or Hugging Face data set of conversations")],
     out: Annotated[Path, typer.Option(help="folder of the data set")],
+    overrides: Overrides = None,
 ) -> None:
     """Turn conversations into training data of the recipe's target, or into answers to evaluate on."""
     from peagle.train.prompts import tokenize_source
     from peagle.train.recipe import Recipe
 
     log_to_stderr()
-    typer.echo(json.dumps(tokenize_source(Recipe.load(recipe).target_dir(), source, out)))
+    typer.echo(json.dumps(tokenize_source(Recipe.load(recipe, overrides).target_dir(), source, out)))
 
 
 @app.command()

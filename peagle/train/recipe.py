@@ -189,7 +189,10 @@ def target_checkpoint(target: str) -> Path:
         from huggingface_hub import snapshot_download
 
         patterns = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*/*"]  # the same weights once more
-        return Path(snapshot_download(target, ignore_patterns=patterns))
+        try:
+            return Path(snapshot_download(target, ignore_patterns=patterns))
+        except Exception as error:  # of the hub's package and of its HTTP client
+            raise OSError(f"target {target} is not to be had from Hugging Face: {error}") from error
     from peagle.embedded import prepare_target
 
     return prepare_target(target)

@@ -97,7 +97,7 @@ def test_recipes_and_overrides(capsys: pytest.CaptureFixture[str]) -> None:
     for line in (
         "train none.yaml --num-workers 4 seed=1",
         "generate none.yaml --prompts none.jsonl --out none seed=1",
-        "tokenize none.yaml none.jsonl --out none",
+        "tokenize none.yaml none.jsonl --out none seed=1",
     ):
         assert main(shlex.split(line)) == 1
         assert capsys.readouterr().err == "error: [Errno 2] No such file or directory: 'none.yaml'\n"

@@ -21,6 +21,7 @@ from peagle.checkpoint import load_head, save_head
 from peagle.config import HeadError
 from peagle.embedded import prepare_target
 from peagle.heads import head_digest, prepare_head
+from peagle.train.recipe import target_checkpoint
 from tests.support.head_factory import CONFIG, REDUCED, TARGET, head_tensors, write_target
 
 
@@ -63,6 +64,15 @@ def test_chat_template_and_special_tokens(tokenizer: PreTrainedTokenizerBase) ->
 def test_unknown_target() -> None:
     with pytest.raises(ValueError, match="'gpt-5' is no directory, no .*not embedded: smollm2-135m-instruct"):
         prepare_target("gpt-5")
+
+
+def test_a_target_that_the_hub_does_not_give_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(OSError, match="target org/model is not to be had from Hugging Face: Name or service"):
+        target_checkpoint("org/model")
 
 
 @pytest.mark.parametrize(
