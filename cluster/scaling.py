@@ -192,7 +192,9 @@ class ScalingPolicy:
         latency, num_steps = k_policy.latency, k_policy.posteriors.num_steps
         if latency.num_steps < MIN_TIMED_STEPS:
             return "no replica knows yet what its steps take"
-        if num_steps < MIN_STEPS and k_policy.rules.max_k:
+        rules = k_policy.rules
+        largest_k = max([rules.max_k * rules.is_adaptive, *(rules.k_of(base_workload(name))[0] for name in traffic)])
+        if num_steps < MIN_STEPS and largest_k:
             return f"{num_steps:.0f} verified steps tell too little of acceptance"
         return ""
 

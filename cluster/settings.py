@@ -251,7 +251,7 @@ class TargetSettings(Section):
 class DrafterReplicas(Section):
     """Replicas of a remote drafter."""
 
-    removed: ClassVar[Mapping[str, str]] = {"max_num_requests": "a replica has room for what all targets run together"}
+    removed: ClassVar[Mapping[str, str]] = {"max_num_requests": "a replica finds its room from the number of targets"}
 
     num_replicas: Count = Field(1, description="Drafter replicas; with `autoscaling` leave it out.")
     num_cpus: float = Field(1.0, ge=0, description="Logical CPUs of one replica.")

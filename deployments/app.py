@@ -111,6 +111,8 @@ def replica_env(settings: ClusterSettings) -> dict[str, str]:
     if not settings.target.has_gpu:
         if preload := openmp_preload(os.environ.get("LD_PRELOAD", "")):
             env["LD_PRELOAD"] = preload
+        if settings.drafter is not None and settings.drafter.is_remote:
+            env["KMP_BLOCKTIME"] = "1"  # ms that threads spin behind their work: the drafter needs the cores
         env["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
     return {**env, **settings.target.env}
 

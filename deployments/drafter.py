@@ -68,7 +68,7 @@ class HeadLoader:
         self._dtype: torch.dtype = getattr(torch, ROW_DTYPES[engine["dtype"]])
         self._max_model_len: int | None = engine.get("max_model_len")
         self.device = torch.device("cuda" if drafter.replicas.num_gpus else "cpu")
-        # `peagle serve` keeps a fixed number of targets from `settings`, since it may change while drafters run.
+        # `peagle serve` leaves a fixed number of targets out of `settings`, so that changing it restarts no drafter.
         self.max_num_requests = max(MIN_NUM_REQUESTS, settings.max_num_targets * settings.max_num_seqs)
 
     def directory(self, name: str) -> Path:

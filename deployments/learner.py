@@ -39,9 +39,6 @@ from peagle.train.target import Target
 logger = logging.getLogger(__name__)
 
 COLLECT_INTERVAL_S = 5.0
-MAX_KEPT_HEADS = 8
-"""Heads that were saved before, in the cache directory."""
-
 MAX_NICENESS = 19
 REPLAY_SHARE = 0.3
 """Share of a round's tokens from the mix of before."""
@@ -201,8 +198,6 @@ class HeadTrainer:
     def save(self, provenance: dict[str, Any]) -> Path:
         assert self._head is not None
         heads_dir = Path(self._learning.heads_dir) if self._learning.heads_dir else cache_root() / "learned"
-        for old in sorted(heads_dir.glob("head-*"))[:-MAX_KEPT_HEADS]:
-            self.drop(old)
         folder = heads_dir.resolve() / time.strftime("head-%Y%m%dT%H%M%S", time.gmtime())
         self._head.save(folder, {"learned": provenance})
         return folder
@@ -216,7 +211,7 @@ class HeadTrainer:
             self.drop(folder)
 
     def drop(self, folder: Path) -> None:
-        """Remove a saved head, except from a folder of the operator's."""
+        """Remove a saved head that was not promoted, except from a folder of the operator's."""
         if self._learning.heads_dir is None:
             shutil.rmtree(folder, ignore_errors=True)
 

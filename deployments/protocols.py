@@ -13,7 +13,6 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRespo
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.tokenize import protocol as tokenizer
 
-from cluster.errors import ApiError
 from deployments.body import UNUSED_FIELDS, check_counts, drop_unused, from_engine, parse_record
 from deployments.front_end import Answer, FrontEnd, Usage, event_document, logger
 
@@ -93,11 +92,6 @@ async def answer_by_tokenizer(path: str, front_end: FrontEnd, vllm: Any, documen
     front_end.check_model(fields)
     request = parse_record([*TOKENIZER_PATHS[path]]["messages" in fields and path == "/tokenize"], fields)
     api = vllm.serving_tokenization
-    name = "prompt" if "prompt" in fields else "messages"
-    most = api.model_config.max_model_len * api.renderer.get_tokenizer().max_chars_per_token
-    if (num := len(text if isinstance(text := fields.get(name, ""), str) else json.dumps(text))) > most:
-        # vLLM refuses such a prompt by its length; here it would tokenize all of it, in the thread of all prompts.
-        raise ApiError(400, f"{name} has {num} characters, above the {most} of a prompt", param=name, code="limit")
     ask = {"/tokenize": api.create_tokenize, "/detokenize": api.create_detokenize}.get(path)
     try:
         result = await (ask or vllm.anthropic_serving_messages.count_tokens)(request, None)

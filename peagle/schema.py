@@ -93,8 +93,10 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789"))
-"""YAML 1.2 has 9e-3 as a number; PyYAML reads 1.1."""
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+"""9e-3 and 1.0e3 are numbers in YAML 1.2; PyYAML reads 1.1."""
 
 
 def read_yaml(text: str | bytes, source: str | Path) -> Any:

@@ -26,7 +26,7 @@ cat "$PROMPTS"/humaneval.jsonl "$PROMPTS"/questions.jsonl > "$work/evaluate.json
 workers=$(( ${#gpus[@]} > 2 ? 2 * ${#gpus[@]} : 4 ))
 peagle generate configs/train/coder-peagle.yaml "${set_target[@]}" generate.num_workers=$workers \
   generate.num_conversations=$(( ${CONVERSATIONS:-36000} / workers )) > "$work/generate.log" 2>&1 & first=$!
-peagle generate configs/train/coder-peagle.yaml "${set_target[@]}" --prompts "$work/evaluate.jsonl" --out "$work/answers" > "$work/answers.log" 2>&1 & second=$!
+[ -e "$work/answers/manifest.json" ] || peagle generate configs/train/coder-peagle.yaml "${set_target[@]}" --prompts "$work/evaluate.jsonl" --out "$work/answers" > "$work/answers.log" 2>&1 & second=$!
 all $first $second
 tail -1 "$work/generate.log"
 

@@ -49,10 +49,13 @@ from peagle.train.target import KeptStates, Target
 
 logger = logging.getLogger(__name__)
 
-#: Steps that compile, and so are not training time.
 UNCHANGED = ("target", "seed", "drafter.", "batch.", "optimizer.name", "evaluate.held_out")
 """Settings that a run which goes on keeps: a path, or the beginning of one."""
 
+MAX_MASK_SHARE = 1e-4
+"""Share of the tokens up to which the mask token may stand in the data: a target may sample any token."""
+
+#: Steps that compile, and so are not training time.
 WARMUP_STEPS = 3
 ADAMW_BETAS = (0.9, 0.95)
 
@@ -245,7 +248,8 @@ class Trainer(HeadTraining):
         packing = recipe.batch.model_dump(include={"num_sequences", "max_tokens", "long"})
         self.batches = PackedBatches(data, seed=recipe.seed, **packing)
         check_data_fits(recipe.data, target_dir, self.batches)
-        if num_masks := int((data.tokens == recipe.drafter.ptd_token_id).sum()):
+        num_masks = int((data.tokens == recipe.drafter.ptd_token_id).sum())
+        if num_masks > MAX_MASK_SHARE * len(data.tokens):
             raise ValueError(
                 f"drafter.ptd_token_id = {recipe.drafter.ptd_token_id} stands in the conversations of {recipe.data}, "
                 f"{num_masks} times: name a token that no text has"
@@ -458,7 +462,8 @@ class Trainer(HeadTraining):
             state = torch.load(path, map_location=self.device, weights_only=True)
         except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise ValueError(f"{path} is damaged ({error}): remove it to start again") from error
-        asked, made = settings_by_path(self.recipe.model_dump()), settings_by_path(state["recipe"])
+        asked = settings_by_path(self.recipe.model_dump())
+        made = {"evaluate.held_out": 0.0} | settings_by_path(state["recipe"])  # recipes of before have it not
         problems = [
             f"{key} = {made.get(key)}, the recipe says {new}"
             for key, new in asked.items()

@@ -96,7 +96,7 @@ class GrammarChecker:
         self._turns = WeakValueDictionary[str, asyncio.Lock]()  # by line of the queue
         self._outcomes: OrderedDict[Any, asyncio.Task[dict[str, Any]]] = OrderedDict()
         self._num_waiting = Counter[Any]()  # clients, by grammar
-        self._queued = set[Any]()  # grammars that wait for a place
+        self._queued = dict[Any, str]()  # lines of grammars that wait for a place
 
     @property
     def pid(self) -> int | None:
@@ -150,12 +150,14 @@ class GrammarChecker:
         has set, or {"error": text}."""
         limits = self.limits
         try:
-            key = limits, json.dumps(fields, sort_keys=True)
+            key: Any = limits, json.dumps(fields, sort_keys=True)
         except (RecursionError, TypeError, ValueError) as error:
             return {"error": f"structured_outputs is no JSON: {error}."}
+        if self._queued.get(key, line := current_line.get()) != line:
+            key = *key, line  # it waits behind others of another line
         if (task := self._outcomes.get(key)) is None:
             task = self._outcomes[key] = asyncio.get_running_loop().create_task(self._compile(key, fields, limits))
-            self._queued.add(key)
+            self._queued[key] = line
             while len(self._outcomes) > MAX_OUTCOMES:
                 self._outcomes.popitem(last=False)
         self._outcomes.move_to_end(key)
@@ -168,7 +170,7 @@ class GrammarChecker:
             if not self._num_waiting[key]:
                 del self._num_waiting[key]
                 if key in self._queued:
-                    self._queued.remove(key)
+                    del self._queued[key]
                     self._outcomes.pop(key, None)
                     task.cancel()
         return outcome if "error" not in outcome else {"error": f"structured_outputs: {outcome['error']}"}
@@ -181,7 +183,7 @@ class GrammarChecker:
         try:
             turn = self._turns.setdefault(current_line.get(), asyncio.Lock())
             async with turn, self._places:
-                self._queued.discard(key)
+                self._queued.pop(key, None)
                 if not (answer := await self._ask(job)):
                     logger.warning("the process that checks grammars has ended; it is started again")
                     answer = await self._ask(job)

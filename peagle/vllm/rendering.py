@@ -23,9 +23,12 @@ MAX_MESSAGES = 64
 _check_text = TokenizeParams._text_len_check
 
 
-def cut_text(params: TokenizeParams, tokenizer: Any, text: str) -> str:
-    """`TokenizeParams._text_len_check` for all texts; vLLM's does not cut one that is to be truncated at the side which
-    is the tokenizer's default. To tokenize 4 MB takes 12 s and 5 GB, in the one thread that all prompts share."""
+def cut_text(max_model_len: int, params: TokenizeParams, tokenizer: Any, text: str) -> str:
+    """`TokenizeParams._text_len_check` for all texts: vLLM's does not cut one that is to be truncated at the side which
+    is the tokenizer's default, and does not refuse one of `/tokenize`. To tokenize 4 MB takes 12 s and 5 GB, in the
+    one thread that all prompts share."""
+    if params.max_total_tokens is None:
+        params = dataclasses.replace(params, max_total_tokens=max_model_len)
     if params.truncate_prompt_tokens is not None and params.truncation_side is None and tokenizer is not None:
         params = dataclasses.replace(params, truncation_side=tokenizer.truncation_side)
     return _check_text(params, tokenizer, text)
@@ -33,8 +36,12 @@ def cut_text(params: TokenizeParams, tokenizer: Any, text: str) -> str:
 
 def render_at_once(client: Any) -> None:
     """Let `client`, an `AsyncLLM`, render short prompts by vLLM's own synchronous functions, and cut long texts."""
-    TokenizeParams._text_len_check = cut_text  # type: ignore[method-assign, assignment]
-    renderer = client.renderer
+    renderer, max_model_len = client.renderer, client.renderer.model_config.max_model_len
+
+    def check_text(params: TokenizeParams, tokenizer: Any, text: str) -> str:
+        return cut_text(max_model_len, params, tokenizer, text)
+
+    TokenizeParams._text_len_check = check_text  # type: ignore[method-assign, assignment]
     render_chat_async, render_cmpl_async = renderer.render_chat_async, renderer.render_cmpl_async
 
     async def render_chat(conversations: Sequence[Sequence[Any]], chat_params: Any, *args: Any, **kwargs: Any) -> Any:

@@ -98,8 +98,9 @@ def test_few_verified_steps_and_a_step_latency_that_nobody_measured_decide_nothi
     few = service.run(1, rate=0.1, head="a new head")  # its first steps are those between two reports of it
     assert "tell too little of acceptance" in few.reason
     assert service.run(6, head="a new head").source == "acceptance"
-    service.k_policy.rules = KRules(3, 0, 0)
-    assert service.run(1, rate=0.1, head="another").source == "acceptance", "where nothing is to be drafted"
+    for name, rules in {"another": KRules(3, 0, 0), "a third": KRules(3, 3, 0, {}, False)}.items():
+        service.k_policy.rules = rules
+        assert service.run(1, rate=0.1, head=name).source == "acceptance", "where nothing is to be drafted"
     for latency in (None, guessed_latency(on_gpu=False)):
         service = Service(2)
         service.replicas = [FakeReplica("a", latency), FakeReplica("b", latency)]

@@ -39,6 +39,7 @@ def test_a_target_may_finish_its_streams_and_a_drafter_has_room_for_all_targets_
     for settings, number in ((load_settings(remote(), catalog), "num_replicas"), (scaled, "autoscaling_config")):
         options = target_options(settings)
         assert options["graceful_shutdown_timeout_s"] == 600.0
+        assert options["ray_actor_options"]["runtime_env"]["env_vars"]["KMP_BLOCKTIME"] == "1"
         assert options.keys() & {"num_replicas", "autoscaling_config"} == {number}
         bound: Any = bind_drafter(settings)
         assert bound._bound_deployment.user_config == {}

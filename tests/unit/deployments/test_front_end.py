@@ -10,7 +10,6 @@ import json
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import httpx
@@ -42,7 +41,6 @@ from deployments.body import BODIES, MAX_NESTING, check_counts, from_engine, kno
 from deployments.compat import GATEWAY_HEADER
 from deployments.errors import engine_lost
 from deployments.front_end import Admitted, FrontEnd, FrontEndMetrics, Usage
-from deployments.protocols import answer_by_tokenizer
 from deployments.routes import Entrance, make_app
 from deployments.usage_log import UsageLog
 from peagle.vllm.request_args import GROUP_KEY, HEAD_KEY, LEARN_KEY, MAX_K_KEY, SURVIVAL_KEY, WORKLOAD_KEY
@@ -447,15 +445,6 @@ def test_entries_of_a_field_are_counted_before_they_are_looked_at() -> None:
     check_counts({"tokens": [5] * 51}, backend.front_end.limits)  # nor are those of /detokenize
     parts = content([{"type": "text", "text": "a"}] * 26)["messages"]
     assert [chat(backend, messages=parts * num).status_code for num in (1, 2)] == [200, 400], "of all messages"
-
-
-async def test_a_text_to_tokenize_is_no_longer_than_a_prompt_may_be() -> None:
-    """One thread tokenizes it, and all prompts."""
-    api: Any = SimpleNamespace(model_config=SimpleNamespace(max_model_len=10), renderer=SimpleNamespace())
-    api.renderer.get_tokenizer = lambda: SimpleNamespace(max_chars_per_token=5)
-    for fields in ({"prompt": "7" * 51}, {"messages": [{"role": "user", "content": "7" * 30}]}):
-        with pytest.raises(ApiError, match="characters, above the 50 of a prompt"):
-            await answer_by_tokenizer("/tokenize", FRONT_END, SimpleNamespace(serving_tokenization=api), fields)
 
 
 def test_values_of_a_body_are_counted_before_it_is_parsed() -> None:

@@ -4,7 +4,6 @@ import json
 import pickle
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +13,7 @@ from transformers import LlamaForCausalLM
 from cluster.heads import HeadChange, HeadRef
 from cluster.learning import KeptAnswer, TrafficBuffer
 from cluster.settings import Catalog, ClusterSettings, load_settings
-from deployments import learner
-from deployments.learner import MAX_KEPT_HEADS, HeadTrainer, load_answers
+from deployments.learner import HeadTrainer, load_answers
 from peagle.checkpoint import read_head_config
 from peagle.heads import candidate_files, head_digest, target_digest
 from peagle.train.data import Conversations
@@ -86,21 +84,6 @@ def test_a_head_that_was_not_promoted_leaves_the_cache(small: Path, tmp_path: Pa
     folder.mkdir()
     trainer.end_trial(folder, change("dropped", "abc"))
     assert folder.exists() == is_own_folder
-
-
-@pytest.mark.parametrize("is_own_folder", [True, False])
-def test_the_cache_keeps_the_newest_saved_heads(
-    small: Path, tmp_path: Path, monkeypatch: Any, is_own_folder: bool
-) -> None:
-    monkeypatch.setattr(learner, "cache_root", lambda: tmp_path)
-    folder = tmp_path / "learned"
-    trainer = HeadTrainer(settings(small, heads_dir=str(folder) if is_own_folder else None))
-    trainer._head = SimpleNamespace(save=lambda *_: None)  # type: ignore[assignment]
-    for number in range(MAX_KEPT_HEADS + 2):
-        (folder / f"head-2026113{number:02}T000000").mkdir(parents=True)
-    trainer.save({})
-    kept = sorted(path.name for path in folder.iterdir())
-    assert kept[0] == f"head-2026113{0 if is_own_folder else 2:02}T000000"
 
 
 def test_it_rests_after_judging_as_after_each_step(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:

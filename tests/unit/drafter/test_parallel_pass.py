@@ -39,6 +39,14 @@ def test_drafts_equal_the_sessions(name: str) -> None:
         assert found.tolist() == [requests.expected(step) for step in steps]
 
 
+def test_a_float32_drafter_on_a_cpu_multiplies_by_onednn() -> None:
+    requests = Requests(random_drafter(CONFIG).float(), 3)
+    parallel_pass = requests.new_pass()
+    assert "forward" in vars(parallel_pass._drafter.lm_head)
+    for steps in STEPS:
+        assert run(parallel_pass, requests.batch(steps)).tolist() == [requests.expected(step) for step in steps]
+
+
 def test_a_request_without_rows_gets_no_drafts() -> None:
     requests = Requests(random_drafter(CONFIG), 2)
     steps = [Step(0, 0, 0, 5), Step(1, 0, 6, 2)]

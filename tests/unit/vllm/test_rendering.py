@@ -107,11 +107,19 @@ def test_a_long_text_is_cut_before_it_is_tokenized_and_gives_the_same_tokens(cou
     text, most = f"first {LONG} last", 8 * tokenizer.max_chars_per_token
     prompt = counting._run(counting.renderer.render_cmpl_async([{"prompt": text}], params))[0]
     assert prompt["prompt_token_ids"] == tokenizer.encode(text)[-4:]
-    assert cut_text(params, tokenizer, text) == text[-most:]
+    assert cut_text(9, params, tokenizer, text) == text[-most:]
     tokenizer = SimpleNamespace(truncation_side="right", max_chars_per_token=tokenizer.max_chars_per_token)
-    assert cut_text(params, tokenizer, text) == text[:most]
+    assert cut_text(9, params, tokenizer, text) == text[:most]
     with pytest.raises(VLLMValidationError, match="maximum context length"):
-        cut_text(TokenizeParams(max_total_tokens=8), tokenizer, text)
+        cut_text(9, TokenizeParams(max_total_tokens=8), tokenizer, text)
+
+
+def test_a_text_to_tokenize_is_no_longer_than_a_prompt_may_be(counting: Counting) -> None:
+    text = "7" * (8192 * counting.renderer.get_tokenizer().max_chars_per_token + 1)
+    unlimited = TokenizeParams(max_total_tokens=None)
+    assert counting._run(counting.renderer.render_cmpl_async([{"prompt": text[:9000]}], unlimited))
+    with pytest.raises(VLLMValidationError, match="maximum context length is 8192 tokens"):
+        counting._run(counting.renderer.render_cmpl_async([{"prompt": text}], unlimited))
 
 
 def test_an_error_in_a_template_reaches_the_caller(counting: Counting) -> None:
