@@ -11,6 +11,6 @@
 | both, remote drafter | `worker_cls` | `remote`, `remote_speculator` (V2), `remote_cpu` (V1) |
 | client (`AsyncLLM`) | wrapped methods | `limits`, `grammar_checker`, `rendering`, `recorder` |
 
-`request_args` reads what a request asks for, `step_notes` holds what travels with a step. Everything that depends on
-vLLM's version is in `compat`, by which an engine of another version is refused.
+`request_args` reads what a request asks for, `step_notes` holds what travels with a step. `compat` refuses an engine of
+another vLLM version; `tests/unit/vllm/test_vllm_names.py` lists the private names that this package uses.
 """

@@ -24,7 +24,10 @@ def write_small_run(folder: Path, **shape: int) -> Path:
     model = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=True, initializer_range=0.2)).eval()
     model.save_pretrained(folder / "target")
     prompts = np.random.default_rng(0).integers(2, 64, (24, PROMPT_TOKENS))
-    written = model.generate(torch.from_numpy(prompts), max_new_tokens=24, do_sample=False, eos_token_id=None)
+    # Without the mask token, which no data may have.
+    written = model.generate(
+        torch.from_numpy(prompts), max_new_tokens=24, do_sample=False, eos_token_id=None, suppress_tokens=[1]
+    )
     data = Conversations.from_lists(prompts.tolist(), written[:, PROMPT_TOKENS:].tolist())
     data.save_part(folder / "data", "00")
     write_manifest(folder / "data", {"categories": ["even", "odd"] * 12})
