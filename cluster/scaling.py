@@ -193,8 +193,8 @@ class ScalingPolicy:
         if latency.num_steps < MIN_TIMED_STEPS:
             return "no replica knows yet what its steps take"
         rules = k_policy.rules
-        largest_k = max([rules.max_k * rules.is_adaptive, *(rules.k_of(base_workload(name))[0] for name in traffic)])
-        if num_steps < MIN_STEPS and largest_k:
+        may_draft = any(rules.k_of(base_workload(name))[0] for name in traffic) or (rules.is_adaptive and rules.max_k)
+        if num_steps < MIN_STEPS and may_draft:
             return f"{num_steps:.0f} verified steps tell too little of acceptance"
         return ""
 

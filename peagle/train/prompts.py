@@ -457,9 +457,9 @@ def make_data(recipe: Recipe) -> None:
     if not any(Path(recipe.data).glob("part-*.npz")):
         totals = tokenize_source(recipe.target_dir(), recipe.conversations, Path(recipe.data))
         logger.info("%s: %s", recipe.data, json.dumps(totals))
-    elif (
-        Path(source := str(read_manifest(recipe.data).get("source"))).resolve() != Path(recipe.conversations).resolve()
-    ):
+        return
+    source = read_manifest(recipe.data).get("source", "something else")
+    if Path(source).resolve() != Path(recipe.conversations).resolve():
         raise ValueError(
             f"data: {recipe.data} was made of {source}, not of the recipe's conversations, "
             f"{recipe.conversations}: name another folder, or remove this one"

@@ -463,7 +463,7 @@ class Trainer(HeadTraining):
         except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise ValueError(f"{path} is damaged ({error}): remove it to start again") from error
         asked = settings_by_path(self.recipe.model_dump())
-        made = {"evaluate.held_out": 0.0} | settings_by_path(state["recipe"])  # recipes of before have it not
+        made = {"evaluate.held_out": 0.0} | settings_by_path(state["recipe"])  # a checkpoint of 0.1 lacks it
         problems = [
             f"{key} = {made.get(key)}, the recipe says {new}"
             for key, new in asked.items()

@@ -25,7 +25,7 @@ _check_text = TokenizeParams._text_len_check
 
 def cut_text(max_model_len: int, params: TokenizeParams, tokenizer: Any, text: str) -> str:
     """`TokenizeParams._text_len_check` for all texts: vLLM's does not cut one that is to be truncated at the side which
-    is the tokenizer's default, and does not refuse one of `/tokenize`. To tokenize 4 MB takes 12 s and 5 GB, in the
+    is the tokenizer's default, and does not refuse one of `/tokenize`. To tokenize megabytes takes seconds, in the
     one thread that all prompts share."""
     if params.max_total_tokens is None:
         params = dataclasses.replace(params, max_total_tokens=max_model_len)

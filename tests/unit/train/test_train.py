@@ -222,7 +222,7 @@ def test_a_mask_token_that_stands_in_the_data_and_a_folder_without_answers_are_n
 
 
 def test_data_of_another_source_is_not_taken_for_the_recipes(small) -> None:
-    with pytest.raises(ValueError, match=r"data: .* was made of None, not of the recipe's .*, chats\.jsonl"):
+    with pytest.raises(ValueError, match=r"data: .* was made of something else, not of the recipe's .*, chats\.jsonl"):
         make_data(load(small, "other", "conversations=chats.jsonl"))
 
 

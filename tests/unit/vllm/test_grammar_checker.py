@@ -127,15 +127,23 @@ def test_a_client_that_leaves_leaves_the_work_to_the_next(checker: GrammarChecke
     assert run(leave()).regex == "leave+"
 
 
-def test_grammars_that_nobody_waits_for_any_more_are_not_begun(
-    checker: GrammarChecker, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked, ends = [], asyncio.Event()
+def hold_compilations(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], asyncio.Event]:
+    """The regular expressions whose compilation has begun; it ends after the event."""
+    asked, ends = list[str](), asyncio.Event()
 
     async def ask(job: bytes) -> bytes:
         asked.append(json.loads(job)["fields"]["regex"])
         await ends.wait()
         return b" {}"
+
+    monkeypatch.setattr(checker, "_ask", ask)
+    return asked, ends
+
+
+def test_grammars_that_nobody_waits_for_any_more_are_not_begun(
+    checker: GrammarChecker, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, ends = hold_compilations(checker, monkeypatch)
 
     async def flood() -> None:
         for number in range(20):
@@ -151,35 +159,29 @@ def test_grammars_that_nobody_waits_for_any_more_are_not_begun(
         ends.set()
         await stays
 
-    monkeypatch.setattr(checker, "_ask", ask)
     run(flood())
     assert asked == ["flood0", "flood1", "both"]
     assert not checker._queued
     assert not checker._num_waiting
 
 
+@pytest.mark.parametrize(("many", "regex"), [("slow", "quick"), ("shared", "shared2")])
 def test_a_line_with_many_slow_grammars_keeps_no_other_line_waiting(
-    checker: GrammarChecker, run: Run, monkeypatch: pytest.MonkeyPatch
+    checker: GrammarChecker, run: Run, monkeypatch: pytest.MonkeyPatch, many: str, regex: str
 ) -> None:
-    asked, ends = [], asyncio.Event()
-
-    async def ask(job: bytes) -> bytes:
-        asked.append(json.loads(job)["fields"]["regex"])
-        await ends.wait()
-        return b" {}"
+    asked, ends = hold_compilations(checker, monkeypatch)
 
     async def flood() -> None:
-        asking = [asyncio.create_task(check_from(checker, "many", f"slow{number}")) for number in range(3)]
+        asking = [asyncio.create_task(check_from(checker, "many", f"{many}{number}")) for number in range(3)]
         await asyncio.sleep(0)
-        asking.append(asyncio.create_task(check_from(checker, "other", "quick")))
+        asking.append(asyncio.create_task(check_from(checker, "other", regex)))
         while len(asked) < 2:
             await asyncio.sleep(0)
         ends.set()
         await asyncio.gather(*asking)
 
-    monkeypatch.setattr(checker, "_ask", ask)
     run(flood())
-    assert asked == ["slow0", "quick", "slow1", "slow2"]
+    assert asked == [f"{many}0", regex, f"{many}1", f"{many}2"]
     assert not checker._turns
 
 
