@@ -100,7 +100,7 @@ NGRAM_TOKENS = 4
 PERCENTILES = (50, 90, 99)
 FIGURES = (
     "output_throughput",
-    *(f"p{percent}_{name}_ms" for name in ("ttft", "tpot") for percent in PERCENTILES),
+    *(f"p{percent}_{name}_ms" for name in ("ttft", "tpot", "itl") for percent in PERCENTILES),
     "mean_ttft_ms",
     "mean_tpot_ms",
     "total_input_tokens",
@@ -383,7 +383,7 @@ def load(
         *("--ready-check-timeout-sec", "0"),  # which sends a whole request of its own
         *("--temperature", str(cell.temperature), "--save-detailed"),
         *(options.sampling.split() if cell.temperature else ()),
-        *("--percentile-metrics", "ttft,tpot", "--metric-percentiles", ",".join(map(str, PERCENTILES))),
+        *("--percentile-metrics", "ttft,tpot,itl", "--metric-percentiles", ",".join(map(str, PERCENTILES))),
         *("--disable-tqdm", *dataset(options, cell, number, lines, max_tokens)),
     ]
     given = parser.parse_args(arguments)

@@ -4,7 +4,8 @@ Enters: the outputs of each step, one for each request that got tokens. Leaves: 
 the same order. The process of the engine's client unpacks, detokenizes and counts each output in Python, on the event
 loop that also accepts new requests. With hundreds of requests that process is full before the GPU is.
 
-A request's first output goes out at once. So do its last one, and any that holds more than tokens.
+A request's first output goes out at once. So do its last one, and any that holds more than tokens. So does the second
+one of a stream: the first token may have no text, as the first bytes of a character have none.
 """
 
 import math
@@ -24,9 +25,9 @@ STOP_STRING_TOKENS = 8
 """Tokens of an output, at most, of a request with stop strings. The client's process finds these and then tells the
 engine to stop; a step with drafts may bring as many tokens behind one."""
 
-MAX_CHUNKS_PER_S = 300
-"""Chunks of all streams of an engine together, where each has `STREAM_CHUNKS_PER_S`. A chunk costs vLLM's API process
-time, whatever is in it. Where that process is full, the first token of a new request waits for hundreds of milliseconds
+MAX_CHUNKS_PER_S = 500
+"""Chunks of all streams of a front-end process together, where each has `STREAM_CHUNKS_PER_S`. A chunk costs that
+process time, whatever is in it. Where it is full, the first token of a new request waits for hundreds of milliseconds
 (benchmarks/streams.py, and the results of benchmarks/headline.py on GPUs)."""
 
 STREAM_CHUNKS_PER_S = 5
@@ -37,18 +38,20 @@ RATE_WINDOW_S = 0.25
 
 
 class ChunkSize:
-    """The least number of tokens of a chunk, by the rate of the last window; 1 up to `MAX_CHUNKS_PER_S` tokens/s."""
+    """The least number of tokens of a chunk, by the rate of the last window; 1 up to `MAX_CHUNKS_PER_S` tokens/s for
+    each front-end process."""
 
     def __init__(self) -> None:
         self.tokens_per_chunk = 1
         self._num_tokens, self._since_s = 0, 0.0
 
-    def observe(self, num_tokens: int, num_requests: int, now_s: float) -> None:
+    def observe(self, num_tokens: int, num_requests: int, num_front_ends: int, now_s: float) -> None:
         """Count a step.
 
         Args:
             num_tokens: output tokens of the step.
             num_requests: requests that are being answered.
+            num_front_ends: processes that answer them.
             now_s: when the step ended, monotonic seconds.
         """
         self._num_tokens += num_tokens
@@ -56,7 +59,7 @@ class ChunkSize:
             return
         rate = self._num_tokens / elapsed_s
         smooth = int(rate / max(1, num_requests) / STREAM_CHUNKS_PER_S)
-        self.tokens_per_chunk = max(1, min(math.ceil(rate / MAX_CHUNKS_PER_S), smooth))
+        self.tokens_per_chunk = max(1, min(math.ceil(rate / MAX_CHUNKS_PER_S / max(1, num_front_ends)), smooth))
         self._num_tokens, self._since_s = 0, now_s
 
 
@@ -69,10 +72,11 @@ _NOTHING_ELSE = _others_of(EngineCoreOutput("", []))
 @dataclass(slots=True)
 class _Buffer:
     """Tokens of a request that wait for its next output. It carries at least `least` tokens; with 0, the engine's
-    `ChunkSize`, but no more than `most`."""
+    `ChunkSize`, but no more than `most`, and what there is if it `is_second`."""
 
     least: int
     most: float = math.inf
+    is_second: bool = True
     token_ids: list[int] = field(default_factory=list)
 
 
@@ -88,6 +92,7 @@ class OutputCoalescer:
         self._stream_interval = stream_interval if stream_interval > 1 else 0
         self._chunk_size = ChunkSize()
         self._buffers: dict[str, _Buffer] = {}
+        self._front_ends: set[int] = set()  # that have sent a request
 
     def coalesce(
         self, outputs: Sequence[EngineCoreOutput], requests: Mapping[str, Any], now_s: float
@@ -99,7 +104,8 @@ class OutputCoalescer:
             requests: vLLM's `Request`s that go on, by id.
             now_s: when the step ended, monotonic seconds.
         """
-        self._chunk_size.observe(sum([len(output.new_token_ids) for output in outputs]), len(self._buffers), now_s)
+        num_tokens = sum([len(output.new_token_ids) for output in outputs])
+        self._chunk_size.observe(num_tokens, len(self._buffers), len(self._front_ends), now_s)
         found = []
         for output in outputs:
             buffer = self._buffers.get(output.request_id)
@@ -108,7 +114,10 @@ class OutputCoalescer:
                     self._buffers[output.request_id] = self._make_buffer(request)
                 found.append(output)
                 continue
-            least = buffer.least or min(self._chunk_size.tokens_per_chunk, buffer.most)
+            least: float = buffer.least
+            if not least:
+                least = 1 if buffer.is_second else min(self._chunk_size.tokens_per_chunk, buffer.most)
+                buffer.is_second = False
             if least > 1 or buffer.token_ids:
                 buffer.token_ids += output.new_token_ids
                 if len(buffer.token_ids) < least and all(map(is_, _others_of(output), _NOTHING_ELSE)):
@@ -125,6 +134,7 @@ class OutputCoalescer:
             self._buffers.pop(request_id, None)
 
     def _make_buffer(self, request: Any) -> _Buffer:
+        self._front_ends.add(request.client_index)
         params = request.sampling_params
         if params is None or request.resumable:
             return _Buffer(1)

@@ -29,8 +29,10 @@ class Engine:
 
     def __init__(self, *names: str, interval: int = 1, is_resumable: bool = False, **sampling: Any) -> None:
         params = SamplingParams(**{"stream_interval": 6, "output_kind": DELTA, **sampling})
-        request = SimpleNamespace(sampling_params=params, resumable=is_resumable)
-        self.requests: dict[str, Any] = dict.fromkeys(names, request)
+        self.requests: dict[str, Any] = {
+            name: SimpleNamespace(sampling_params=params, resumable=is_resumable, client_index=index)
+            for index, name in enumerate(names)
+        }
         self.coalescer = OutputCoalescer(interval)
         self.made = dict.fromkeys(names, 0)
         self.sent: list[EngineCoreOutput] = []
@@ -82,17 +84,17 @@ def test_how_much_waits(sampling: dict[str, Any], interval: int, least: int) -> 
         (20 * MAX_CHUNKS_PER_S, 16, 20),
         (20 * MAX_CHUNKS_PER_S, 20 * MAX_CHUNKS_PER_S // (12 * STREAM_CHUNKS_PER_S), 12),
         (20 * MAX_CHUNKS_PER_S, 10 * MAX_CHUNKS_PER_S, 1),
-        (1000 * MAX_CHUNKS_PER_S, 64, 1000 * MAX_CHUNKS_PER_S // (64 * STREAM_CHUNKS_PER_S)),
+        (1000 * MAX_CHUNKS_PER_S, 128, 1000 * MAX_CHUNKS_PER_S // (128 * STREAM_CHUNKS_PER_S)),
         (20 * MAX_CHUNKS_PER_S, 0, 20),
     ],
 )
 def test_each_stream_has_its_chunks_a_second(tokens_per_s: int, num_requests: int, expected: int) -> None:
     pace = ChunkSize()
-    pace.observe(tokens_per_s, num_requests, 1.0)
+    pace.observe(tokens_per_s, num_requests, 1, 1.0)
     assert pace.tokens_per_chunk == expected
-    pace.observe(tokens_per_s, num_requests, 1.0 + RATE_WINDOW_S / 2)
+    pace.observe(tokens_per_s, num_requests, 1, 1.0 + RATE_WINDOW_S / 2)
     assert pace.tokens_per_chunk == expected, "a window is not over"
-    pace.observe(0, num_requests, 1e6)
+    pace.observe(0, num_requests, 1, 1e6)
     assert pace.tokens_per_chunk == 1, "after a pause nothing is left of it"
 
 
@@ -105,10 +107,18 @@ def test_streams_under_way_follow_the_pace_unless_their_client_says(sampling: di
     for name in ("a", "load", "a"):
         engine.step(name, 1)
     engine.now_s = 1.0
-    engine.step("load", 12 * MAX_CHUNKS_PER_S - 9)
+    engine.step("load", 12 * 2 * MAX_CHUNKS_PER_S - 9)  # two front-end processes have a request each
     sizes = [len(tokens) for _ in range(40) if (tokens := engine.step("a", 1)) is not None]
     assert sizes[1:] == [least] * (len(sizes) - 1)
     assert len(sizes) >= 3
+
+
+def test_the_second_output_of_a_stream_does_not_wait() -> None:
+    engine = Engine("load", "a", stream_interval=None)
+    engine.step("load", 1)
+    engine.now_s = 1.0
+    engine.step("load", 100 * MAX_CHUNKS_PER_S)
+    assert [engine.step("a", 4) for _ in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], None]
 
 
 LOGPROBS = LogprobsLists(np.zeros((1, 2)), np.zeros((1, 2)), np.zeros(1))
