@@ -72,8 +72,10 @@ _NOTHING_ELSE = _others_of(EngineCoreOutput("", []))
 @dataclass(slots=True)
 class _Buffer:
     """Tokens of a request that wait for its next output. It carries at least `least` tokens; with 0, the engine's
-    `ChunkSize`, but no more than `most`, and what there is if it `is_second`."""
+    `ChunkSize`, but no more than `most`, and what there is if it `is_second`. front_end: number of the request's
+    front-end process."""
 
+    front_end: int
     least: int
     most: float = math.inf
     is_second: bool = True
@@ -92,7 +94,6 @@ class OutputCoalescer:
         self._stream_interval = stream_interval if stream_interval > 1 else 0
         self._chunk_size = ChunkSize()
         self._buffers: dict[str, _Buffer] = {}
-        self._front_ends: set[int] = set()  # that have sent a request
 
     def coalesce(
         self, outputs: Sequence[EngineCoreOutput], requests: Mapping[str, Any], now_s: float
@@ -105,7 +106,8 @@ class OutputCoalescer:
             now_s: when the step ended, monotonic seconds.
         """
         num_tokens = sum([len(output.new_token_ids) for output in outputs])
-        self._chunk_size.observe(num_tokens, len(self._buffers), len(self._front_ends), now_s)
+        num_front_ends = len({buffer.front_end for buffer in self._buffers.values()})
+        self._chunk_size.observe(num_tokens, len(self._buffers), num_front_ends, now_s)
         found = []
         for output in outputs:
             buffer = self._buffers.get(output.request_id)
@@ -134,14 +136,13 @@ class OutputCoalescer:
             self._buffers.pop(request_id, None)
 
     def _make_buffer(self, request: Any) -> _Buffer:
-        self._front_ends.add(request.client_index)
-        params = request.sampling_params
+        params, front_end = request.sampling_params, request.client_index
         if params is None or request.resumable:
-            return _Buffer(1)
+            return _Buffer(front_end, 1)
         interval: int = max(params.stream_interval or 0, self._stream_interval)
         if params.stop:
-            return _Buffer(min(interval, STOP_STRING_TOKENS), STOP_STRING_TOKENS)
+            return _Buffer(front_end, min(interval, STOP_STRING_TOKENS), STOP_STRING_TOKENS)
         if params.output_kind == RequestOutputKind.FINAL_ONLY:
-            return _Buffer(MAX_BUFFERED_TOKENS)
+            return _Buffer(front_end, MAX_BUFFERED_TOKENS)
         num_parts = max(1, math.ceil(interval / MAX_BUFFERED_TOKENS))
-        return _Buffer(math.ceil(interval / num_parts))
+        return _Buffer(front_end, math.ceil(interval / num_parts))
