@@ -61,7 +61,7 @@ from peagle.vllm.request_args import GROUP_KEY, HEAD_KEY, LEARN_KEY, MAX_K_KEY, 
 logger = logging.getLogger(__name__)
 
 QUEUED_PER_RUNNING = 2
-"""Sequences that a front end hands to an engine, for each that the engine runs at a time: it is never to wait."""
+"""Sequences that a front end hands to an engine, for each that the engine runs at a time: the engine never waits."""
 
 SERVER_KEYS = (MAX_K_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY)
 """Keys of `vllm_xargs` that the front end sets."""
@@ -159,7 +159,8 @@ class FrontEnd:
     """The front end of one replica.
 
     Args:
-        max_running: sequences that the engines behind this front end run well at a time, at most `limits`'.
+        max_running: sequences that the engine may have, `QUEUED_PER_RUNNING` for each that it runs
+            at a time; None: `limits.max_running_requests` alone decides.
         usage_log: gets a line for each request, if there is one.
         replica: name of the replica, for these lines.
     """
@@ -207,7 +208,7 @@ class FrontEnd:
         # More wait here, where the queue is fair, and not in the engine.
         places = min(limits.max_running_requests, max_running or limits.max_running_requests)
         self.admission.max_running = places
-        # Half of the places beyond what the engines run at a time: one caller alone keeps them busy with the others.
+        # Half of the places beyond what the engine runs at a time: one caller alone keeps it busy with the others.
         running = places if max_running is None else max_running // QUEUED_PER_RUNNING
         self.admission.num_reserved = max(0, places - running) // 2
 
