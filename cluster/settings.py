@@ -646,7 +646,7 @@ class LearningSettings(Section):
     """A learner that trains the remote drafter's heads on, on live traffic (`deployments.learner`).
 
     With `callers`, only answers of callers with `learn: true` are kept, by default all of theirs. Without `replay` a
-    sample of what came stands for the mix of before. `recipe` goes over `peagle.train.continual.SETTINGS`. Both gains
+    sample of what came stands for the mix of before. `recipe` overrides `peagle.train.continual.SETTINGS`. Both gains
     must be likely, not only measured."""
 
     removed: ClassVar[Mapping[str, str]] = {

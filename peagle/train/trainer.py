@@ -50,13 +50,13 @@ from peagle.train.target import KeptStates, Target
 logger = logging.getLogger(__name__)
 
 UNCHANGED = ("target", "seed", "drafter.", "batch.", "optimizer.name", "evaluate.held_out")
-"""Settings that a run which goes on keeps: a path, or the beginning of one."""
+"""Settings that a resumed run must keep: each a key, or the beginning of keys."""
 
 MAX_MASK_SHARE = 1e-4
 """Share of the tokens up to which the mask token may stand in the data: a target may sample any token."""
 
-#: Steps that compile, and so are not training time.
 WARMUP_STEPS = 3
+"""First steps, which compile, and so are not training time."""
 ADAMW_BETAS = (0.9, 0.95)
 
 
