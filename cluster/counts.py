@@ -168,7 +168,7 @@ class TargetReport:
     node: str = ""
     devices: tuple[Mapping[str, Any], ...] = ()
 
-    def head_of(self, workload: str) -> str:
+    def find_head(self, workload: str) -> str:
         """Digest of the head that drafts for a workload."""
         return self.trial_head if workload.endswith(TRIAL_SUFFIX) else self.head
 
@@ -239,8 +239,8 @@ class DeltaTracker:
                 counts = counts_since(total, last.workloads.get(name))
                 if is_recent:
                     deltas.workloads[name] = deltas.workloads.get(name, WorkloadCounts()) + counts
-                head = report.head_of(name)
-                if head and counts.counts.num_steps and last.head_of(name) == head:
+                head = report.find_head(name)
+                if head and counts.counts.num_steps and last.find_head(name) == head:
                     of_head = deltas.by_head.setdefault(head, {})
                     of_head[name] = of_head.get(name, Counts()) + counts.counts
             if report.head:

@@ -321,7 +321,7 @@ class KPolicy:
 
     def _describe(self, workload: str) -> dict[str, Any]:
         rates = self.posteriors.rates(workload)
-        k, source = self.rules.k_of(base_workload(workload))  # a trial gets the K of its workload
+        k, source = self.rules.find_k(base_workload(workload))  # a trial gets the K of its workload
         reason = "pinned by depth.by_workload" if source == "workload" else ""
         chosen = self._choices.get(base_workload(workload))
         if source == "default" and chosen is not None:

@@ -190,7 +190,7 @@ class FrontEnd:
         self.heads: tuple[str, ...] = ()
         """Digests of the heads that draft: the live one, then the candidate of the router."""
         self.routing = HeadRouting()
-        self.update = PolicyUpdate()
+        self.policy_update = PolicyUpdate()
         """The router's last one with choices: K where neither the request nor the operator fixed it."""
         self.apply_settings(settings)
 
@@ -277,7 +277,7 @@ class FrontEnd:
         request_id = request_id or (named if _REQUEST_ID.fullmatch(named) else secrets.token_hex(16))
         body.vllm_xargs = fields["vllm_xargs"] = {**own, **decided}
         trace = {name: headers[name] for name in TRACE_HEADERS if name in headers}
-        head = self.head_of(drafting.workload)
+        head = self.find_head(drafting.workload)
         admitted = Admitted(call, fields, drafting, request_id, num_sequences, trace, caller.name, caller.line, head)
         admitted.body = body
         return admitted
@@ -301,7 +301,7 @@ class FrontEnd:
         drafting = resolve(self._rules, asked, headers, caller, find_workload)
         if self._rules.is_adaptive:
             most = self._rules.max_k
-            drafting = self.update.choose(drafting, most if caller.max_k is None else min(most, caller.max_k))
+            drafting = self.policy_update.choose(drafting, most if caller.max_k is None else min(most, caller.max_k))
         # Now and then the head on trial drafts. K stays: both heads get the same.
         if self.routing.trial in self.heads and random.random() < self.routing.share:
             drafting = replace(drafting, workload=drafting.workload + TRIAL_SUFFIX)
@@ -313,7 +313,7 @@ class FrontEnd:
             return self.heads.index(self.routing.trial)
         return 0
 
-    def head_of(self, workload: str = DEFAULT_WORKLOAD) -> str:
+    def find_head(self, workload: str = DEFAULT_WORKLOAD) -> str:
         """Digest of the head that drafts for a workload, "" where none does, or it is not known yet."""
         index = self._head_index(workload)
         return self.heads[index] if index < len(self.heads) else ""

@@ -210,8 +210,8 @@ class TargetServer(LLMServer):
         latency_json = self._recorder.step_latency
         return TargetReport(
             replica=self._replica,
-            head=self.front_end.head_of(),
-            trial_head=self.front_end.head_of(TRIAL_SUFFIX),
+            head=self.front_end.find_head(),
+            trial_head=self.front_end.find_head(TRIAL_SUFFIX),
             workloads=self._recorder.workloads(),
             step_latency=msgspec.json.decode(latency_json, type=StepLatency) if latency_json else None,
             links=() if self._links is None else self._links.links,
@@ -257,7 +257,7 @@ class TargetServer(LLMServer):
         for workload in update.workloads:
             self.front_end.remember_workload(workload)
         if update.choices:  # none come of a router that has just started: the last ones stand
-            self.front_end.update = update
+            self.front_end.policy_update = update
 
     # ---- what the HTTP API shows besides answers
 
