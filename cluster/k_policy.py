@@ -233,8 +233,8 @@ class KPolicy:
         return sum(self._load.values())
 
     def observe(self, reports: Sequence[TargetReport], now_s: float) -> CounterDeltas | None:
-        """Take in what the replicas say, all of them at once, and decide anew; `now_s` is monotonic. What is new in the
-        reports, None without any."""
+        """Take in one round of reports, all replicas at once, and decide anew. `now_s`: monotonic seconds. Returns what
+        is new in the reports; None without reports."""
         if not reports:
             self._load.clear()
             return None
@@ -297,7 +297,7 @@ class KPolicy:
         return Demand(name, num_requests, rates, high, low, rules.max_tpot_ms.get(base, math.inf) / 1e3)
 
     def make_update(self, num_targets: int) -> PolicyUpdate:
-        """What `num_targets` target replicas are to choose K by."""
+        """The update for each of `num_targets` target replicas; `heads` and `spending` are the router's to add."""
         workloads = tuple(sorted({*self.posteriors.workloads(), *self._load}))
         return PolicyUpdate(num_targets, workloads, self._choices, EXPLORED_STEPS / max(1.0, self.num_requests))
 

@@ -326,7 +326,7 @@ class FrontEnd:
         self, call: Call, document: Mapping[str, Any], caller: Caller = ANYONE, headers: Mapping[str, str] | None = None
     ) -> AsyncGenerator[str]:
         """The answer to a request, from its admission to its end: one JSON text, or server-sent events. Raises ApiError
-        instead of an answer, or in the midst of a stream."""
+        instead of an answer, or in the midst of a stream. Counts its status, 499 if the client leaves."""
         started_s, first_s, time_s = time.perf_counter(), None, time.time()
         workload, status, usage, is_counted_later = "", 499, None, False
         number = next(self._numbers)
