@@ -228,9 +228,7 @@ class TargetSettings(Section):
     )
     env: dict[str, str] = Field({}, description="Environment variables of replica and engine.")
     front_ends: Count | None = Field(
-        None,
-        le=64,
-        description="Front-end processes (text to tokens and back), 1 to 4 by default; 1: the replica's own.",
+        None, le=64, description="Processes between text and tokens, 1 to 4 by default; 1: the replica's own."
     )
 
     @field_validator("bundle")
@@ -418,9 +416,7 @@ class DepthSettings(Section):
     """K of requests: how many draft tokens a step verifies. `state` also keeps which heads were put into others' place;
     without it both end with the Ray cluster."""
 
-    policy: Literal["adaptive", "fixed"] = Field(
-        "adaptive", description="Whether K of workloads without a pinned K is learned."
-    )
+    policy: Literal["adaptive", "fixed"] = Field("adaptive", description="Whether K is learned where none is pinned.")
     default: int | None = Field(None, ge=0, description="K where nothing else decides; by default `max`.")
     max: int | None = Field(None, ge=0, description="Largest K of any request; by default K_max.")
     by_workload: dict[Tag, int] = Field({}, description="Pinned K by workload.")
@@ -484,9 +480,7 @@ class LimitSettings(Section):
     max_running_requests: Count = Field(
         256, description="Running sequences of a replica that answers HTTP; beyond it they wait."
     )
-    max_queued_requests: int = Field(
-        256, ge=0, description="Waiting sequences of a replica that answers HTTP; beyond it 429."
-    )
+    max_queued_requests: int = Field(256, ge=0, description="Sequences of a replica that wait; beyond it 429.")
 
     @model_validator(mode="after")
     def _check_bodies(self) -> "LimitSettings":
@@ -586,9 +580,7 @@ def pod_directories(raw: Any) -> list[str]:
 class ReplicaRange(Section):
     """Bounds of a deployment's number of replicas."""
 
-    min: int = Field(
-        1, ge=0, description="Fewest replicas; 0: the last target ends after `idle_s`, and drafters with it."
-    )
+    min: int = Field(1, ge=0, description="Fewest replicas; 0: the last target ends after `idle_s`.")
     max: int = Field(ge=1, description="Most replicas.")
 
     @model_validator(mode="after")
@@ -711,9 +703,7 @@ class PodSettings(Section):
     """Pods of one kind. What they ask for is also their limit."""
 
     cpus: float | None = Field(
-        None,
-        gt=0,
-        description="Processors; default: 1 in the head; in a worker 8 per GPU, at least what Ray places.",
+        None, gt=0, description="Processors; default: head 1; worker 8 per GPU, at least what Ray places."
     )
     memory: Quantity | None = Field(
         None, description="Memory of a pod; default: head 4Gi, worker 10Gi; with GPUs 8Gi and 64Gi."

@@ -106,9 +106,7 @@ class ScheduleRecipe(Section):
 
 
 class LossRecipe(Section):
-    offset_decay: float = Field(
-        1.0, gt=0, le=1, description="Weight of draft position g, from 0, is `offset_decay ** g`."
-    )
+    offset_decay: float = Field(1.0, gt=0, le=1, description="Weight of position g (from 0) is `offset_decay ** g`.")
     reach: float = Field(1.0, ge=0, le=1, description="Weight of rows that decoding never reaches.")
     chunk: int = Field(8192, ge=16, description="Rows whose logits exist at once.")
 
