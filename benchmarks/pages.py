@@ -36,18 +36,20 @@ SCHEMA = ROOT / "configs" / "schema.json"
 BEGIN, END = "<!-- made: {} -->\n", "<!-- end -->"
 
 UNITS = {
-    "_s": "s", "_ms": "ms", "_gib": "GiB", "_mib": "MiB", "_bytes": "bytes",
-    "in_flight": "bytes", "_hours": "h", "_minutes": "min",
-    "_cpus": "CPUs", "_gpus": "GPUs", "_replicas": "replicas", "_requests": "requests", "_sequences": "sequences",
-    "_values": "values", "_entries": "entries", "_logprobs": "values", "_stop": "strings", "_choices": "choices",
-    "_repeats": "repetitions", "_tokens": "tokens", "_heads": "heads", "_answers": "answers", "_held_out": "answers",
-    "_per_minute": "per minute", "max_k": "tokens", "share": "share", "utilisation": "share", "_gain": "share",
+    "_s": "s", "_ms": "ms", "_gib": "GiB", "_mib": "MiB", "_bytes": "bytes", "in_flight": "bytes", "_hours": "h",
+    "_minutes": "min", "_cpus": "CPUs", "_gpus": "GPUs", "_replicas": "replicas", "_requests": "requests",
+    "_sequences": "sequences", "_values": "values", "_entries": "entries", "_logprobs": "values", "_tokens": "tokens",
+    "_heads": "heads", "_answers": "answers", "_held_out": "answers", "_per_minute": "per minute",
+    "_per_day": "per day", "max_k": "tokens", "share": "share", "utilisation": "share", "_gain": "share",
     "_loss": "share", "ratio": "share", "_steps": "steps", "_workers": "engines", "_rounds": "rounds",
     "_conversations": "conversations", "_depths": "tokens", "_layers": "layers", "_size": "width",
-    "_segments": "parts", "_accumulated": "passes", "chunk": "rows", "_window": "tokens",
+    "_segments": "parts", "chunk": "rows",
 }  # fmt: skip
 """Unit by the end of a key's name, for numbers."""
-OWN_UNITS = {"default": "tokens", "max": "tokens", "min": "replicas", "by_workload": "tokens"}
+OWN_UNITS = {
+    "default": "tokens", "max": "tokens", "min": "replicas", "by_workload": "tokens",
+    "max_running_requests": "sequences", "max_queued_requests": "sequences", "max_grammar_bytes": "characters",
+}  # fmt: skip
 KINDS = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "text"}
 BOUNDS = {annotated_types.Ge: "≥", annotated_types.Gt: ">", annotated_types.Le: "≤", annotated_types.Lt: "<"}
 SECTION_NAMES = {"callers": "callers.NAME", "depth.objectives": "depth.objectives.WORKLOAD"}

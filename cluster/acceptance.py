@@ -103,7 +103,7 @@ class AcceptancePosteriors:
                     del latest_last[next(iter(latest_last))]
         self._rates.clear()
 
-    def head_of(self, workload: str) -> str:
+    def find_head(self, workload: str) -> str:
         """The head that drafts for a workload now."""
         return self.trial_head if workload.endswith(TRIAL_SUFFIX) else self.head
 
@@ -113,7 +113,7 @@ class AcceptancePosteriors:
             name
             for head, evidence in reversed(self._evidence.items())
             for name in reversed(evidence)
-            if self.head_of(name) == head
+            if self.find_head(name) == head
         )
 
     @property
@@ -123,7 +123,7 @@ class AcceptancePosteriors:
 
     def rates(self, workload: str) -> AcceptanceRates:
         """What is believed of a workload; of an unknown one, what its head's other workloads say together."""
-        head = self.head_of(workload)
+        head = self.find_head(workload)
         if (head, workload) not in self._rates:
             evidence = self._evidence.get(head, {})
             own_2K = evidence.get(workload, self._none_2K)

@@ -42,13 +42,13 @@ class Counts:
     def add_step(self, num_verified: int, num_accepted: int, number: int = 1) -> None:
         """Count one step of one request, or a number of equal ones, in place. A step without drafts counts nowhere."""
         missing = [0] * (num_verified - len(self.drafted))
-        for row, num_depths in (
+        for row, num_positions in (
             (self.drafted, num_verified),
             (self.reached, min(num_verified, num_accepted + 1)),
             (self.accepted, num_accepted),
         ):
             row += missing
-            for index in range(num_depths):
+            for index in range(num_positions):
                 row[index] += number
 
     @property
@@ -88,8 +88,8 @@ class Counts:
         found = Counts(*([a - b for a, b in zip_longest(*row, fillvalue=0)] for row in rows))
         if any(count < 0 for row in found.rows for count in row):
             raise ValueError(f"{earlier} is no earlier reading of {self}")
-        num_depths = sum(count > 0 for count in found.drafted)
-        return Counts(*(row[:num_depths] for row in found.rows))
+        num_positions = sum(count > 0 for count in found.drafted)
+        return Counts(*(row[:num_positions] for row in found.rows))
 
 
 @dataclass(slots=True)
@@ -168,7 +168,7 @@ class TargetReport:
     node: str = ""
     devices: tuple[Mapping[str, Any], ...] = ()
 
-    def head_of(self, workload: str) -> str:
+    def find_head(self, workload: str) -> str:
         """Digest of the head that drafts for a workload."""
         return self.trial_head if workload.endswith(TRIAL_SUFFIX) else self.head
 
@@ -239,8 +239,8 @@ class DeltaTracker:
                 counts = counts_since(total, last.workloads.get(name))
                 if is_recent:
                     deltas.workloads[name] = deltas.workloads.get(name, WorkloadCounts()) + counts
-                head = report.head_of(name)
-                if head and counts.counts.num_steps and last.head_of(name) == head:
+                head = report.find_head(name)
+                if head and counts.counts.num_steps and last.find_head(name) == head:
                     of_head = deltas.by_head.setdefault(head, {})
                     of_head[name] = of_head.get(name, Counts()) + counts.counts
             if report.head:

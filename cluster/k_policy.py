@@ -21,9 +21,9 @@ The router decides so for all targets (`KPolicy.observe`), changes K only for a 
 `PolicyUpdate` to the front ends. A front end then answers for each request (`PolicyUpdate.choose`): a K that the client
 or the operator fixed stays, and a caller's limit caps a learned K. The scheduler verifies all drafts of a fixed K in
 every step. A learned K is a plan: each step verifies what pays at its own load (`cluster.step_allocation`). It verifies
-up to `max_k`, or up to K where a workload has a limit of TPOT. Where a learned `max_k` is 0, a few requests explore:
-they get the largest K, because nothing would be measured without them. On a GPU that is while no workload drafts, and
-with a limit of TPOT for each workload with K = 0.
+up to `max_k`, or up to K where any workload has a limit of TPOT. A learned `max_k` is 0 on a GPU while no workload
+drafts, and with a limit of TPOT for each workload with K = 0. A few of its requests then explore: they get the largest
+K, because nothing would be measured without them.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ MIN_STEPS = 200.0
 """Steps of any traffic below which K rests on a published curve, and is at least 1."""
 
 EXPLORED_STEPS = 0.01
-"""Share of steps with an exploration request, while a workload has K = 0."""
+"""Share of steps with an exploration request, while a workload has `max_k` = 0."""
 
 MIN_SHARED = 1.5
 """Mean requests of a step from which workloads share steps. A mean of readings of 1 may lie a little above 1."""
@@ -106,7 +106,7 @@ def best_ks(demands: Sequence[Demand], latency: StepLatency) -> Plan:
     """K of each workload that gives the most tokens per second within the limits of TPOT; at a tie, fewer drafts. Where
     no plan compared keeps all limits, the one that exceeds them least.
 
-    `demands`: at least one, and each workload once."""
+    `demands`: at least one, and each workload once. Letters of arrays: C workloads, P plans compared."""
     scale = 1.0 / min(1.0, sum(demand.num_requests for demand in demands))  # a step that runs has a request
     loads_C = np.array([scale * demand.num_requests for demand in demands])
     limits_C = np.array([demand.max_tpot_s for demand in demands])
@@ -174,7 +174,7 @@ class PolicyUpdate:
         num_targets: target replicas that run.
         workloads: names that any of them distinguishes.
         choices: what requests get by workload, that of `default` for every other; {} where K is not chosen.
-        exploration_share: of the requests of workloads that have no drafts.
+        exploration_share: share of the requests of workloads with `max_k` = 0 that explore.
         heads: requests that draft with a head which the settings do not name.
         spending: what callers have used today.
     """
@@ -207,7 +207,8 @@ class KPolicy:
 
     Args:
         rules: the operator's limits, defaults and pinned workloads, which may change.
-        on_gpu: of the targets' engines: what is guessed of their steps until they report what these take.
+        on_gpu: whether the engines have GPUs. It sets the step latency until they report theirs, and whether K = 0 is
+            decided for all steps or for each.
         max_num_seqs: sequences that one engine runs at a time; what it has beyond them waits, and is no load of a step.
     """
 
@@ -232,8 +233,8 @@ class KPolicy:
         return sum(self._load.values())
 
     def observe(self, reports: Sequence[TargetReport], now_s: float) -> CounterDeltas | None:
-        """Take in what the replicas say, all of them at once, and decide anew; `now_s` is monotonic. What is new in the
-        reports, None without any."""
+        """Take in one round of reports, all replicas at once, and decide anew. `now_s`: monotonic seconds. Returns what
+        is new in the reports; None without reports."""
         if not reports:
             self._load.clear()
             return None
@@ -296,7 +297,7 @@ class KPolicy:
         return Demand(name, num_requests, rates, high, low, rules.max_tpot_ms.get(base, math.inf) / 1e3)
 
     def make_update(self, num_targets: int) -> PolicyUpdate:
-        """What `num_targets` target replicas are to choose K by."""
+        """The update for each of `num_targets` target replicas; `heads` and `spending` are the router's to add."""
         workloads = tuple(sorted({*self.posteriors.workloads(), *self._load}))
         return PolicyUpdate(num_targets, workloads, self._choices, EXPLORED_STEPS / max(1.0, self.num_requests))
 
@@ -320,7 +321,7 @@ class KPolicy:
 
     def _describe(self, workload: str) -> dict[str, Any]:
         rates = self.posteriors.rates(workload)
-        k, source = self.rules.k_of(base_workload(workload))  # a trial gets the K of its workload
+        k, source = self.rules.find_k(base_workload(workload))  # a trial gets the K of its workload
         reason = "pinned by depth.by_workload" if source == "workload" else ""
         chosen = self._choices.get(base_workload(workload))
         if source == "default" and chosen is not None:

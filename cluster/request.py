@@ -119,7 +119,7 @@ class KRules:
     is_adaptive: bool = True
     max_tpot_ms: Mapping[str, float] = field(default_factory=dict)
 
-    def k_of(self, workload: str) -> tuple[int, Source]:
+    def find_k(self, workload: str) -> tuple[int, Source]:
         """K of a workload and where it comes from."""
         if workload in self.by_workload:
             return self.by_workload[workload], "workload"
@@ -171,14 +171,14 @@ def resolve(
     requested: Any = None,
     headers: Mapping[str, str] | None = None,
     caller: Caller = ANYONE,
-    workload_of: Callable[[str | None], str] = lambda tag: tag or DEFAULT_WORKLOAD,
+    find_workload: Callable[[str | None], str] = lambda tag: tag or DEFAULT_WORKLOAD,
 ) -> Drafting:
     """Decide K and workload of a request.
 
     `requested` is the body's `drafting` value: None or `{"k": int, "workload": str}` with both keys optional. The
     headers `X-Drafting-K` and `X-Drafting-Workload` say the same; a header that contradicts the body is an error.
-    A tag that `caller` may set comes first, then the caller's own workload, then what `workload_of(None)` finds.
-    `workload_of`: the workload of a request, given the tag that it may set (None: none).
+    A tag that `caller` may set comes first, then the caller's own workload, then what `find_workload(None)` finds.
+    `find_workload`: the workload of a request, given the tag that it may set (None: none).
 
     Raises:
         ApiError: (400) unknown key, wrong type, K outside 0..K_max, malformed tag, or header and body disagree. (403) A
@@ -213,8 +213,8 @@ def resolve(
         raise ApiError(403, text, param=name, code="tag_not_allowed")
     if caller.tags == "ignore":
         tag = None
-    workload = caller.workload if tag is None and caller.workload is not None else workload_of(tag)
-    chosen, source = rules.k_of(workload)
+    workload = caller.workload if tag is None and caller.workload is not None else find_workload(tag)
+    chosen, source = rules.find_k(workload)
     if k is not None:
         chosen, source = min(k, rules.max_k), "request"
     return Drafting(workload, chosen if caller.max_k is None else min(chosen, caller.max_k), source)

@@ -104,7 +104,7 @@ def replica_capacity(k_policy: KPolicy, traffic: Mapping[str, WorkloadTraffic]) 
     for name in traffic:
         base = base_workload(name)
         is_free = rules.is_adaptive and base not in rules.by_workload
-        low, high = (0, rules.max_k) if is_free else (rules.k_of(base)[0],) * 2
+        low, high = (0, rules.max_k) if is_free else (rules.find_k(base)[0],) * 2
         demands.append(Demand(name, 1.0, k_policy.posteriors.rates(name).mean, high, low))
     tokens_C = np.array([each.tokens_per_s for each in traffic.values()])
     ks = [demand.max_k for demand in demands]
@@ -193,7 +193,7 @@ class ScalingPolicy:
         if latency.num_steps < MIN_TIMED_STEPS:
             return "no replica knows yet what its steps take"
         rules = k_policy.rules
-        may_draft = any(rules.k_of(base_workload(name))[0] for name in traffic) or (rules.is_adaptive and rules.max_k)
+        may_draft = any(rules.find_k(base_workload(name))[0] for name in traffic) or (rules.is_adaptive and rules.max_k)
         if num_steps < MIN_STEPS and may_draft:
             return f"{num_steps:.0f} verified steps tell too little of acceptance"
         return ""

@@ -228,7 +228,7 @@ class TargetSettings(Section):
     )
     env: dict[str, str] = Field({}, description="Environment variables of replica and engine.")
     front_ends: Count | None = Field(
-        None, le=64, description="Processes that turn text to tokens and back; by default by CPUs and GPUs."
+        None, le=64, description="Processes between text and tokens, 1 to 4 by default; 1: the replica's own."
     )
 
     @field_validator("bundle")
@@ -416,7 +416,7 @@ class DepthSettings(Section):
     """K of requests: how many draft tokens a step verifies. `state` also keeps which heads were put into others' place;
     without it both end with the Ray cluster."""
 
-    policy: Literal["adaptive", "fixed"] = Field("adaptive", description="Whether K of the other workloads is learned.")
+    policy: Literal["adaptive", "fixed"] = Field("adaptive", description="Whether K is learned where none is pinned.")
     default: int | None = Field(None, ge=0, description="K where nothing else decides; by default `max`.")
     max: int | None = Field(None, ge=0, description="Largest K of any request; by default K_max.")
     by_workload: dict[Tag, int] = Field({}, description="Pinned K by workload.")
@@ -476,11 +476,11 @@ class LimitSettings(Section):
     max_num_prompt_logprobs: int = Field(2**16, ge=0, description="`n` times prompt tokens times (1 + logprobs).")
     max_grammar_bytes: Count = Field(64 * 2**10, description="Characters, as JSON, of a field that makes a grammar.")
     max_grammar_mib: Count = Field(100, description="Memory to compile a grammar and follow it for 64 tokens.")
-    grammar_timeout_s: Finite = Field(10.0, description="CPU time for the same.")
+    grammar_timeout_s: Finite = Field(10.0, description="CPU time to compile a grammar and follow it for 64 tokens.")
     max_running_requests: Count = Field(
         256, description="Running sequences of a replica that answers HTTP; beyond it they wait."
     )
-    max_queued_requests: int = Field(256, ge=0, description="Waiting sequences of such a replica; beyond it 429.")
+    max_queued_requests: int = Field(256, ge=0, description="Sequences of a replica that wait; beyond it 429.")
 
     @model_validator(mode="after")
     def _check_bodies(self) -> "LimitSettings":
@@ -580,7 +580,7 @@ def pod_directories(raw: Any) -> list[str]:
 class ReplicaRange(Section):
     """Bounds of a deployment's number of replicas."""
 
-    min: int = Field(1, ge=0, description="Fewest replicas; 0: the last one ends after `idle_s`.")
+    min: int = Field(1, ge=0, description="Fewest replicas; 0: the last target ends after `idle_s`.")
     max: int = Field(ge=1, description="Most replicas.")
 
     @model_validator(mode="after")
@@ -646,7 +646,7 @@ class LearningSettings(Section):
     """A learner that trains the remote drafter's heads on, on live traffic (`deployments.learner`).
 
     With `callers`, only answers of callers with `learn: true` are kept, by default all of theirs. Without `replay` a
-    sample of what came stands for the mix of before. `recipe` goes over `peagle.train.continual.SETTINGS`. Both gains
+    sample of what came stands for the mix of before. `recipe` overrides `peagle.train.continual.SETTINGS`. Both gains
     must be likely, not only measured."""
 
     removed: ClassVar[Mapping[str, str]] = {
@@ -658,7 +658,7 @@ class LearningSettings(Section):
         None, min_length=1, description="Folder of proposed heads; by default in the node's cache directory."
     )
     workloads: Literal["all", "callers"] | list[str] | None = Field(
-        None, description="Workloads whose answers are kept; `callers`, the default with these: all of theirs."
+        None, description="Workloads whose answers are kept; `callers` (default if there are any): all of theirs."
     )
     replay: str | None = Field(None, description="Folder of conversations that must not be forgotten.")
     recipe: dict[str, dict[str, Any]] = Field(
@@ -703,10 +703,10 @@ class PodSettings(Section):
     """Pods of one kind. What they ask for is also their limit."""
 
     cpus: float | None = Field(
-        None, gt=0, description="Processors; by default 1 of the head, of others 8 a GPU or what Ray places."
+        None, gt=0, description="Processors; default: head 1; worker 8 per GPU, at least what Ray places."
     )
     memory: Quantity | None = Field(
-        None, description="By default 4Gi of the head, 10Gi of others; with GPUs 8Gi, 64Gi."
+        None, description="Memory of a pod; default: head 4Gi, worker 10Gi; with GPUs 8Gi and 64Gi."
     )
     node_selector: dict[str, str] = Field({}, description="Labels that their nodes have.")
     tolerations: list[Toleration] = Field(

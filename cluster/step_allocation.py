@@ -17,8 +17,8 @@ def allocate(
     """Drafts of each request that give the most tokens per second in the next step.
 
     With m drafts the best ones are those of `min_ks`, and then those of the greatest cumulative acceptance rates over
-    all requests. So one sort and one pass over m finds the optimum. The drafter's pass counts as paid. At a tie the
-    step with fewer drafts wins, and the request that comes first.
+    all requests. So one sort and one pass over m finds the optimum. The time of the drafter's pass counts for every m.
+    At a tie the step with fewer drafts wins, and the request that comes first.
 
     Args:
         rates: S_1, S_2, ... of each request, at least as many as its `max_ks`, the most drafts that it gets.

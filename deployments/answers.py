@@ -55,7 +55,8 @@ class EngineAnswers:
     Args:
         client: vLLM's, an `AsyncLLM`.
         vllm: the state of vLLM's API server: its API objects by name.
-        charge: is told the tokens of a request that was broken off, once for each.
+        recorder: counts drafts of the client's requests; attached to it already.
+        charge: counts the tokens of a request that was broken off, once for each.
     """
 
     def __init__(self, client: Any, vllm: Any, recorder: DraftingRecorder, charge: Charge) -> None:
@@ -69,7 +70,7 @@ class EngineAnswers:
     def attach(
         cls, client: Any, vllm: Any, recorder: DraftingRecorder, charge: Charge, grammars: GrammarChecker
     ) -> "EngineAnswers":
-        """For an engine before its first request. Its client is changed: it checks requests and counts drafts."""
+        """For an engine before its first request. Changes its client, which then checks requests and counts drafts."""
         recorder.attach(client)
         guard(client, grammars)
         render_at_once(client)
@@ -117,9 +118,9 @@ class EngineAnswers:
                 task.add_done_callback(self._aborts.discard)
 
     async def _ask(self, admitted: Admitted) -> Any:
-        """vLLM's answer: a response, an `ErrorResponse`, or the generator of events. `ray.serve.llm` copies each of
-        these into types of its own, and batches events. vLLM sees no other headers of the client's: by some it could
-        set its priority."""
+        """vLLM's answer: a response, an `ErrorResponse`, or the generator of events. vLLM is asked directly, because
+        `ray.serve.llm` copies each of these into types of its own, and batches events. vLLM gets no other headers of
+        the client, because some would set its priority."""
         vllm: Any = self._vllm
         body: Any = admitted.body
         headers = {"x-request-id": admitted.request_id, **admitted.trace}

@@ -25,8 +25,8 @@ from peagle.vllm.engine_settings import openmp_preload
 from peagle.vllm.setting_types import SettingTypes
 
 HEALTH_CHECK_PERIOD_S = 2.0
-"""A drafter or a router that died is noticed and replaced soon: until then targets decode without drafts, or choose K
-by the last policy update. So is a target whose engine died (Serve's own period is 10 s, and it asks three times)."""
+"""Short (Serve's own is 10 s, and it asks three times): until a dead drafter, router or engine is replaced, targets
+decode without drafts, choose K by the last policy update, or answer nothing."""
 
 TARGET_REQUESTS = 1_000_000
 """Requests that Serve lets into a target replica at a time: no limit, so that `limits` refuses in OpenAI's form."""
@@ -35,10 +35,12 @@ ROUTER_REQUESTS = 1024
 """Calls that the router answers at a time: of targets, drafters, and readers of its metrics."""
 
 LEARNER_TIMEOUT_S = 300.0
-"""It gives way to every other process, so it may be slow to answer; a replica that is replaced forgets what it kept."""
+"""Timeout of the learner's health check. The learner gives way to every other process, so it may be slow to answer. A
+learner that is replaced loses the answers that it kept."""
 
 LEAST_GPU = 0.001
-"""What a target replica asks Ray for of its bundle's GPU, to see it. The bundle keeps the whole from others."""
+"""GPUs that a target replica's own process asks Ray for, so that it sees its bundle's GPU. The bundle reserves all of
+that GPU."""
 
 
 def build(args: dict[str, Any]) -> serve.Application:
@@ -62,7 +64,7 @@ def build(args: dict[str, Any]) -> serve.Application:
 
 def bind(replica: str | type, *args: Any, **options: Any) -> serve.Application:
     """A deployment of a class, or of the one at a path "package.module.Class"."""
-    quiet = {"enable_access_log": False}  # a line a second, of the questions of other replicas, otherwise
+    quiet = {"enable_access_log": False}  # else a line for each call by another replica, one a second
     options = {"health_check_period_s": HEALTH_CHECK_PERIOD_S, "logging_config": quiet, **options}
     deployment: Any = serve.deployment(object, **options)
     bound: serve.Application = deployment.options(func_or_class=replica).bind(*args)

@@ -61,7 +61,7 @@ from peagle.vllm.request_args import GROUP_KEY, HEAD_KEY, LEARN_KEY, MAX_K_KEY, 
 logger = logging.getLogger(__name__)
 
 QUEUED_PER_RUNNING = 2
-"""Sequences that a front end hands to an engine, for each that the engine runs at a time: it is never to wait."""
+"""Sequences that a front end hands to an engine, for each that the engine runs at a time: the engine never waits."""
 
 SERVER_KEYS = (MAX_K_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY)
 """Keys of `vllm_xargs` that the front end sets."""
@@ -159,7 +159,8 @@ class FrontEnd:
     """The front end of one replica.
 
     Args:
-        max_running: sequences that the engines behind this front end run well at a time, at most `limits`'.
+        max_running: sequences that the engine may have, `QUEUED_PER_RUNNING` for each that it runs
+            at a time; None: `limits.max_running_requests` alone decides.
         usage_log: gets a line for each request, if there is one.
         replica: name of the replica, for these lines.
     """
@@ -189,7 +190,7 @@ class FrontEnd:
         self.heads: tuple[str, ...] = ()
         """Digests of the heads that draft: the live one, then the candidate of the router."""
         self.routing = HeadRouting()
-        self.update = PolicyUpdate()
+        self.policy_update = PolicyUpdate()
         """The router's last one with choices: K where neither the request nor the operator fixed it."""
         self.apply_settings(settings)
 
@@ -207,7 +208,7 @@ class FrontEnd:
         # More wait here, where the queue is fair, and not in the engine.
         places = min(limits.max_running_requests, max_running or limits.max_running_requests)
         self.admission.max_running = places
-        # Half of the places beyond what the engines run at a time: one caller alone keeps them busy with the others.
+        # Half of the places beyond what the engine runs at a time: one caller alone keeps it busy with the others.
         running = places if max_running is None else max_running // QUEUED_PER_RUNNING
         self.admission.num_reserved = max(0, places - running) // 2
 
@@ -276,7 +277,7 @@ class FrontEnd:
         request_id = request_id or (named if _REQUEST_ID.fullmatch(named) else secrets.token_hex(16))
         body.vllm_xargs = fields["vllm_xargs"] = {**own, **decided}
         trace = {name: headers[name] for name in TRACE_HEADERS if name in headers}
-        head = self.head_of(drafting.workload)
+        head = self.find_head(drafting.workload)
         admitted = Admitted(call, fields, drafting, request_id, num_sequences, trace, caller.name, caller.line, head)
         admitted.body = body
         return admitted
@@ -300,7 +301,7 @@ class FrontEnd:
         drafting = resolve(self._rules, asked, headers, caller, find_workload)
         if self._rules.is_adaptive:
             most = self._rules.max_k
-            drafting = self.update.choose(drafting, most if caller.max_k is None else min(most, caller.max_k))
+            drafting = self.policy_update.choose(drafting, most if caller.max_k is None else min(most, caller.max_k))
         # Now and then the head on trial drafts. K stays: both heads get the same.
         if self.routing.trial in self.heads and random.random() < self.routing.share:
             drafting = replace(drafting, workload=drafting.workload + TRIAL_SUFFIX)
@@ -312,7 +313,7 @@ class FrontEnd:
             return self.heads.index(self.routing.trial)
         return 0
 
-    def head_of(self, workload: str = DEFAULT_WORKLOAD) -> str:
+    def find_head(self, workload: str = DEFAULT_WORKLOAD) -> str:
         """Digest of the head that drafts for a workload, "" where none does, or it is not known yet."""
         index = self._head_index(workload)
         return self.heads[index] if index < len(self.heads) else ""
@@ -325,7 +326,7 @@ class FrontEnd:
         self, call: Call, document: Mapping[str, Any], caller: Caller = ANYONE, headers: Mapping[str, str] | None = None
     ) -> AsyncGenerator[str]:
         """The answer to a request, from its admission to its end: one JSON text, or server-sent events. Raises ApiError
-        instead of an answer, or in the midst of a stream."""
+        instead of an answer, or in the midst of a stream. Counts its status, 499 if the client leaves."""
         started_s, first_s, time_s = time.perf_counter(), None, time.time()
         workload, status, usage, is_counted_later = "", 499, None, False
         number = next(self._numbers)

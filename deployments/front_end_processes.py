@@ -2,8 +2,8 @@
 
 One Python process does it for some 25,000 output tokens/s. With `target.front_ends` above 1 the replica's own process
 keeps what must be one: HTTP, keys, limits, the fair queue, K, counts, the checker of grammars. It hands each admitted
-request to the process with the fewest (`FrontEndProcesses`). That one is a client of the engine of its own
-(`peagle.vllm.clients`), and sends the answer back, event by event. This module run as a program is such a process.
+request to the process with the fewest sequences (`FrontEndProcesses`). Each process is a client of the engine
+(`peagle.vllm.clients`) and sends answers back, event by event. This module run as a program is such a process.
 
 Both ends of the socket between them write frames: four bytes of length, then a list of the messages below in
 MessagePack. A process that dies ends its own answers, and another takes its place.
@@ -56,6 +56,7 @@ WINDOW = 64
 """Events of an answer that may be under way to a client that reads slowly."""
 
 REPORT_TIMEOUT_S = 1.0
+"""How long `refresh_counts` waits for the reports of all processes."""
 MAX_SILENCE_S = 60.0
 """A process that owes a report for longer hangs, and is ended."""
 
@@ -74,7 +75,7 @@ class Job(msgspec.Struct, tag=True, array_like=True):
 
 
 class Stop(msgspec.Struct, tag=True, array_like=True):
-    """The client of a job has gone."""
+    """The client of a job has gone: the job ends."""
 
     number: int
 
@@ -86,7 +87,7 @@ class More(msgspec.Struct, tag=True, array_like=True):
 
 
 class Report(msgspec.Struct, tag=True, array_like=True):
-    """`Counted` is to be sent."""
+    """Asks for a `Counted`."""
 
 
 class Outcome(msgspec.Struct, tag=True, array_like=True):
@@ -231,7 +232,7 @@ class FrontEndProcess:
             )
 
     async def run(self, handle: Callable[["FrontEndProcess", Any], None]) -> str:
-        """Hand on its messages until it ends. How it ended, in words."""
+        """Give `handle` each message of the process until that ends. Returns how it ended, in words."""
         self.wire = await Wire.open(self._end, Result)
         try:
             async for message in self.wire.messages():
@@ -339,6 +340,7 @@ class FrontEndProcesses:
             await asyncio.wait(reports, timeout=REPORT_TIMEOUT_S)
 
     def families(self, replica: str) -> list[Metric]:
+        """Requests handed to each process, and restarts, with the label `replica`."""
         found = Families()
         for place, number in enumerate(self.num_requests):
             found.add("front_end_requests", number, replica, str(place))
@@ -479,6 +481,8 @@ class RemoteGrammarChecker(GrammarChecker):
 
 
 class Worker:
+    """Answers the jobs of one front-end process."""
+
     def __init__(
         self, wire: Wire, answers: EngineAnswers, recorder: DraftingRecorder, checker: RemoteGrammarChecker
     ) -> None:

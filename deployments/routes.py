@@ -57,7 +57,7 @@ RECORDS: dict[str, dict[type[BaseModel], type[BaseModel]]] = {
     "/invocations": {BODIES[call]: ANSWERS[call] for call in ("chat", "completions")},
     **TOKENIZER_PATHS,
 }
-"""What is taken by POST, and its answer, by path."""
+"""Records of a body and of its answer, by the path that takes it by POST."""
 
 JSON_MEDIA_TYPE = "application/json"
 
@@ -103,12 +103,13 @@ class Entrance:
 
     @property
     def checks_hosts(self) -> bool:
-        """Whether the service relies on the browser's user being the only one who reaches it."""
+        """Whether Host and Origin are checked where no key is needed: `allowed_hosts` is set, or only this machine
+        reaches the service."""
         return bool(self.allowed_hosts) or _is_loopback(self.host)
 
     def check_site(self, headers: Mapping[str, str]) -> None:
-        """Raises ApiError (403) for what a web page of another site sends: by its Origin, or, where its name has been
-        made to lead to this machine, by that name in Host."""
+        """Raises ApiError (403) for a request of another site's web page. Its Origin shows it, or its Host, if that
+        site's name has been made to lead to this machine (DNS rebinding)."""
         host, origin = headers.get("host", ""), headers.get("origin", "")
         name = _host_name(host)
         hosts = {self.host.lower(), *(_host_name(allowed) for allowed in self.allowed_hosts)}

@@ -73,13 +73,15 @@ gc.enable()
 logger = logging.getLogger(__name__)
 
 CPUS_OF_A_FRONT_END, MAX_DEFAULT_FRONT_ENDS = 4, 4
-"""Measured with 16 CPUs and one GPU: 2026-11-29-headline-coder-front-ends-h200.json."""
+"""CPUs of a replica for each front-end process, and the most of these by default. Measured with 16 CPUs and one GPU:
+2026-11-29-headline-coder-front-ends-h200.json."""
 
 
 class TargetServer(LLMServer):
     """One replica. Its constructor returns when the engine answers, so a running replica is a ready one."""
 
     _is_new = True
+    """Whether no `reconfigure` has succeeded yet."""
 
     async def __init__(  # type: ignore[misc]
         self,
@@ -156,7 +158,7 @@ class TargetServer(LLMServer):
             )
             problem = "the drafters cannot be handed to the engine; it serves without them meanwhile"
             loops.append(repeat(self._links.poll, POLL_INTERVAL_S, problem, at_once=True))
-        self._following = [asyncio.create_task(loop) for loop in loops]
+        self._loops = [asyncio.create_task(loop) for loop in loops]
         freeze_gc_heap()  # as vLLM's own server: a full collection of all that is loaded would hold up every stream
 
     async def __del__(self) -> None:
@@ -208,8 +210,8 @@ class TargetServer(LLMServer):
         latency_json = self._recorder.step_latency
         return TargetReport(
             replica=self._replica,
-            head=self.front_end.head_of(),
-            trial_head=self.front_end.head_of(TRIAL_SUFFIX),
+            head=self.front_end.find_head(),
+            trial_head=self.front_end.find_head(TRIAL_SUFFIX),
             workloads=self._recorder.workloads(),
             step_latency=msgspec.json.decode(latency_json, type=StepLatency) if latency_json else None,
             links=() if self._links is None else self._links.links,
@@ -255,7 +257,7 @@ class TargetServer(LLMServer):
         for workload in update.workloads:
             self.front_end.remember_workload(workload)
         if update.choices:  # none come of a router that has just started: the last ones stand
-            self.front_end.update = update
+            self.front_end.policy_update = update
 
     # ---- what the HTTP API shows besides answers
 

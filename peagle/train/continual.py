@@ -32,11 +32,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "schedule": {"max_steps": 200, "max_minutes": 20, "warmup_steps": 10, "final_ratio": 0.1},
     "loss": {"offset_decay": 0.9, "reach": 0.3},
 }
-"""Sections of a recipe, for a head that is trained already; `learning.recipe` goes before."""
+"""Sections of a recipe, for a head that is trained already; keys of `learning.recipe` override them."""
 
 
 def continual_recipe(given: dict[str, dict[str, Any]], ptd_token_id: int = 0) -> Recipe:
-    """`SETTINGS` with what is given. Raises ValueError for what no recipe has, or what a round cannot change."""
+    """The recipe of `SETTINGS`, overridden by `given`. Raises ValueError for a key that no recipe has, or a section
+    that a round cannot change."""
     if foreign := given.keys() - {*SETTINGS, "cod"}:
         raise ValueError(f"{sorted(foreign)[0]} is no section of it: {', '.join([*SETTINGS, 'cod'])}")
     sections = {name: {**SETTINGS.get(name, {}), **given.get(name, {})} for name in {*SETTINGS, *given}}

@@ -128,7 +128,7 @@ def figures(counts: AnswerCounts) -> dict[str, Any]:
 
 
 def ratios(ours: AnswerCounts, theirs: AnswerCounts, depths: Sequence[int]) -> dict[str, Any]:
-    """AL of one head over another's on the same answers at each K, with 95% intervals of the paired bootstrap."""
+    """AL of one head relative to another's on the same answers at each K, with 95% intervals (paired bootstrap)."""
     columns = [k - 1 for k in depths]
     ours_steps, theirs_steps = ours.num_steps[:, columns], theirs.num_steps[:, columns]
     # The tokens are the same, so a ratio of lengths is that of steps the other way round.
@@ -207,8 +207,8 @@ def answer_anchors(data: Conversations, indices: list[int]) -> dict[int, slice]:
 def _accepted(drafter: Drafter, target: Target, batch: Batch, num_depths: int) -> Tensor:
     """How many leading drafts of each anchor [N] are the document's own tokens.
 
-    Depth after depth from all anchors at once, as `peagle.train.passes` unrolls: attention over the anchors' own rows
-    is the same for every depth, and a mask over all rows, which grows with (N * K) ** 2, is never needed. A chain ends
+    Offset after offset from all anchors at once, as `peagle.train.passes` unrolls: attention over the anchors' own rows
+    is the same for every offset, and a mask over all rows, which grows with (N * K) ** 2, is never needed. A chain ends
     at its first wrong draft; until then its drafts are the true tokens, so EAGLE-3's rows can read those.
     """
     config, document_BN = drafter.config, batch.document_BN
@@ -221,11 +221,11 @@ def _accepted(drafter: Drafter, target: Target, batch: Batch, num_depths: int) -
     with torch.autocast(target.device.type, torch.bfloat16, enabled=target.device.type == "cuda"):
         embeds_BMH, hidden_BMH = row_inputs(drafter, next_tokens(batch.tokens_BN), aux_BNX, 1)
         embeds_BRH, hidden_BRH = embeds_BMH[:, : last + 1], hidden_BMH[:, : last + 1]
-        for depth in range(num_depths):
-            position_BR = batch.position_BN[:, anchor_R] + depth
+        for offset in range(num_depths):
+            position_BR = batch.position_BN[:, anchor_R] + offset
             normed_BRH, stream_BRH = drafter(embeds_BRH, hidden_BRH, position_BR, attend)
-            label_R = (anchor_R + depth + 2).clamp_max(last)
-            is_inside_R = (anchor_R + depth + 2 <= last) & (document_BN[0, label_R] == document_BN[0, anchor_R])
+            label_R = (anchor_R + offset + 2).clamp_max(last)
+            is_inside_R = (anchor_R + offset + 2 <= last) & (document_BN[0, label_R] == document_BN[0, anchor_R])
             index_R = (is_compared_R & is_inside_R).nonzero().squeeze(1)
             best = [drafter.logits(part_RH).argmax(-1) for part_RH in normed_BRH[0, index_R].split(LOGIT_ROWS)]
             index_R = index_R[drafter.target_ids[torch.cat(best)] == batch.tokens_BN[0, label_R[index_R]]]

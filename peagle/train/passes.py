@@ -113,7 +113,7 @@ class PassLosses:
         self._seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def __call__(self, normed_RH: Tensor, index_R: Tensor | None = None, first: int = 0) -> Tensor:
-        """Sum of the weighted losses of rows, numbered `first` + index_R within B * T; none: all of them."""
+        """Sum of the weighted losses of the rows numbered `first` + index_R within B * T; index_R None: of all rows."""
         useful_R, label_R, offset_R = self._useful_T, self._label_T, self._offset_T
         if index_R is not None:
             at_R = first + index_R

@@ -29,7 +29,7 @@ class GenerateRecipe(Section):
     temperature: float = Field(0.7, gt=0, description="Temperature of the answers that are not greedy.")
     greedy_share: float = Field(0.5, ge=0, le=1, description="Share of the answers that is greedy.")
     openings: dict[str, list[str]] = Field({}, description="Beginnings of user turns, by group.")
-    shares: dict[str, float] = Field({}, description="Share of the prompts by group; the rest begins free.")
+    shares: dict[str, float] = Field({}, description="Share of the prompts by group; the others have no opening.")
 
     @model_validator(mode="after")
     def _shares_match(self) -> GenerateRecipe:
@@ -106,7 +106,7 @@ class ScheduleRecipe(Section):
 
 
 class LossRecipe(Section):
-    offset_decay: float = Field(1.0, gt=0, le=1, description="Weight of position g is `offset_decay ** g`.")
+    offset_decay: float = Field(1.0, gt=0, le=1, description="Weight of position g (from 0) is `offset_decay ** g`.")
     reach: float = Field(1.0, ge=0, le=1, description="Weight of rows that decoding never reaches.")
     chunk: int = Field(8192, ge=16, description="Rows whose logits exist at once.")
 
@@ -127,7 +127,7 @@ class EvaluateRecipe(Section):
 class Recipe(Section):
     target: str = Field(description="Embedded target's name, checkpoint directory, or Hugging Face id.")
     data: str = Field(description="Folder of training conversations, as token ids.")
-    conversations: str | None = Field(None, description="Source of which `peagle train` makes `data` if it is missing.")
+    conversations: str | None = Field(None, description="Source from which `peagle train` makes a missing `data`.")
     output: str = Field(description="Folder of checkpoints and of the finished head.")
     seed: int = Field(0, ge=0, description="Seed of data order and initialisation.")
     compile: bool = Field(True, description="`torch.compile` on a GPU; never used on a CPU.")

@@ -50,13 +50,13 @@ from peagle.train.target import KeptStates, Target
 logger = logging.getLogger(__name__)
 
 UNCHANGED = ("target", "seed", "drafter.", "batch.", "optimizer.name", "evaluate.held_out")
-"""Settings that a run which goes on keeps: a path, or the beginning of one."""
+"""Settings that a resumed run must keep: each a key, or the beginning of keys."""
 
 MAX_MASK_SHARE = 1e-4
 """Share of the tokens up to which the mask token may stand in the data: a target may sample any token."""
 
-#: Steps that compile, and so are not training time.
 WARMUP_STEPS = 3
+"""First steps, which compile, and so are not training time."""
 ADAMW_BETAS = (0.9, 0.95)
 
 
@@ -210,7 +210,8 @@ class HeadTraining:
         )
 
     def add_gradients(self, batch: Batch, states: States) -> PassReport:
-        """Runs a batch of the drafter's device through a pass; where attention scores are clipped, they are before."""
+        """Runs a batch on the drafter's device through a pass, after clipping attention scores if the recipe limits
+        them (scores_WLA: of W workers, L layers, A heads)."""
         batch, states = seen_by_drafter(batch, states, self.recipe.batch.joined_share, self.step)
         max_score = None if self.drafter.config.qk_norm else self.recipe.optimizer.max_attention_score
         if max_score is not None and self.step % EVERY_STEPS == 0:
@@ -231,7 +232,8 @@ class Trainer(HeadTraining):
     """State of one worker's run, and the loop. With several workers rank 0 evaluates and writes."""
 
     def __init__(self, recipe: Recipe, device: str | None = None) -> None:
-        """device: by default a GPU where there is one; a worker is given one GPU of several."""
+        """device: by default a GPU where there is one; a worker is given one GPU of several. Raises ValueError where
+        data, target or device do not fit the recipe."""
         self.recipe, self.workers = recipe, Workers()
         self.elapsed_s, self.timed_tokens = 0.0, 0
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -534,6 +536,7 @@ def scalars(record: Any, name: str) -> Iterator[tuple[str, float]]:
 
 
 def train_head(recipe: Recipe, device: str | None = None) -> Path:
-    """Trains by a recipe and returns the head's directory; with torch.distributed started, as one of its workers."""
+    """Trains by a recipe and returns the head's directory; with torch.distributed started, as one of its workers.
+    Raises as `Trainer` and `Trainer.run`."""
     torch.set_float32_matmul_precision("high")
     return Trainer(recipe, device=device).run()

@@ -9,8 +9,8 @@
 | verification (V2) | the runner's sampler | `verification` |
 | V1 model runner (CPU) | `worker_cls` | `workers`, `coupling` (sampling), `cpu_drafting` |
 | both, remote drafter | `worker_cls` | `remote`, `remote_speculator` (V2), `remote_cpu` (V1) |
-| client (`AsyncLLM`) | wrapped methods | `limits`, `grammar_checker`, `rendering`, `recorder` |
+| client (`AsyncLLM`) | wrapped methods | `limits`, `grammar_checker`, `rendering`, `recorder`, `clients` (several) |
 
-`request_args` reads what a request asks for, `step_notes` holds what travels with a step. `compat` refuses an engine of
-another vLLM version; `tests/unit/vllm/test_vllm_names.py` lists the private names that this package uses.
+`request_args` reads what a request asks for, `step_notes` holds what travels with a step, `fork_server` starts engines.
+`compat` refuses another vLLM version; `tests/unit/vllm/test_vllm_names.py` lists the private names in use.
 """

@@ -277,6 +277,6 @@ def _write_rows_kernel(
         if tl.program_id(1) == 0:
             tl.store(first_row_B1 + request, first)
             tl.store(context_B + request, context + num_used)
-            for depth in range(num_drafts):
-                sampled = num_unused + tl.minimum(num_valid - 1 + depth, num_used - 1)
-                tl.store(sample_rows_BD + request * num_drafts + depth, (first + sampled).to(tl.int64))
+            for draft in range(num_drafts):
+                sampled = num_unused + tl.minimum(num_valid - 1 + draft, num_used - 1)
+                tl.store(sample_rows_BD + request * num_drafts + draft, (first + sampled).to(tl.int64))

@@ -96,8 +96,8 @@ class CheckedInputProcessor(InputProcessor):
 
     def __init__(self, config: VllmConfig, renderer: BaseRenderer) -> None:
         super().__init__(config, renderer)
-        is_ours = str(config.parallel_config.worker_cls).startswith("peagle.vllm.workers.")
-        self.samples_without_drafts = config.use_v2_model_runner or is_ours
+        is_our_cpu_worker = str(config.parallel_config.worker_cls).startswith("peagle.vllm.workers.")
+        self.samples_without_drafts = config.use_v2_model_runner or is_our_cpu_worker
         self.returns_chosen_logprobs = config.use_v2_model_runner and config.speculative_config is None
 
     def _validate_params(self, params: Any, supported_tasks: Any) -> Any:

@@ -69,6 +69,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_NUM_SPLITS, MAX_SPLIT_REQUESTS = 32, 32
+"""Splits of a request's keys in FlashAttention, and the largest batch with more than one split."""
 
 MIN_PACKED_REQUESTS = 32
 """Smaller batches make K_max drafts in uniform graphs."""

@@ -123,7 +123,7 @@ class CoupledSampler(RejectionSampler):
             up_to_B1: int32, rows before each request, and in all.
             place_N: the row's request, as index into the S-tensors.
 
-        Returns: `accept_drafts`.
+        Returns: what `accept_drafts` returns.
         """
         token_N = gumbel_sample(
             logits_NV,

@@ -909,12 +909,12 @@ def test_a_share_of_the_requests_tries_the_candidate_that_drafters_have_and_clie
 
     for none in (HeadRouting(), HeadRouting("not here", 0.5)):
         assert tried(none) == {(0, "chat"): 200}
-        assert front_end.head_of("chat") == "A"
+        assert front_end.find_head("chat") == "A"
     found = tried(HeadRouting(trial="C", share=0.5))
     assert found.keys() == {(0, "chat"), (1, "chat/trial")}
     assert 50 < found[1, "chat/trial"] < 150
-    assert [front_end.head_of(name) for name in ("chat", "code/trial")] == ["A", "C"]
+    assert [front_end.find_head(name) for name in ("chat", "code/trial")] == ["A", "C"]
     front_end.remember_workload("chat/trial")
     assert "chat/trial" not in front_end._workloads.names()
     front_end.heads = ()
-    assert front_end.head_of("chat") == ""
+    assert front_end.find_head("chat") == ""
