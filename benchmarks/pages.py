@@ -48,7 +48,7 @@ UNITS = {
 """Unit by the end of a key's name, for numbers."""
 OWN_UNITS = {
     "default": "tokens", "max": "tokens", "min": "replicas", "by_workload": "tokens",
-    "max_running_requests": "sequences", "max_queued_requests": "sequences", "max_grammar_bytes": "characters",
+    "max_running_requests": "sequences", "max_queued_requests": "sequences",
 }  # fmt: skip
 KINDS = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "text"}
 BOUNDS = {annotated_types.Ge: "≥", annotated_types.Gt: ">", annotated_types.Le: "≤", annotated_types.Lt: "<"}

@@ -474,7 +474,7 @@ class LimitSettings(Section):
     max_num_sequences: Count = Field(16, description="`n` times the number of prompts.")
     max_num_logprobs: int = Field(20, ge=0, description="Log probabilities of an output token.")
     max_num_prompt_logprobs: int = Field(2**16, ge=0, description="`n` times prompt tokens times (1 + logprobs).")
-    max_grammar_bytes: Count = Field(64 * 2**10, description="Characters, as JSON, of a field that makes a grammar.")
+    max_grammar_bytes: Count = Field(64 * 2**10, description="JSON text of a field that makes a grammar.")
     max_grammar_mib: Count = Field(100, description="Memory to compile a grammar and follow it for 64 tokens.")
     grammar_timeout_s: Finite = Field(10.0, description="CPU time to compile a grammar and follow it for 64 tokens.")
     max_running_requests: Count = Field(

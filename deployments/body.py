@@ -339,8 +339,8 @@ def check_counts(fields: Mapping[str, Any], limits: LimitSettings) -> None:
         name = "structured_outputs.choice"
         _at_most(name, f"the number of entries of {name}", len(choices), limits, "max_list_entries")
     for name, grammar in grammars(fields).items():
-        num = len(json.dumps(grammar, ensure_ascii=False, default=str))
-        _at_most(name, f"the number of characters of {name}", num, limits, "max_grammar_bytes")
+        num = len(json.dumps(grammar, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass"))
+        _at_most(name, f"the number of bytes of {name}", num, limits, "max_grammar_bytes")
 
 
 def check_limits(body: Body, limits: LimitSettings) -> int:

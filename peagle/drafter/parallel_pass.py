@@ -138,7 +138,7 @@ class ParallelPass:
 
 def use_onednn(drafter: Drafter) -> None:
     """Let a float32 drafter on a CPU multiply by oneDNN, as vLLM's target does there. MKL, which torch takes, needs
-    several times as long for a few rows on an AMD CPU (benchmarks/parallel_pass.py at da11d84)."""
+    several times as long for a few rows on an AMD CPU."""
     if drafter.fc.weight.device.type != "cpu" or drafter.fc.weight.dtype != torch.float32:
         return
     if not torch.backends.mkldnn.is_available():

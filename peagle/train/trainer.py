@@ -379,7 +379,7 @@ class Trainer(HeadTraining):
                     at = {"step": self.step, "minutes": round(self.elapsed_s / 60, 3)}
                     self._append(at | figures | {"norm": norm} | speed)
                     first = " ".join(f"{share:.2f}" for share in figures["accuracy"])
-                    bar.set_postfix_str(f"loss {figures['loss']:.3f} accuracy by depth {first}", refresh=False)
+                    bar.set_postfix_str(f"loss {figures['loss']:.3f} accuracy by position {first}", refresh=False)
                 if self.step % self.recipe.save_every_steps == 0:
                     self.save()
                 if self.step % self.recipe.evaluate.every_steps == 0 and not over:

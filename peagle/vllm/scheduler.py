@@ -81,7 +81,7 @@ class _DraftingScheduler(_Base):
         self._rejections = RejectionForecast(self.num_spec_tokens)
         self._coalescer = OutputCoalescer(self.scheduler_config.stream_interval)
 
-    def read_max_k(self, request: Any) -> int:
+    def find_max_k(self, request: Any) -> int:
         """The most drafts of a `Request` per step, 0..`num_spec_tokens`. It is kept on the request."""
         if (kept := getattr(request, "peagle_max_k", None)) is None:
             kept = request.peagle_max_k = read_max_k(request.sampling_params, self.num_spec_tokens)
@@ -123,7 +123,7 @@ class _DraftingScheduler(_Base):
 
     def _max_ks(self, requests: "list[Request]") -> list[int]:
         """The most drafts of each request, 0 where its remote drafter had none."""
-        return [0 if request.request_id in self._without_drafts else self.read_max_k(request) for request in requests]
+        return [0 if request.request_id in self._without_drafts else self.find_max_k(request) for request in requests]
 
     def _limit_drafts(self, requests: list[Any], prompt_tokens: int = 0) -> int:
         """Keep the first drafts of each request: at most its max_k, and within the draft budget of the step.

@@ -4,6 +4,7 @@ One application serves this module and other tests of the service. The first tes
 engine loaded.
 """
 
+import asyncio
 import contextlib
 import functools
 import itertools
@@ -259,7 +260,18 @@ def test_python_in_the_cluster_reaches_the_same_target_by_handle(application):
     assert answer["choices"][0]["message"]["content"] == text
     assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == text
     assert answer["drafting"] == chunks[-1]["drafting"] == over_http["drafting"]
-    assert client.complete("One, two,", max_tokens=4)["choices"][0]["text"]
+    counting: dict[str, Any] = {"prompt": "One, two,", "max_tokens": 4, "temperature": 0}
+    continued = client.complete(**counting)["choices"][0]["text"]
+
+    async def ask_in_a_loop() -> tuple[Any, Any, list[Any]]:
+        pieces = [chunk async for chunk in client.stream_complete(**counting)]
+        return await client.achat(QUESTION, **arguments), await client.acomplete(**counting), pieces
+
+    in_a_loop, completed, pieces = asyncio.run(ask_in_a_loop())
+    assert in_a_loop["choices"] == answer["choices"]
+    assert (
+        completed["choices"][0]["text"] == "".join(piece["choices"][0]["text"] for piece in pieces) == continued != ""
+    )
     # Refused by the front end, and by the engine's client.
     for fields, status, param in (({"model": "gpt-none"}, 404, "model"), ({"max_tokens": 100_000}, 400, "max_tokens")):
         with pytest.raises(TargetError) as raised:
