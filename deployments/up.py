@@ -641,11 +641,7 @@ def _answers(url: str) -> bool:
         return False
 
 
-WAITS_FOR = {
-    TARGET_NAME: "the engine to load the model",
-    DRAFTER_NAME: "the head to load",
-    ROUTER_NAME: "the router",
-}
+WAITS_FOR = {TARGET_NAME: "the engine to load the model", DRAFTER_NAME: "the head to load", ROUTER_NAME: "the router"}
 
 
 def progress(name: str, state: Mapping[str, Any]) -> str:

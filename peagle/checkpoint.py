@@ -125,10 +125,7 @@ def expected_tensors(config: DrafterConfig) -> dict[str, Expected]:
     """Every tensor that a head of this configuration may hold, by its name in the checkpoint."""
     hidden, mlp = config.hidden_size, config.intermediate_size
     query, key_value = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    expected = {
-        "fc.weight": Expected((hidden, config.fc_input_size)),
-        "norm.weight": Expected((hidden,)),
-    }
+    expected = {"fc.weight": Expected((hidden, config.fc_input_size)), "norm.weight": Expected((hidden,))}
     if config.norm_before_fc:
         expected["input_norm.weight"] = Expected((config.fc_input_size,))
     if config.fc_norm:

@@ -297,12 +297,7 @@ class Link:
         return not session.is_late
 
     def send(
-        self,
-        descriptor: StepDescriptor,
-        start_B: Tensor,
-        num_valid_B: Tensor,
-        next_tokens_R: Tensor,
-        hidden_RH: Tensor,
+        self, descriptor: StepDescriptor, start_B: Tensor, num_valid_B: Tensor, next_tokens_R: Tensor, hidden_RH: Tensor
     ) -> bool:
         """A step, as `StepDescriptor` and `Step` describe it: int32 tensors on the device, and rows projected by
         `projections`. On a GPU everything is enqueued on the current stream. False where the drafter does not get the

@@ -344,9 +344,7 @@ def _publish_kernel(
     tl.store(ready_at.to(tl.pointer_type(tl.int64)), number)
 
 
-@triton.jit(
-    do_not_specialize=["done_at", "abort_at", "drafts_at", "outcome_at", "number", "timeout_ns", "count"],
-)
+@triton.jit(do_not_specialize=["done_at", "abort_at", "drafts_at", "outcome_at", "number", "timeout_ns", "count"])
 def _wait_kernel(
     done_at: tl.int64, abort_at: tl.int64, drafts_at: tl.int64, outcome_at: tl.int64,
     number: tl.int64, timeout_ns: tl.int64, count: tl.int64, out_BK,

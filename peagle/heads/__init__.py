@@ -120,10 +120,7 @@ def keep_candidate(
 
 
 def prepare_head(
-    head: str | Path,
-    target_dir: Path,
-    cache_dir: Path | None = None,
-    report: Report = logger.info,
+    head: str | Path, target_dir: Path, cache_dir: Path | None = None, report: Report = logger.info
 ) -> Path:
     """Directory of a plain head that fits the target in `target_dir`.
 

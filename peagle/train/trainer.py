@@ -33,15 +33,7 @@ from peagle.model import Drafter
 from peagle.provenance import conditions
 from peagle.train.data import Batch, Conversations, PackedBatches, check_data_fits, read_manifest, write_manifest
 from peagle.train.evaluate import check_categories, evaluate, load_answers, table
-from peagle.train.passes import (
-    Eagle3Pass,
-    PassReport,
-    PEaglePass,
-    States,
-    drafter_config,
-    new_drafter,
-    seen_by_drafter,
-)
+from peagle.train.passes import Eagle3Pass, PassReport, PEaglePass, States, drafter_config, new_drafter, seen_by_drafter
 from peagle.train.plan import TrainingPlan
 from peagle.train.qk_clip import EVERY_STEPS, attention_scores, clip_attention
 from peagle.train.recipe import OptimizerRecipe, Recipe, ScheduleRecipe

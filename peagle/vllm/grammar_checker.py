@@ -246,9 +246,7 @@ class _Compilers:
                 tokenizer=self._tokenizer,
                 executor=SimpleNamespace(submit=lambda *_: None),
                 vllm_config=SimpleNamespace(
-                    model_config=self._model_config,
-                    structured_outputs_config=self._config,
-                    speculative_config=None,
+                    model_config=self._model_config, structured_outputs_config=self._config, speculative_config=None
                 ),
                 _use_async_grammar_compilation=True,
                 _create_grammar=None,

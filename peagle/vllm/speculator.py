@@ -491,13 +491,7 @@ class PEagleSpeculator(DraftModelSpeculator):
         self._lay_out_drafts(num_requests, k)
 
     def _host_view(
-        self,
-        lengths_B: np.ndarray[Any, Any],
-        most_keys_B: Tensor,
-        k: int,
-        stride: int,
-        num_padded: int,
-        num_rows: int,
+        self, lengths_B: np.ndarray[Any, Any], most_keys_B: Tensor, k: int, stride: int, num_padded: int, num_rows: int
     ) -> tuple[Tensor, Tensor]:
         """First rows [P + 1] and numbers of keys [P] of a pass's requests, padded to P. Only the GPU knows what was
         rejected, so these are upper bounds."""

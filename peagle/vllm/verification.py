@@ -430,12 +430,7 @@ class Verification:
 
 
 def stage_rows(
-    batch: InputBatch,
-    out: StagedRows,
-    desc: BatchExecutionDescriptor,
-    parameters: Parameters,
-    *,
-    num_drafts: int,
+    batch: InputBatch, out: StagedRows, desc: BatchExecutionDescriptor, parameters: Parameters, *, num_drafts: int
 ) -> None:
     """Fill `out` with a batch, padded to the graph `desc`; one kernel. num_drafts: K."""
     num_padded = desc.num_reqs or batch.num_reqs

@@ -162,10 +162,7 @@ def test_requests_of_a_drafter_that_is_late_again_go_to_another_one_and_new_ones
 def test_a_drafter_that_is_silent_for_long_is_left_and_its_requests_move(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "HEARTBEAT_MS", 500)
     monkeypatch.setattr(protocol, "MAX_SILENCE_MS", 3000)
-    with (
-        drafting(DrafterProcess(), max_deadline_s=2.0) as (stopped, pool, target),
-        running(make_server()) as other,
-    ):
+    with drafting(DrafterProcess(), max_deadline_s=2.0) as (stopped, pool, target), running(make_server()) as other:
         pool.set_drafters([entry(address) for address in (stopped.address, other.address)])
         eventually(lambda: pool.num_up == 2)
         stopped.signal(signal.SIGSTOP)

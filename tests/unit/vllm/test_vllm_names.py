@@ -74,11 +74,7 @@ PATCH_POINTS: Mapping[str, Mapping[str, Sequence[str]]] = {
     },
     "v2 runner": {
         "vllm.config:VllmConfig": ("_get_v2_model_runner_unsupported_features",),
-        "vllm.v1.worker.gpu_worker:Worker": (
-            "_make_model_runner",
-            "load_model",
-            "sample_tokens(grammar_output)",
-        ),
+        "vllm.v1.worker.gpu_worker:Worker": ("_make_model_runner", "load_model", "sample_tokens(grammar_output)"),
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner": (
             "load_model",
             "_dummy_run(num_tokens)",
@@ -169,9 +165,7 @@ PATCH_POINTS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "vllm.utils.system_utils:multiprocessing": (),
         "vllm.model_executor.models.registry:_run_in_subprocess": ("(fn)",),
     },
-    "cpu engine": {
-        "vllm.utils.ompmultiprocessing:OMPProcessManager": ("configure_omp_envs(rank, local_rank)",),
-    },
+    "cpu engine": {"vllm.utils.ompmultiprocessing:OMPProcessManager": ("configure_omp_envs(rank, local_rank)",)},
     "cpu runner": {
         "vllm.v1.worker.cpu_model_runner:CPUModelRunner": (
             "_sample(logits, spec_decode_metadata)",
