@@ -240,7 +240,6 @@ class Link:
     up           steps are sent, drafts come
     late         a deadline passed: nothing is sent until the drafter has answered all it was sent, and for a time
                  that grows if it is late again
-    closed
     """
 
     def __init__(self, drafter: DrafterEntry, hello: Hello, deadline_s: float, device: torch.device) -> None:
@@ -260,8 +259,6 @@ class Link:
 
     @property
     def state(self) -> str:
-        if self._stopped.is_set():
-            return "closed"
         if (session := self._session) is None:
             return "connecting"
         return "late" if session.is_late else "up"
