@@ -42,10 +42,6 @@ class CodRows:
     offset_BT: Tensor
     num_tokens: int
 
-    @property
-    def position_BT(self) -> Tensor:
-        return self.anchor_BT + self.offset_BT
-
     def select(self, b: int) -> CodRows:
         """Rows of one sequence, [1, T]."""
         return CodRows(self.anchor_BT[b : b + 1], self.offset_BT[b : b + 1], self.num_tokens)
@@ -162,5 +158,6 @@ def label_rows(rows: CodRows, chain_BN: Tensor) -> tuple[Tensor, Tensor, Tensor]
     """
     batch, num_tokens = chain_BN.shape
     useful_BT = rows.offset_BT < chain_BN.gather(1, rows.anchor_BT)
-    label_BT = rows.position_BT + 1 + torch.arange(batch, device=chain_BN.device)[:, None] * num_tokens
+    first_B1 = torch.arange(batch, device=chain_BN.device)[:, None] * num_tokens
+    label_BT = first_B1 + rows.anchor_BT + rows.offset_BT + 1
     return useful_BT.flatten(), label_BT.flatten(), rows.offset_BT.flatten()

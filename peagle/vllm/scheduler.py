@@ -182,7 +182,11 @@ class _DraftingScheduler(_Base):
             self._mark_missing(found, scheduler_output)
         outputs_by_client = self._coalesce(super().update_from_output(scheduler_output, model_runner_output))
         if self._draft_budget is not None:
-            self._report_latency(self._draft_budget, outputs_by_client)
+            # On the first output of each client; a step without outputs leaves it to the next one.
+            firsts = [client.outputs[0] for client in outputs_by_client.values() if client.outputs]
+            if firsts and (latency := self._draft_budget.report(time.perf_counter())) is not None:
+                for first in firsts:
+                    first.trace_headers = {**(first.trace_headers or {}), STEP_LATENCY_HEADER: latency}
             if not self.has_requests():
                 self._draft_budget.record_pause()
         if not self._steps:
@@ -215,15 +219,6 @@ class _DraftingScheduler(_Base):
         if finished_status == RequestStatus.FINISHED_ABORTED:
             self._coalescer.drop(request.request_id for request in finished)
         return finished
-
-    @staticmethod
-    def _report_latency(budget: DraftBudget, outputs_by_client: "dict[int, EngineCoreOutputs]") -> None:
-        """Put the step latency model onto the first output of each client; a step without outputs leaves it to the
-        next one."""
-        firsts = [client.outputs[0] for client in outputs_by_client.values() if client.outputs]
-        if firsts and (latency := budget.report(time.perf_counter())) is not None:
-            for first in firsts:
-                first.trace_headers = {**(first.trace_headers or {}), STEP_LATENCY_HEADER: latency}
 
     def _mark_missing(self, num_drafts: dict[str, int], scheduled: "SchedulerOutput") -> None:
         """Count the planned drafts that the remote drafter did not have as vLLM counts those that a grammar ruled out.
