@@ -145,15 +145,3 @@ def test_what_holds_more_than_tokens_goes_out_as_it_is_behind_what_waited(more: 
     assert engine.sent[-1].trace_headers == {"traceparent": "00-1"}
     if "finish_reason" not in more:
         assert [engine.step(), engine.step()] == [None, None]
-
-
-def test_requests_do_not_wait_for_each_other() -> None:
-    engine = Engine("a", "b")
-    for name, num_tokens in (("a", 1), ("b", 2), ("a", 5), ("b", 4), ("a", 2), ("b", 3), ("a", 3)):
-        engine.step(name, num_tokens)
-    sizes = [(output.request_id, len(output.new_token_ids)) for output in engine.sent]
-    assert sizes == [("a", 1), ("b", 2), ("a", 7), ("b", 7)]
-    for name in "ab":
-        engine.step(name, 0, finish_reason=FinishReason.STOP)
-        tokens = [token for output in engine.sent if output.request_id == name for token in output.new_token_ids]
-        assert tokens == list(range(engine.made[name]))
