@@ -193,9 +193,7 @@ def test_a_request_of_one_sequence_waits_for_one_of_each_other_request() -> None
     assert ids_of(order_by_turns(waiting, running)) == ["b0", "plain", "plain too", "b1", "a0", "b2", "a1", "a2"]
 
 
-def test_requests_of_one_sequence_keep_their_order_and_a_preempted_sequence_stays_first() -> None:
-    single = [sequence(str(number)) for number in range(5)]
-    assert order_by_turns(single, single[:2]) == single
+def test_a_preempted_sequence_stays_first() -> None:
     preempted = sequence("a9", "a", RequestStatus.PREEMPTED)
     waiting = [preempted, sequence("plain")]
     assert order_by_turns(waiting, [sequence("a0", "a")]) == waiting
