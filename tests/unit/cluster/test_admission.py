@@ -118,6 +118,16 @@ async def test_places_are_shared_evenly_between_callers_that_wait() -> None:
         assert set(shares.values()) == {2}, shares
 
 
+async def test_places_are_shared_by_sequences_and_not_by_requests() -> None:
+    requests = Requests(max_running=8, max_queued=100)
+    for number in range(4):
+        await requests.send(f"web-{number}", WEB, 4)
+    for number in range(6):
+        await requests.send(f"job-{number}", JOB)
+    await requests.end("web-0")
+    assert requests.running == ["web-1", "job-0", "job-1", "job-2", "job-3"]
+
+
 async def test_a_crowd_leaves_places_for_those_of_whom_nothing_runs() -> None:
     requests = Requests(max_running=8, max_queued=100)
     requests.admission.num_reserved = 2
