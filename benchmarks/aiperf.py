@@ -65,5 +65,6 @@ def load(
     figures = json.loads(report.read_text(encoding="utf-8"))
     found = {name: round(float(figures[figure][part]), 2) for name, (figure, part) in FIGURES.items()}
     if found["completed"] != len(prompts):
-        raise RuntimeError(f"AIPerf: {found['completed']:.0f} of {len(prompts)} requests were answered")
+        errors = figures.get("error_summary")
+        raise RuntimeError(f"AIPerf: {found['completed']:.0f} of {len(prompts)} requests were answered: {errors}")
     return found

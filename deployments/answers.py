@@ -281,9 +281,11 @@ def drafting_field(drafting: Drafting, head: str, counts: Any) -> dict[str, Any]
 
 def text_with(document: dict[str, Any], drafting: Mapping[str, Any]) -> str:
     """The JSON text of an answer or of a stream's last chunk with its `drafting`. `usage`, where there is one, counts
-    accepted drafts where OpenAI's API counts accepted predictions."""
+    the answer's accepted drafts where OpenAI's API counts accepted predictions."""
     if usage := document.get("usage"):
-        details = {"accepted_prediction_tokens": drafting["num_accepted_tokens"]}
+        # The last step may have accepted drafts beyond the answer's end. Each step's own token is no draft.
+        most = max(0, usage["completion_tokens"] - drafting["num_steps"])
+        details = {"accepted_prediction_tokens": min(drafting["num_accepted_tokens"], most)}
         usage["completion_tokens_details"] = (usage.get("completion_tokens_details") or {}) | details
     return json.dumps({**document, "drafting": drafting}, ensure_ascii=False, separators=(",", ":"))
 

@@ -339,7 +339,9 @@ def check_counts(fields: Mapping[str, Any], limits: LimitSettings) -> None:
         name = "structured_outputs.choice"
         _at_most(name, f"the number of entries of {name}", len(choices), limits, "max_list_entries")
     for name, grammar in grammars(fields).items():
-        num = len(json.dumps(grammar, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass"))
+        num = len(
+            json.dumps(grammar, ensure_ascii=False, separators=(",", ":"), default=str).encode("utf-8", "surrogatepass")
+        )
         _at_most(name, f"the number of bytes of {name}", num, limits, "max_grammar_bytes")
 
 
@@ -402,14 +404,22 @@ def num_prompts(body: Body) -> int:
 
 def grammars(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a request from which the engine makes a grammar; of several it obeys the first."""
-    choice = fields.get("tool_choice", "none")
+    choice, tools = fields.get("tool_choice", "auto"), fields.get("tools")
     kind = choice.get("type") if isinstance(choice, dict) else choice
-    found = {} if kind in ("none", "auto") else {"tools": fields.get("tools")}
-    found |= {name: fields.get(name) for name in ("structured_outputs", "response_format")}
+    is_bound = kind not in ("none", "auto") or (kind == "auto" and any(map(_is_strict, _items(tools))))
+    forms = {"response_format": fields.get("response_format")}
     for name in ("text", "output_config"):  # of a response, of a message
-        if isinstance(part := fields.get(name), dict) and isinstance(form := part.get("format"), dict):
-            found[f"{name}.format"] = None if form.get("type") == "text" else form
+        if isinstance(part := fields.get(name), dict):
+            forms[f"{name}.format"] = part.get("format")
+    found = {"tools": tools if is_bound else None, "structured_outputs": fields.get("structured_outputs")}
+    found |= {name: form for name, form in forms.items() if isinstance(form, dict) and form.get("type") != "text"}
     return {name: grammar for name, grammar in found.items() if grammar}
+
+
+def _is_strict(tool: Any) -> bool:
+    """Whether a call of this tool must follow its schema. The model decides whether to call it."""
+    parts = (tool, tool.get("function")) if isinstance(tool, dict) else ()
+    return any(isinstance(part, dict) and part.get("strict") for part in parts)
 
 
 def from_engine(error: Any) -> ApiError:

@@ -36,8 +36,17 @@ from cluster.settings import (
     with_live,
 )
 from deployments import http_streams
-from deployments.answers import drafting_field
-from deployments.body import BODIES, MAX_NESTING, check_counts, from_engine, known_fields, read_document, read_json
+from deployments.answers import drafting_field, text_with
+from deployments.body import (
+    BODIES,
+    MAX_NESTING,
+    check_counts,
+    from_engine,
+    grammars,
+    known_fields,
+    read_document,
+    read_json,
+)
 from deployments.compat import GATEWAY_HEADER
 from deployments.errors import engine_lost
 from deployments.front_end import Admitted, FrontEnd, FrontEndMetrics, Usage
@@ -220,6 +229,11 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], str | None]] = {
         "response_format",
     ),
     "large tools that make a grammar": ({"tool_choice": "required", "tools": [tool(description=LARGE)]}, "tools"),
+    "a large strict tool": ({"tools": [tool(), tool(name="g", strict=True, description=LARGE)]}, "tools"),
+    "a large strict tool, by choice": (
+        {"tool_choice": "auto", "tools": [tool(strict=True, description=LARGE)]},
+        "tools",
+    ),
 }
 
 
@@ -246,6 +260,27 @@ def test_a_bad_request_gets_400_that_names_the_field(name: str) -> None:
     assert (error["type"], len(error["message"]) < 1000) == ("invalid_request_error", True)
     assert param in (None, error["param"])
     assert backend.admitted == [], "no engine sees it"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [tool(description=LARGE)]},
+        {"tools": [tool(strict=True, description=LARGE)], "tool_choice": "none"},
+        {"response_format": {"type": "text", "x": LARGE}},
+        {"response_format": {"type": "json_schema", "json_schema": {"enum": ["a"] * 16_000}}},
+    ],
+)
+def test_what_makes_no_grammar_may_be_large_and_spaces_do_not_count(fields: dict[str, Any]) -> None:
+    check_counts(fields, cluster().limits)
+    assert grammars(fields).keys() <= {"response_format"}
+
+
+def test_usage_counts_accepted_drafts_up_to_the_end_of_the_answer() -> None:
+    for num_tokens, num_steps, num_accepted, expected in ((4, 1, 7, 3), (9, 1, 7, 7), (2, 3, 4, 0)):
+        drafting = {"num_steps": num_steps, "num_accepted_tokens": num_accepted}
+        usage = json.loads(text_with({"usage": {"completion_tokens": num_tokens}}, drafting))["usage"]
+        assert usage["completion_tokens_details"]["accepted_prediction_tokens"] == expected
 
 
 def test_a_path_or_method_that_is_none() -> None:
