@@ -339,9 +339,8 @@ def check_counts(fields: Mapping[str, Any], limits: LimitSettings) -> None:
         name = "structured_outputs.choice"
         _at_most(name, f"the number of entries of {name}", len(choices), limits, "max_list_entries")
     for name, grammar in grammars(fields).items():
-        num = len(
-            json.dumps(grammar, ensure_ascii=False, separators=(",", ":"), default=str).encode("utf-8", "surrogatepass")
-        )
+        text = json.dumps(grammar, ensure_ascii=False, separators=(",", ":"), default=str)
+        num = len(text.encode("utf-8", "surrogatepass"))
         _at_most(name, f"the number of bytes of {name}", num, limits, "max_grammar_bytes")
 
 
@@ -404,7 +403,7 @@ def num_prompts(body: Body) -> int:
 
 def grammars(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a request from which the engine makes a grammar; of several it obeys the first."""
-    choice, tools = fields.get("tool_choice", "auto"), fields.get("tools")
+    choice, tools = fields.get("tool_choice") or "auto", fields.get("tools")
     kind = choice.get("type") if isinstance(choice, dict) else choice
     is_bound = kind not in ("none", "auto") or (kind == "auto" and any(map(_is_strict, _items(tools))))
     forms = {"response_format": fields.get("response_format")}

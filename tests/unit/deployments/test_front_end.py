@@ -265,7 +265,7 @@ def test_a_bad_request_gets_400_that_names_the_field(name: str) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"tools": [tool(description=LARGE)]},
+        {"tools": [tool(description=LARGE)], "tool_choice": None},
         {"tools": [tool(strict=True, description=LARGE)], "tool_choice": "none"},
         {"response_format": {"type": "text", "x": LARGE}},
         {"response_format": {"type": "json_schema", "json_schema": {"enum": ["a"] * 16_000}}},
