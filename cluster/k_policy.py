@@ -106,7 +106,7 @@ def best_ks(demands: Sequence[Demand], latency: StepLatency) -> Plan:
     """K of each workload that gives the most tokens per second within the limits of TPOT; at a tie, fewer drafts. Where
     no plan compared keeps all limits, the one that exceeds them least.
 
-    `demands`: at least one, and each workload once. Letters of arrays: C workloads, P plans compared."""
+    `demands`: at least one, and each workload once."""
     scale = 1.0 / min(1.0, sum(demand.num_requests for demand in demands))  # a step that runs has a request
     loads_C = np.array([scale * demand.num_requests for demand in demands])
     limits_C = np.array([demand.max_tpot_s for demand in demands])
