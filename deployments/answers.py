@@ -95,7 +95,9 @@ class EngineAnswers:
                 used = result.usage
                 num_prompt_tokens = used.input_tokens if admitted.call == "responses" else used.prompt_tokens
                 # Before the text: an answer that cannot be written is charged, too.
-                yield Usage(num_prompt_tokens, used.total_tokens - num_prompt_tokens, field["num_accepted_tokens"])
+                num_tokens = used.total_tokens - num_prompt_tokens
+                accepted = accepted_tokens(num_tokens, field["num_steps"], field["num_accepted_tokens"])
+                yield Usage(num_prompt_tokens, num_tokens, accepted)
                 yield self._write(admitted.call, result, field)
                 return
             events = (self._response_events if admitted.call == "responses" else self._events)(admitted, result)
@@ -283,11 +285,16 @@ def text_with(document: dict[str, Any], drafting: Mapping[str, Any]) -> str:
     """The JSON text of an answer or of a stream's last chunk with its `drafting`. `usage`, where there is one, counts
     the answer's accepted drafts where OpenAI's API counts accepted predictions."""
     if usage := document.get("usage"):
-        # The last step may have accepted drafts beyond the answer's end. Each step's own token is no draft.
-        most = max(0, usage["completion_tokens"] - drafting["num_steps"])
-        details = {"accepted_prediction_tokens": min(drafting["num_accepted_tokens"], most)}
+        counts = drafting["num_steps"], drafting["num_accepted_tokens"]
+        details = {"accepted_prediction_tokens": accepted_tokens(usage["completion_tokens"], *counts)}
         usage["completion_tokens_details"] = (usage.get("completion_tokens_details") or {}) | details
     return json.dumps({**document, "drafting": drafting}, ensure_ascii=False, separators=(",", ":"))
+
+
+def accepted_tokens(num_tokens: int, num_steps: int, num_accepted: int) -> int:
+    """Accepted drafts among the `num_tokens` of an answer. Its last step may have accepted more, beyond the answer's
+    end. One token of each step is no draft."""
+    return max(0, min(num_accepted, num_tokens - num_steps))
 
 
 def num_finished_choices(event: str) -> int:
@@ -298,7 +305,9 @@ def num_finished_choices(event: str) -> int:
 
 
 def usage_of(record: RequestDrafting) -> Usage:
-    return Usage(record.num_prompt_tokens, record.num_output_tokens, record.counts.num_accepted_tokens)
+    counts = record.counts.num_steps, record.counts.num_accepted_tokens
+    accepted = accepted_tokens(record.num_output_tokens, *counts)
+    return Usage(record.num_prompt_tokens, record.num_output_tokens, accepted)
 
 
 def engine_ids(admitted: Admitted) -> list[str]:

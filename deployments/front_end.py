@@ -372,9 +372,7 @@ class FrontEnd:
                 )  # fmt: skip
 
     def charge(self, caller: str, number: int, usage: Usage) -> None:
-        """Count the tokens of a request, also of one that was broken off, for its caller. Accepted drafts beyond the
-        end of its answer are left out."""
-        usage = usage._replace(num_accepted_tokens=min(usage.num_accepted_tokens, usage.num_output_tokens))
+        """Count the tokens of a request, also of one that was broken off, for its caller."""
         self.admission.charge_tokens(caller, usage.num_prompt_tokens + usage.num_output_tokens)
         self.metrics.count_tokens(caller, usage)
         if self._usage_log is not None:

@@ -9,7 +9,7 @@ one of a stream: the first token may have no text, as the first bytes of a chara
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
 from typing import Any
@@ -45,20 +45,20 @@ class ChunkSize:
         self.tokens_per_chunk = 1
         self._num_tokens, self._since_s = 0, 0.0
 
-    def observe(self, num_tokens: int, num_requests: int, num_front_ends: int, now_s: float) -> None:
+    def observe(self, num_tokens: int, buffers: "ValuesView[_Buffer]", now_s: float) -> None:
         """Count a step.
 
         Args:
             num_tokens: output tokens of the step.
-            num_requests: requests that are being answered.
-            num_front_ends: processes that answer them.
+            buffers: of the requests that are being answered.
             now_s: when the step ended, monotonic seconds.
         """
         self._num_tokens += num_tokens
         if (elapsed_s := now_s - self._since_s) < RATE_WINDOW_S:
             return
         rate = self._num_tokens / elapsed_s
-        smooth = int(rate / max(1, num_requests) / STREAM_CHUNKS_PER_S)
+        num_front_ends = len({buffer.front_end for buffer in buffers})
+        smooth = int(rate / max(1, len(buffers)) / STREAM_CHUNKS_PER_S)
         self.tokens_per_chunk = max(1, min(math.ceil(rate / MAX_CHUNKS_PER_S / max(1, num_front_ends)), smooth))
         self._num_tokens, self._since_s = 0, now_s
 
@@ -106,8 +106,7 @@ class OutputCoalescer:
             now_s: when the step ended, monotonic seconds.
         """
         num_tokens = sum([len(output.new_token_ids) for output in outputs])
-        num_front_ends = len({buffer.front_end for buffer in self._buffers.values()})
-        self._chunk_size.observe(num_tokens, len(self._buffers), num_front_ends, now_s)
+        self._chunk_size.observe(num_tokens, self._buffers.values(), now_s)
         found = []
         for output in outputs:
             buffer = self._buffers.get(output.request_id)

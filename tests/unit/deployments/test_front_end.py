@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import httpx
@@ -36,7 +37,7 @@ from cluster.settings import (
     with_live,
 )
 from deployments import http_streams
-from deployments.answers import drafting_field, text_with
+from deployments.answers import drafting_field, text_with, usage_of
 from deployments.body import (
     BODIES,
     MAX_NESTING,
@@ -281,6 +282,10 @@ def test_usage_counts_accepted_drafts_up_to_the_end_of_the_answer() -> None:
         drafting = {"num_steps": num_steps, "num_accepted_tokens": num_accepted}
         usage = json.loads(text_with({"usage": {"completion_tokens": num_tokens}}, drafting))["usage"]
         assert usage["completion_tokens_details"]["accepted_prediction_tokens"] == expected
+        record: Any = SimpleNamespace(
+            num_prompt_tokens=3, num_output_tokens=num_tokens, counts=SimpleNamespace(**drafting)
+        )
+        assert usage_of(record) == Usage(3, num_tokens, expected)
 
 
 def test_a_path_or_method_that_is_none() -> None:
@@ -823,7 +828,7 @@ def test_each_request_leaves_one_line_of_its_use_without_its_text(tmp_path: Path
     backend.front_end.generate = backend.generate
     chat(backend, headers=bearer(SECRET))
     assert chat(backend, headers=bearer(SECRET), drafting={"k": 99}).status_code == 400
-    backend.front_end.charge("web", 7, Usage(1, 1, 2))  # of no open request
+    backend.front_end.charge("web", 7, Usage(1, 1, 1))  # of no open request
     log.close()
     answered, refused = map(json.loads, (tmp_path / "usage").read_text().splitlines())
     about = {"replica": "r1", "caller": "web", "workload": "pages", "model": "tiny", "call": "chat", "status": 200}

@@ -19,6 +19,7 @@ from peagle.vllm.outputs import (
     STREAM_CHUNKS_PER_S,
     ChunkSize,
     OutputCoalescer,
+    _Buffer,
 )
 
 DELTA = RequestOutputKind.DELTA
@@ -89,12 +90,12 @@ def test_how_much_waits(sampling: dict[str, Any], interval: int, least: int) -> 
     ],
 )
 def test_each_stream_has_its_chunks_a_second(tokens_per_s: int, num_requests: int, expected: int) -> None:
-    pace = ChunkSize()
-    pace.observe(tokens_per_s, num_requests, 1, 1.0)
+    pace, buffers = ChunkSize(), {number: _Buffer(0, 1) for number in range(num_requests)}.values()
+    pace.observe(tokens_per_s, buffers, 1.0)
     assert pace.tokens_per_chunk == expected
-    pace.observe(tokens_per_s, num_requests, 1, 1.0 + RATE_WINDOW_S / 2)
+    pace.observe(tokens_per_s, buffers, 1.0 + RATE_WINDOW_S / 2)
     assert pace.tokens_per_chunk == expected, "a window is not over"
-    pace.observe(0, num_requests, 1, 1e6)
+    pace.observe(0, buffers, 1e6)
     assert pace.tokens_per_chunk == 1, "after a pause nothing is left of it"
 
 
