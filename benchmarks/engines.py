@@ -190,7 +190,7 @@ def engine_settings(arm: Arm, args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of vLLM's `AsyncEngineArgs`."""
     from benchmarks import models
     from peagle.vllm import compat
-    from peagle.vllm.engine_settings import RemoteSettings, capture_sizes, engine_kwargs
+    from peagle.vllm.engine_settings import capture_sizes, engine_kwargs
 
     folder, shape = args.folder / args.shape, getattr(models, args.shape)
     target_dir, head_dir = models.write_target(folder / f"target-{arm}", shape), folder / f"head-{arm}"
@@ -217,11 +217,13 @@ def engine_settings(arm: Arm, args: argparse.Namespace) -> dict[str, Any]:
         models.write_head(head_dir, target=shape, **{**sizes, "num_depths": arm.k}, parallel=parallel)
     if arm.kind in ("peagle", "remote"):
         compat.allow_v2()
-        remote = None
+        deadline_s = None
         if arm.kind == "remote":
             models.write_embedding(target_dir, shape)  # the drafter's process reads it there
-            remote = RemoteSettings()
-        kwargs = engine_kwargs(target_dir, head_dir, dtype="bfloat16", on_cpu=False, remote=remote, extra=common)
+            deadline_s = 1.0
+        kwargs = engine_kwargs(
+            target_dir, head_dir, dtype="bfloat16", on_cpu=False, remote_deadline_s=deadline_s, extra=common
+        )
     else:
         speculative = {"method": "eagle3", "model": str(head_dir), "num_speculative_tokens": arm.k}
         kwargs = {**stock, "speculative_config": {**speculative, "parallel_drafting": parallel}}

@@ -63,7 +63,7 @@ from deployments.usage_log import UsageLog
 from peagle.heads import head_digest, target_digest
 from peagle.schema import SettingsError
 from peagle.vllm.clients import abort_all_of
-from peagle.vllm.engine_settings import ASYNC_SCHEDULER, RemoteSettings, engine_kwargs
+from peagle.vllm.engine_settings import ASYNC_SCHEDULER, engine_kwargs
 from peagle.vllm.grammar_checker import GrammarChecker, GrammarLimits
 from peagle.vllm.limits import guard
 from peagle.vllm.recorder import DraftingRecorder
@@ -354,7 +354,7 @@ def engine_config(settings: ClusterSettings, target: str, head_dir: Path | None,
         max_draft_tokens=drafter.max_draft_tokens,
         dtype=dtype,
         on_cpu=not settings.target.has_gpu,
-        remote=None if links is None else RemoteSettings(links.max_deadline_ms / 1000),
+        remote_deadline_s=None if links is None else links.max_deadline_ms / 1000,
         extra=extra,
     )
     if kwargs.get("scheduler_cls") == ASYNC_SCHEDULER:

@@ -5,7 +5,6 @@ Enters: directories and numbers. Leaves: keyword arguments for `LLM`, `AsyncEngi
 nothing.
 """
 
-import dataclasses
 import importlib.metadata
 import re
 from collections.abc import Mapping
@@ -29,14 +28,6 @@ CAPTURE_KEYS = frozenset({"max_cudagraph_capture_size", "cudagraph_capture_sizes
 MAX_GRAPH_TOKENS = 4096  # of the largest graph; 40 sizes take about 20 s at the start of a 30B target's engine
 
 
-@dataclasses.dataclass(frozen=True)
-class RemoteSettings:
-    """How long a step waits for drafts of another process before it goes on without. Addresses come later, by
-    `set_drafters` of its worker."""
-
-    max_deadline_s: float = 1.0
-
-
 def engine_kwargs(
     target_dir: str | Path | None,
     head_dir: str | Path | None,
@@ -45,7 +36,7 @@ def engine_kwargs(
     max_draft_tokens: int | None = None,
     dtype: str = "auto",
     on_cpu: bool,
-    remote: RemoteSettings | None = None,
+    remote_deadline_s: float | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Keyword arguments for vLLM's `LLM` or `AsyncEngineArgs`.
@@ -60,7 +51,8 @@ def engine_kwargs(
         dtype: of target and drafter. On a CPU without bf16 arithmetic: "float32".
         on_cpu: the engine runs on a CPU, with our worker also without a head, which repairs sampling there. vLLM has
             asynchronous scheduling on GPUs only.
-        remote: the drafter runs in another process: of head_dir only config.json is read. None: in the engine.
+        remote_deadline_s: the drafter runs in another process, and a step waits so long for drafts. Of head_dir only
+            config.json is read; addresses come later, by `set_drafters` of the worker. None: in the engine.
         extra: further engine settings, passed on unchanged but for those that are decided here.
 
     Raises:
@@ -85,8 +77,8 @@ def engine_kwargs(
     elif head_dir is not None:
         head = read_head_config(head_dir)
         kwargs["speculative_config"] = _speculative_config(head, str(head_dir), max_draft_tokens)
-        if remote is not None:
-            kwargs |= _remote_engine(kwargs, head, remote, on_cpu)
+        if remote_deadline_s is not None:
+            kwargs |= _remote_engine(kwargs, head, remote_deadline_s, on_cpu)
     has_own_sizes = CAPTURE_KEYS & {*extra, *(extra.get("compilation_config") or {})}
     if "speculative_config" in kwargs and not on_cpu and not has_own_sizes:
         rows = 1 + int(kwargs["speculative_config"]["num_speculative_tokens"])
@@ -124,13 +116,12 @@ def _speculative_config(head: DrafterConfig, head_dir: str, max_draft_tokens: in
     }
 
 
-def _remote_engine(
-    kwargs: Mapping[str, Any], head: DrafterConfig, remote: RemoteSettings, on_cpu: bool
-) -> dict[str, Any]:
+def _remote_engine(kwargs: Mapping[str, Any], head: DrafterConfig, deadline_s: float, on_cpu: bool) -> dict[str, Any]:
     """`worker_cls` and `additional_config` of an engine with these other settings and a remote drafter."""
     if not head.is_parallel:
         raise ValueError("remote is set, but the head is an EAGLE-3 head: a remote drafter runs P-EAGLE heads")
-    about = {"hidden_size": head.hidden_size, "aux_layer_ids": list(head.aux_layer_ids), **dataclasses.asdict(remote)}
+    layers = list(head.aux_layer_ids)
+    about = {"hidden_size": head.hidden_size, "aux_layer_ids": layers, "max_deadline_s": deadline_s}
     return {
         "worker_cls": REMOTE_CPU_WORKER if on_cpu else REMOTE_GPU_WORKER,
         "additional_config": {**(kwargs.get("additional_config") or {}), REMOTE_KEY: about},

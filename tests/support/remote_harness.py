@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from peagle.vllm.engine_settings import RemoteSettings
 from tests.support.engine_harness import Result, RunningEngine, float32_kwargs
 from tests.support.transport_harness import ROOT, eventually, only_link
 
-PATIENT = RemoteSettings(max_deadline_s=60.0)  # two cores, shared with other tests
+PATIENT_S = 60.0  # two cores, shared with other tests
 LINK_TIMEOUT_S = 120.0
 
 
@@ -47,7 +46,7 @@ class RemoteEngine(RunningEngine):
     """`RunningEngine` with what the service asks of the worker."""
 
     def __init__(self, target_dir: Path, head_dir: Path, *, k_max: int, is_async: bool, extra: dict[str, Any]) -> None:
-        kwargs = float32_kwargs(target_dir, head_dir, extra, k_max, remote=PATIENT)
+        kwargs = float32_kwargs(target_dir, head_dir, extra, k_max, remote_deadline_s=PATIENT_S)
         if is_async:
             kwargs["worker_cls"] = "tests.support.async_remote_worker.AsyncRemoteWorker"
         super().__init__(kwargs, is_async=is_async)

@@ -1,6 +1,5 @@
 """Engine settings, acceptance counts and version checks of `peagle.vllm`, without an engine."""
 
-import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +26,6 @@ from peagle.vllm.engine_settings import (
     REMOTE_KEY,
     SYNC_SCHEDULER,
     V2_WORKER,
-    RemoteSettings,
     capture_sizes,
     engine_kwargs,
 )
@@ -96,17 +94,16 @@ def test_engine_kwargs_on_a_gpu(head: Path) -> None:
 
 
 def test_an_engine_with_a_remote_drafter_has_another_worker_which_knows_the_head(head: Path) -> None:
-    remote = RemoteSettings(max_deadline_s=2.0)
-    kwargs = engine_kwargs("/target", head, on_cpu=True, remote=remote)
+    kwargs = engine_kwargs("/target", head, on_cpu=True, remote_deadline_s=2.0)
     about = kwargs["additional_config"][REMOTE_KEY]
     assert kwargs == engine_kwargs("/target", head, on_cpu=True) | {
         "worker_cls": REMOTE_CPU_WORKER,
         "additional_config": {REMOTE_KEY: about},
     }
-    assert (about["hidden_size"], about["aux_layer_ids"]) == (CONFIG.hidden_size, list(CONFIG.aux_layer_ids))
-    assert about.items() >= dataclasses.asdict(remote).items()
+    layers = list(CONFIG.aux_layer_ids)
+    assert about == {"hidden_size": CONFIG.hidden_size, "aux_layer_ids": layers, "max_deadline_s": 2.0}
     extra = {"additional_config": {"other": 1}}
-    kwargs = engine_kwargs("/target", head, on_cpu=False, remote=remote, extra=extra)
+    kwargs = engine_kwargs("/target", head, on_cpu=False, remote_deadline_s=2.0, extra=extra)
     assert (kwargs["worker_cls"], kwargs["scheduler_cls"]) == (REMOTE_GPU_WORKER, ASYNC_SCHEDULER)
     assert kwargs["additional_config"].keys() == {"other", REMOTE_KEY}
 
@@ -117,7 +114,7 @@ def test_a_head_without_a_mask_token_drafts_one_after_another_and_not_remotely(t
         kwargs = engine_kwargs("/target", head, on_cpu=True)
         assert kwargs["speculative_config"]["parallel_drafting"] == parallel
     with pytest.raises(ValueError, match="is an EAGLE-3 head: a remote drafter runs P-EAGLE heads"):
-        engine_kwargs("/target", head, on_cpu=True, remote=RemoteSettings())
+        engine_kwargs("/target", head, on_cpu=True, remote_deadline_s=1.0)
 
 
 def test_engines_that_a_remote_drafter_cannot_serve() -> None:
