@@ -194,7 +194,10 @@ class DrafterLinks:
         except REPLICA_LOST:
             answers = []
         reports = self.newest_reports(answer for answer in answers if isinstance(answer, DrafterReport))
-        drafters = drafters_of(reports)
+        drafters: list[dict[str, Any]] = [
+            {"address": one.address, "key": one.key, "heads": {n: head.digest for n, head in enumerate(one.heads)}}
+            for one in sorted(reports, key=lambda report: report.address)
+        ]
         if drafters != self._handed_on:
             await self._rpc("set_drafters", args=(drafters,))
             self._handed_on, self._awake_until = drafters, self._num_polls + IDLE_POLLS
@@ -212,18 +215,6 @@ class DrafterLinks:
         kept = {address: (report, n + 1) for address, (report, n) in self._known.items() if n < MAX_MISSED_POLLS}
         self._known = {**kept, **{report.address: (report, 0) for report in reports}}
         return [report for report, _ in self._known.values()]
-
-
-def drafters_of(reports: Iterable[DrafterReport]) -> list[dict[str, Any]]:
-    """What the engine's `set_drafters` takes: each drafter's address and key, and the digests of its heads by index."""
-    return [
-        {
-            "address": report.address,
-            "key": report.key,
-            "heads": {index: head.digest for index, head in enumerate(report.heads)},
-        }
-        for report in sorted(reports, key=lambda report: report.address)
-    ]
 
 
 def agreed_heads(reports: Iterable[DrafterReport]) -> tuple[str, ...]:

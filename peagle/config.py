@@ -626,12 +626,10 @@ def check_head_fits(config: DrafterConfig, target: dict[str, Any]) -> None:
 def read_target_config(target_dir: str | Path) -> dict[str, Any]:
     """`config.json` of the target's text model: that of a multimodal target is its `text_config`.
 
-    Raises FileNotFoundError without one, ValueError that names the file and every key that is missing or not a number
-    (some architectures give a list, one number a layer: a drafter has one shape for all its layers).
+    Raises HeadError without one, ValueError that names the file and every key that is missing or not a number (some
+    architectures give a list, one number a layer: a drafter has one shape for all its layers).
     """
     path = Path(target_dir) / "config.json"
-    if not path.exists():
-        raise FileNotFoundError(f"no target at {target_dir}: {path} does not exist")
     raw = read_json(path, "target")
     text = _text_config(raw)
     if wrong := [f"{name} = {text.get(name)!r:.80}" for name in _not_counts(text, REQUIRED_KEYS)]:
