@@ -211,8 +211,6 @@ def read_config(path: Path, *, is_here: bool = True) -> tuple[Any, ...]:
         raise UpError(
             f"{path}: two applications have the depth.state {max(states, key=states.count)}: name a file each"
         )
-    if not services:
-        raise UpError(f"{path}: no application serves a model")
     return config, *services
 
 
