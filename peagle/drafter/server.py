@@ -220,8 +220,12 @@ class DrafterServer:
                 self._draft(steps)
                 self.stats.busy_s += time.monotonic() - now_s
                 self._last_step_s = time.monotonic()
+            elif True not in paths:
+                self._socket.poll(int(_BLOCK_S * 1e3))
+            elif self._device.type == "cuda" and now_s - self._last_step_s < _SPIN_S:
+                os.sched_yield()  # time.sleep(0) takes the kernel's timer slack, 50 us and more
             else:
-                self._pause(now_s - self._last_step_s, True in paths)
+                time.sleep(_SLEEP_S)
         self._handle_events()  # who has just said hello hears it too
         for peer in list(self._peers.values()):
             self._drop(peer, Bye("the drafter ends"))
@@ -231,15 +235,6 @@ class DrafterServer:
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.destroy(linger)
-
-    def _pause(self, idle_s: float, shares_rings: bool) -> None:
-        if shares_rings:
-            if self._device.type == "cuda" and idle_s < _SPIN_S:
-                os.sched_yield()  # time.sleep(0) takes the kernel's timer slack, 50 us and more
-            else:
-                time.sleep(_SLEEP_S)
-            return
-        self._socket.poll(int(_BLOCK_S * 1e3))
 
     def _handle_events(self) -> None:
         """Swaps that other threads asked for, and messages."""

@@ -66,7 +66,8 @@ class SettingTypes(Mapping[str, Any]):
         bounded = [
             Annotated[option, Field(**bounds)] if option in (int, float) and bounds else option for option in options
         ]
-        if _is_none(keywords.get("default", default)):
+        default = keywords.get("default", default)
+        if isinstance(default, ast.Constant) and default.value is None:
             bounded.append(None)
         return typing.Union[tuple(bounded)]  # noqa: UP007
 
@@ -116,10 +117,6 @@ def _referred(value: ast.expr | None) -> ast.expr | None:
 
 def _is_field(node: ast.expr | None) -> typing.TypeGuard[ast.Call]:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Field"
-
-
-def _is_none(node: ast.expr | None) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
 
 
 @functools.cache
