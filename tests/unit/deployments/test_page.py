@@ -22,7 +22,8 @@ from tests.support.counted import counts_of
 from tests.support.scaling_cases import GOOD
 from tests.unit.cluster.test_heads import swapped
 from tests.unit.deployments.test_front_end import Echo, request
-from tests.unit.deployments.test_telemetry import drafter, link, report
+from tests.unit.deployments.test_replicas import drafter_report
+from tests.unit.deployments.test_telemetry import link, report
 
 PAGE = live_page()[0]
 
@@ -67,7 +68,7 @@ def documents() -> dict[str, Any]:
         "model": "m",
         **document,
         **history.document(15.0),
-        **drafting_document(reports, {"a": counts_of([(3, 2)])}, [drafter("r1", "a")]),
+        **drafting_document(reports, {"a": counts_of([(3, 2)])}, [drafter_report("r1", "a")]),
         "autoscaling": decision,
         "head_changes": swapped(0, 0.5, 120).manager.document(),
         "settings": {},

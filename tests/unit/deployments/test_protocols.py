@@ -1,6 +1,5 @@
 """Anthropic's Messages and OpenAI's Responses without an engine: requests and errors. And /docs."""
 
-import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
@@ -21,7 +20,7 @@ from deployments.front_end import Usage
 from peagle.vllm.request_args import MAX_K_KEY, WORKLOAD_KEY
 from tests.unit.deployments.test_front_end import DIGEST, SECRET, Echo, callers, request, statuses
 from tests.unit.deployments.test_page import policy_of
-from tests.unit.deployments.test_target_replica import DRAFTING, Replica, events
+from tests.unit.deployments.test_target_replica import DRAFTING, Replica, answered, events
 
 TOOL = {"name": "f", "description": "d", "parameters": {"type": "object"}}
 BODIES: dict[str, dict[str, Any]] = {
@@ -102,17 +101,9 @@ async def response_events(body: Any, error: Exception | None = None, behind_text
 
 def stream(answer: Any, path: str, **changes: Any) -> tuple[Replica, list[Any]]:
     """Items of the answer whose events are `answer`'s, by a replica."""
-    replica = Replica(answer)
-
-    async def run() -> list[Any]:
-        call: Any = path.rpartition("/")[2]
-        sent = {**BODIES[path], **changes, "stream": True}
-        admitted = replica.front_end.admit(call, sent, headers={"x-request-id": "abc"})
-        found = [item async for item in replica.front_end.generate(admitted)]
-        await asyncio.sleep(0.01)
-        return found
-
-    return replica, asyncio.run(run())
+    replica, call = Replica(answer), path.rpartition("/")[2]
+    sent = {**BODIES[path], **changes, "stream": True}
+    return replica, answered(replica, replica.front_end.admit(call, sent, headers={"x-request-id": "abc"}))
 
 
 def document_of(event: str) -> dict[str, Any]:

@@ -92,9 +92,9 @@ async def test_a_monitor_goes_on_after_an_error(caplog: pytest.LogCaptureFixture
 # ---- drafters and links
 
 
-def drafter_report(replica: str, *digests: str, address: str = "h:1") -> DrafterReport:
+def drafter_report(replica: str, *digests: str, address: str = "h:1", **said: Any) -> DrafterReport:
     heads = tuple(HeadRef(f"head-{digest}", digest) for digest in digests)
-    return DrafterReport(replica, address, heads, counters={"passes": 5.0}, key=f"of {address}")
+    return DrafterReport(replica, address, heads, counters={"passes": 5.0}, key=f"of {address}", **said)
 
 
 def test_a_drafter_is_dropped_when_it_is_missed_for_some_time() -> None:

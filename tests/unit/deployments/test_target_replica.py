@@ -21,7 +21,7 @@ from cluster.errors import ApiError
 from cluster.request import Caller, hash_key
 from cluster.settings import live_config
 from deployments.answers import EngineAnswers
-from deployments.front_end import FrontEnd, Usage
+from deployments.front_end import Admitted, FrontEnd, Usage
 from deployments.replicas import EngineLost
 from deployments.target import TargetServer, default_front_ends
 from deployments.usage_log import UsageLog
@@ -111,8 +111,11 @@ def keep_charges(replica: Replica) -> list[tuple[str, int]]:
 
 
 def items(replica: Replica, **body: Any) -> list[Any]:
+    return answered(replica, replica.front_end.admit("chat", {"messages": HELLO, **body}))
+
+
+def answered(replica: Replica, admitted: Admitted) -> list[Any]:
     async def run() -> list[Any]:
-        admitted = replica.front_end.admit("chat", {"messages": HELLO, **body})
         found = [item async for item in replica.front_end.generate(admitted)]
         await asyncio.sleep(0.01)
         return found

@@ -31,6 +31,7 @@ from tests.support.autoscaling_harness import Controller
 from tests.support.counted import counts_of
 from tests.support.metric_names import documented, exported
 from tests.unit.cluster.test_heads import swapped
+from tests.unit.deployments.test_replicas import drafter_report
 
 GOOD = counts_of([(3, 3), (3, 1)])
 BAD = counts_of([(3, 0)])
@@ -39,11 +40,6 @@ BAD = counts_of([(3, 0)])
 def report(head: str = "a", replica: str = "t1", links: Any = (), **workloads: Counts) -> TargetReport:
     counted = {name: WorkloadCounts(1, 1, 0, 10, 20, counts) for name, counts in workloads.items()}
     return TargetReport(replica, head, head, counted, links=tuple(links), num_output_tokens=12)
-
-
-def drafter(replica: str, *digests: str, refused: str = "") -> DrafterReport:
-    heads = tuple(HeadRef(f"head-{digest}", digest) for digest in digests)
-    return DrafterReport(replica, "h:1", heads, refused, {"passes": 5.0})
 
 
 def samples(text: bytes) -> dict[tuple[str, ...], float]:
@@ -64,9 +60,8 @@ def test_the_document_has_each_head_with_its_acceptance() -> None:
     by_head = dict[str, Counts]()
     for counted in ({"a": {"code": GOOD}}, {}, {"old": {"code": BAD}, "a": {"code": BAD}}):
         telemetry.add_head_counts(by_head, CounterDeltas(by_head=counted))
-    document = telemetry.drafting_document(
-        reports, by_head, [dataclasses.replace(drafter("r1", "a"), problems={"b": "its files are gone"})]
-    )
+    drafter = drafter_report("r1", "a", problems={"b": "its files are gone"})
+    document = telemetry.drafting_document(reports, by_head, [drafter])
     heads = {row["head"]: row for row in document["heads"]}
     assert heads["a"]["survival"] == [0.6667, 0.3333, 0.3333]
     assert heads["a"]["acceptance_length"] == round(1 + 4 / 3, 4)
@@ -87,7 +82,7 @@ def test_the_document_has_each_head_with_its_acceptance() -> None:
 def test_metrics_have_heads_drafters_and_links() -> None:
     reports = [report("a", "t1", [link("h:1", "up", {"steps": 7.0}), link("h:2", "late", {})])]
     changes = swapped(0, 0.1, 120).manager.document()
-    drafters = [drafter("r1", "a", refused="no such head")]
+    drafters = [drafter_report("r1", "a", refused="no such head")]
     families = Families()
     telemetry.add_head_metrics(families, {"a": GOOD})
     telemetry.add_change_metrics(families, changes)

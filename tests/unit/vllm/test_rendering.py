@@ -40,10 +40,7 @@ class Counting:
 
     @staticmethod
     def _run(rendering: Any) -> Any:
-        async def run() -> Any:
-            return await rendering
-
-        found = asyncio.run(run())
+        found = asyncio.run(rendering)
         for prompt in found[-1] if isinstance(found, tuple) else found:
             assert prompt.pop("arrival_time") > 0
         return found
