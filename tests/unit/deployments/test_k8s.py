@@ -139,14 +139,6 @@ def test_committed_manifests_are_the_generated_ones() -> None:
     assert listed.split() == MADE
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_config_has_a_valid_manifest(path: Path) -> None:
-    documents = made(path)
-    kinds = [document["kind"] for document in documents]
-    assert kinds[:4] == ["RayService", "NetworkPolicy", "PodDisruptionBudget", "PodDisruptionBudget"]
-    assert [problem for document in documents for problem in problems(document)] == []
-
-
 def test_wrong_settings_make_no_manifest(tmp_path: Path, capsys: Any) -> None:
     raw, args = config()
     args["depth"]["default"] = 99
@@ -180,8 +172,12 @@ def settings_in(service: Json, env: dict[str, str]) -> tuple[ClusterSettings, Js
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_the_service_has_the_settings_of_its_config(path: Path) -> None:
-    service, settings = made(path)[0], read_config(path)[1]
+def test_every_config_has_a_valid_manifest_with_its_settings(path: Path) -> None:
+    documents, settings = made(path), read_config(path)[1]
+    kinds = [document["kind"] for document in documents]
+    assert kinds[:4] == ["RayService", "NetworkPolicy", "PodDisruptionBudget", "PodDisruptionBudget"]
+    assert [problem for document in documents for problem in problems(document)] == []
+    service = documents[0]
     found, options = settings_in(service, {})
     for section in ("model", "engine", "depth", "limits", "callers", "autoscaling"):
         assert getattr(found, section) == getattr(settings, section)
