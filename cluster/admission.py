@@ -56,7 +56,7 @@ class Allowance:
 
 
 @dataclass
-class _Line:
+class _CallerQueue:
     """One caller's requests."""
 
     name: str
@@ -68,7 +68,7 @@ class _Line:
     rates: dict[str, Allowance] = field(default_factory=dict)
 
     @property
-    def num_waiting(self) -> int:
+    def num_queued_sequences(self) -> int:
         """Sequences that wait."""
         return sum(weight for _, weight in self.waiting)
 
@@ -112,43 +112,43 @@ class Admission:
         self.spent = Counter[str]()
         self._clock, self._day_clock = clock, day_clock
         self._num_served = 0
-        self._lines: dict[str, _Line] = {}
+        self._queues: dict[str, _CallerQueue] = {}
 
     @property
     def num_running(self) -> int:
         """Requests that have a place."""
-        return sum(line.num_running for line in self._lines.values())
+        return sum(queue.num_running for queue in self._queues.values())
 
     @property
-    def num_queued(self) -> int:
+    def num_queued_requests(self) -> int:
         """Requests that wait for one."""
-        return sum(len(line.waiting) for line in self._lines.values())
+        return sum(len(queue.waiting) for queue in self._queues.values())
 
     @property
-    def num_waiting(self) -> int:
+    def num_queued_sequences(self) -> int:
         """Sequences of these."""
-        return sum(line.num_waiting for line in self._lines.values())
+        return sum(queue.num_queued_sequences for queue in self._queues.values())
 
     @asynccontextmanager
     async def hold_places(self, caller: Caller, weight: int = 1) -> AsyncIterator[None]:
         """Hold a place during the `async with`, after waiting for it in the queue. Raises ApiError (429) where that is
         full."""
-        line = self._line_of(caller)
+        queue = self._queue_of(caller)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        line.waiting.append((turn, weight))
+        queue.waiting.append((turn, weight))
         try:
             self._hand_out_places()
             if not turn.done():
-                self._make_room(line)
+                self._make_room(queue)
             await turn
             yield
         finally:
             if turn.done() and not turn.cancelled() and turn.exception() is None:
-                line.num_running -= 1
-                line.weight -= weight
-            elif (turn, weight) in line.waiting:
-                line.waiting.remove((turn, weight))
-            self._drop_idle(line)
+                queue.num_running -= 1
+                queue.weight -= weight
+            elif (turn, weight) in queue.waiting:
+                queue.waiting.remove((turn, weight))
+            self._drop_idle(queue)
             self._hand_out_places()
 
     def count_request(self, caller: Caller) -> None:
@@ -158,91 +158,91 @@ class Admission:
         if caller.tokens_per_day is not None and self.spending.spent(caller.name, day_s) >= caller.tokens_per_day:
             message = f"the caller {caller.name} has used up its {caller.tokens_per_day} tokens a day, until 0:00 UTC"
             raise busy(message, DAY_S - day_s % DAY_S, DAY_S)
-        line = self._line_of(caller)
-        self._drop_idle(line)  # one without rates
+        queue = self._queue_of(caller)
+        self._drop_idle(queue)  # one without rates
         now_s = self._clock()
-        for name, rate in line.rates.items():
+        for name, rate in queue.rates.items():
             if wait_s := rate.wait_s(now_s):
                 most = _rates_of(caller)[name]
                 raise busy(f"the caller {caller.name} has used up its {most:g} {name} a minute", wait_s)
-        if "requests" in line.rates:
-            line.rates["requests"].spend(1.0, now_s)
+        if "requests" in queue.rates:
+            queue.rates["requests"].spend(1.0, now_s)
 
     def charge_tokens(self, caller: str, num_tokens: int) -> None:
         """Count the tokens of an answer against the budget of the caller of this name, and its rate if it has one."""
         self.spent[caller] += num_tokens
-        line = self._lines.get(caller)
-        if line is not None and (tokens := line.rates.get("tokens")) is not None:
+        queue = self._queues.get(caller)
+        if queue is not None and (tokens := queue.rates.get("tokens")) is not None:
             tokens.spend(num_tokens, self._clock())
 
-    def _line_of(self, caller: Caller) -> _Line:
-        line = self._lines.setdefault(caller.line, _Line(caller.line))
+    def _queue_of(self, caller: Caller) -> _CallerQueue:
+        queue = self._queues.setdefault(caller.queue, _CallerQueue(caller.queue))
         most = caller.max_running_requests
-        line.limit = None if most is None else -(-most // self.num_replicas)
+        queue.limit = None if most is None else -(-most // self.num_replicas)
         now_s = self._clock()
         for name, per_minute in _rates_of(caller).items():
             if per_minute is None:
-                line.rates.pop(name, None)
+                queue.rates.pop(name, None)
             else:
                 share = per_minute / self.num_replicas
-                line.rates.setdefault(name, Allowance(share, now_s)).per_minute = share
-        return line
+                queue.rates.setdefault(name, Allowance(share, now_s)).per_minute = share
+        return queue
 
     def _hand_out_places(self) -> None:
         """Give the free places to those whose turn it is."""
         while True:
-            lines = [line for line in self._lines.values() if line.waiting and line.may_start]
-            if not lines:
+            queues = [queue for queue in self._queues.values() if queue.waiting and queue.may_start]
+            if not queues:
                 return
-            line = min(lines, key=lambda line: (line.weight, line.last_served))
-            turn, weight = line.waiting[0]
+            queue = min(queues, key=lambda queue: (queue.weight, queue.last_served))
+            turn, weight = queue.waiting[0]
             if turn.cancelled():  # it leaves at this moment
-                line.waiting.popleft()
+                queue.waiting.popleft()
                 continue
             # The heaviest request is not passed over for lighter ones for ever: it waits until it fits.
-            num_places = self.max_running - (self.num_reserved if line.num_running else 0)
-            running = sum(line.weight for line in self._lines.values())
+            num_places = self.max_running - (self.num_reserved if queue.num_running else 0)
+            running = sum(queue.weight for queue in self._queues.values())
             if running and running + weight > num_places:
                 return
-            line.waiting.popleft()
+            queue.waiting.popleft()
             self._num_served += 1
-            line.last_served = self._num_served
-            line.num_running += 1
-            line.weight += weight
+            queue.last_served = self._num_served
+            queue.num_running += 1
+            queue.weight += weight
             turn.set_result(None)
 
-    def _make_room(self, own: _Line) -> None:
+    def _make_room(self, own: _CallerQueue) -> None:
         """Refuse the last requests of callers with more waiting sequences than this one, until its newest fits into the
         queue; so no caller can fill it for the others. Raises ApiError (429), and refuses nobody else, where that is
         not enough."""
-        surplus = self.num_waiting - self.max_queued
-        if surplus <= 0 or (self.num_queued == 1 and self.max_queued > 0):
+        surplus = self.num_queued_sequences - self.max_queued
+        if surplus <= 0 or (self.num_queued_requests == 1 and self.max_queued > 0):
             return
         full = busy(
-            f"{self.num_running} requests run and {self.num_queued - 1} wait for a place, which is all that this "
-            "service takes at a time",
+            f"{self.num_running} requests run and {self.num_queued_requests - 1} wait for a place, which is all that "
+            "this service takes at a time",
             QUEUE_FULL_RETRY_S,
         )
-        weights = {line.name: line.num_waiting for line in self._lines.values()}
-        refused: list[tuple[_Line, tuple[asyncio.Future[None], int]]] = []
-        left = {line.name: list(line.waiting) for line in self._lines.values()}
+        weights = {queue.name: queue.num_queued_sequences for queue in self._queues.values()}
+        refused: list[tuple[_CallerQueue, tuple[asyncio.Future[None], int]]] = []
+        left = {queue.name: list(queue.waiting) for queue in self._queues.values()}
         while surplus > 0:
             name = max((name for name in left if len(left[name]) > 1), key=weights.__getitem__, default=own.name)
             if weights[name] <= weights[own.name]:
                 raise full
-            refused.append((self._lines[name], last := left[name].pop()))
+            refused.append((self._queues[name], last := left[name].pop()))
             weights[name] -= last[1]
             surplus -= last[1]
-        for line, (turn, weight) in refused:
-            line.waiting.remove((turn, weight))
+        for queue, (turn, weight) in refused:
+            queue.waiting.remove((turn, weight))
             if not turn.cancelled():
                 turn.set_exception(full)
 
-    def _drop_idle(self, line: _Line) -> None:
-        """Addresses come and go without end: a line is kept while it has requests, or rates that fill up."""
-        is_idle = not (line.num_running or line.waiting or line.rates)
-        if is_idle and self._lines.get(line.name) is line:
-            del self._lines[line.name]
+    def _drop_idle(self, queue: _CallerQueue) -> None:
+        """Addresses come and go without end: a queue is kept while it has requests, or rates that fill up."""
+        is_idle = not (queue.num_running or queue.waiting or queue.rates)
+        if is_idle and self._queues.get(queue.name) is queue:
+            del self._queues[queue.name]
 
 
 class BodyBudget:
@@ -252,7 +252,7 @@ class BodyBudget:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self._by_line: Counter[str] = Counter()
+        self._by_queue: Counter[str] = Counter()
 
     @contextmanager
     def hold_body(self, caller: Caller) -> Iterator[Callable[[int], None]]:
@@ -265,27 +265,27 @@ class BodyBudget:
             nonlocal num_bytes, num_charged
             num_bytes += number
             if num_bytes > UNCOUNTED_BODY_BYTES:
-                self._charge(caller.line, num_bytes - num_charged)
+                self._charge(caller.queue, num_bytes - num_charged)
                 num_charged = num_bytes
 
         try:
             yield add
         finally:
-            self._charge(caller.line, -num_charged)
+            self._charge(caller.queue, -num_charged)
 
-    def _charge(self, line: str, num_bytes: int) -> None:
+    def _charge(self, queue: str, num_bytes: int) -> None:
         """Raises ApiError (429), with nothing charged, where they do not fit."""
         share = self.max_bytes // 2
-        if num_bytes > 0 and (self.num_bytes + num_bytes > self.max_bytes or self._by_line[line] + num_bytes > share):
+        if num_bytes > 0 and (self.num_bytes + num_bytes > self.max_bytes or self._by_queue[queue] + num_bytes > share):
             raise busy(
                 f"this service holds {self.max_bytes} bytes of requests at a time (limits.max_body_bytes_in_flight), "
                 f"{share} of one caller, and they are full",
                 QUEUE_FULL_RETRY_S,
             )
         self.num_bytes += num_bytes
-        self._by_line[line] += num_bytes
-        if not self._by_line[line]:
-            del self._by_line[line]
+        self._by_queue[queue] += num_bytes
+        if not self._by_queue[queue]:
+            del self._by_queue[queue]
 
 
 def _rates_of(caller: Caller) -> dict[str, float | None]:

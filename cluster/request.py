@@ -39,8 +39,8 @@ class Caller:
     address: str = ""
 
     @property
-    def line(self) -> str:
-        """Name of its line of the queue. No caller's name has a slash."""
+    def queue(self) -> str:
+        """Name of its queue for a place. No caller's name has a slash."""
         return f"{self.name}/{self.address}" if self.address else self.name
 
 

@@ -23,7 +23,7 @@ from deployments.body import Call, from_engine, from_validation, grammars, num_p
 from deployments.errors import engine_lost
 from deployments.front_end import Admitted, Answer, Usage, event_document
 from deployments.protocols import MessageForm
-from peagle.vllm.grammar_checker import GrammarChecker, current_line
+from peagle.vllm.grammar_checker import GrammarChecker, current_queue
 from peagle.vllm.limits import guard
 from peagle.vllm.recorder import DraftingRecorder, RequestDrafting
 from peagle.vllm.rendering import render_at_once
@@ -80,7 +80,7 @@ class EngineAnswers:
         """The engine's answer to what the front end has admitted, see `deployments.front_end.Answer`."""
         if not self._ids.isdisjoint(engine_ids(admitted)):  # clients name requests, and vLLM aborts all of a name
             admitted.request_id += f"-{uuid.uuid4().hex[:8]}"
-        current_line.set(admitted.line)
+        current_queue.set(admitted.queue)
         ids, is_complete = engine_ids(admitted), False
         self._ids.update(ids)
         try:

@@ -78,7 +78,7 @@ class Admitted:
 
     `fields`: vLLM's fields, with what the front end decided of `vllm_xargs`. `request_id`: the client's name of it, or
     one of our own. `num_sequences`: its weight. `trace`: headers by which the engine's span becomes part of its
-    client's trace. `caller`, `line`: name of who asked, and of its line of the queue. `head`: digest of the head that
+    client's trace. `caller`, `queue`: name of who asked, and of its queue for a place. `head`: digest of the head that
     drafts for it, "" where none does. `number`: its own among the requests of the front end."""
 
     call: Call
@@ -88,7 +88,7 @@ class Admitted:
     num_sequences: int = 1
     trace: dict[str, str] = field(default_factory=dict)
     caller: str = ""
-    line: str = ""
+    queue: str = ""
     head: str = ""
     number: int = 0
 
@@ -184,7 +184,7 @@ class FrontEnd:
         self.bodies = BodyBudget(1)
         # One request at a time: the thread that tokenizes a long text keeps prompts waiting.
         self.tokenizing = Admission(1, 0)
-        self.metrics.queued.set_function(lambda: self.admission.num_queued)
+        self.metrics.queued.set_function(lambda: self.admission.num_queued_requests)
         self._settings = settings
         self._workloads = Workloads(known=settings.named_workloads(), aliases=settings.model.aliases)
         self.heads: tuple[str, ...] = ()
@@ -278,7 +278,7 @@ class FrontEnd:
         body.vllm_xargs = fields["vllm_xargs"] = {**own, **decided}
         trace = {name: headers[name] for name in TRACE_HEADERS if name in headers}
         head = self.find_head(drafting.workload)
-        admitted = Admitted(call, fields, drafting, request_id, num_sequences, trace, caller.name, caller.line, head)
+        admitted = Admitted(call, fields, drafting, request_id, num_sequences, trace, caller.name, caller.queue, head)
         admitted.body = body
         return admitted
 

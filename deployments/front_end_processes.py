@@ -41,7 +41,7 @@ from deployments.errors import engine_lost, internal_error, not_ready
 from deployments.front_end import Admitted, Answer, Usage
 from deployments.metrics import Families
 from peagle.vllm.clients import METRICS_FOLDER, Address, client_addresses, connect
-from peagle.vllm.grammar_checker import GrammarChecker, current_line
+from peagle.vllm.grammar_checker import GrammarChecker, current_queue
 from peagle.vllm.recorder import DraftingRecorder, RecorderDelta
 
 logger = logging.getLogger(__name__)
@@ -130,10 +130,10 @@ class Kept(msgspec.Struct, tag=True, array_like=True):
 
 
 class Grammar(msgspec.Struct, tag=True, array_like=True):
-    """A grammar to check, and the line of the queue that its request came from."""
+    """A grammar to check, and the queue of its request's caller."""
 
     number: int
-    line: str
+    queue: str
     fields: dict[str, Any]
 
 
@@ -401,7 +401,7 @@ class FrontEndProcesses:
                     self._are_ready.set()
 
     async def _check_grammar(self, process: FrontEndProcess, message: Grammar) -> None:
-        current_line.set(message.line)
+        current_queue.set(message.queue)
         outcome = None
         try:
             outcome = await self.grammars.find_outcome(message.fields)
@@ -461,7 +461,7 @@ class RemoteGrammarChecker(GrammarChecker):
     async def find_outcome(self, fields: dict[str, Any]) -> dict[str, Any]:
         number, outcome = next(self._numbers), asyncio.get_running_loop().create_future()
         try:
-            self._wire.send(Grammar(number, current_line.get(), fields))
+            self._wire.send(Grammar(number, current_queue.get(), fields))
         except (TypeError, RecursionError) as error:
             return {"error": f"structured_outputs is no JSON: {error}."}
         self._waiting[number] = outcome

@@ -217,7 +217,7 @@ class TargetServer(LLMServer):
             links=() if self._links is None else self._links.links,
             num_output_tokens=self._recorder.num_output_tokens,
             weights=self._weights,
-            num_queued=self.front_end.admission.num_waiting,
+            num_queued=self.front_end.admission.num_queued_sequences,
             spent=dict(self.front_end.admission.spent),
             uptime_s=time.monotonic() - self._started_s,
             node=socket.gethostname(),

@@ -46,8 +46,8 @@ MAX_OUTCOMES = 1024
 NUM_TOKENS = 64
 """Tokens of the text that a child writes by a grammar."""
 
-current_line = ContextVar("current_line", default="")
-"""Line of the queue (`cluster.request.Caller.line`) that the current request is from. Grammars of one line are compiled
+current_queue = ContextVar("current_queue", default="")
+"""Queue (`cluster.request.Caller.queue`) that the current request is from. Grammars of one queue are compiled
 one after the other, so that a client with many slow ones does not keep others waiting."""
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(StructuredOutputsParams) if field.init)
@@ -93,10 +93,10 @@ class GrammarChecker:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._places = asyncio.Semaphore(NUM_CHILDREN)
-        self._turns = WeakValueDictionary[str, asyncio.Lock]()  # by line of the queue
+        self._turns = WeakValueDictionary[str, asyncio.Lock]()  # by queue
         self._outcomes: OrderedDict[Any, asyncio.Task[dict[str, Any]]] = OrderedDict()
         self._num_waiting = Counter[Any]()  # clients, by grammar
-        self._queued = dict[Any, str]()  # lines of grammars that wait for a place
+        self._queued = dict[Any, str]()  # queues of grammars that wait for a place
 
     @property
     def pid(self) -> int | None:
@@ -153,11 +153,11 @@ class GrammarChecker:
             key: Any = limits, json.dumps(fields, sort_keys=True)
         except (RecursionError, TypeError, ValueError) as error:
             return {"error": f"structured_outputs is no JSON: {error}."}
-        if self._queued.get(key, line := current_line.get()) != line:
-            key = *key, line  # it waits behind others of another line
+        if self._queued.get(key, queue := current_queue.get()) != queue:
+            key = *key, queue  # it waits behind others of another queue
         if (task := self._outcomes.get(key)) is None:
             task = self._outcomes[key] = asyncio.get_running_loop().create_task(self._compile(key, fields, limits))
-            self._queued[key] = line
+            self._queued[key] = queue
             while len(self._outcomes) > MAX_OUTCOMES:
                 self._outcomes.popitem(last=False)
         self._outcomes.move_to_end(key)
@@ -181,7 +181,7 @@ class GrammarChecker:
         job = json.dumps({"fields": fields, "limits": dataclasses.asdict(limits)}).encode()
         outcome = None
         try:
-            turn = self._turns.setdefault(current_line.get(), asyncio.Lock())
+            turn = self._turns.setdefault(current_queue.get(), asyncio.Lock())
             async with turn, self._places:
                 self._queued.pop(key, None)
                 if not (answer := await self._ask(job)):

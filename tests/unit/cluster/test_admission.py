@@ -278,12 +278,12 @@ async def test_nothing_is_ever_lost_whoever_comes_and_goes(
         total = sum(weights[running] for running in requests.running)
         assert total <= max_running or len(requests.running) == 1
         admission = requests.admission
-        assert admission.num_waiting <= max_queued or admission.num_queued == 1
+        assert admission.num_queued_sequences <= max_queued or admission.num_queued_requests == 1
         if then == 1 and requests.running:
             await requests.end(requests.running[0])
         elif then == 2:
             await requests.leave(str(number // 2))
     while requests.running:
         await requests.end(requests.running[0])
-    assert (requests.admission.num_running, requests.admission.num_queued) == (0, 0)
+    assert (requests.admission.num_running, requests.admission.num_queued_requests) == (0, 0)
     assert max_queued < 1000 or not requests.refused

@@ -19,7 +19,7 @@ from deployments import front_end_processes
 from deployments.answers import EngineAnswers
 from deployments.front_end import FrontEnd, Usage
 from deployments.front_end_processes import MAX_RESTARTS, WINDOW, Outcome, RemoteGrammarChecker, Stop, Wire, Worker
-from peagle.vllm.grammar_checker import current_line
+from peagle.vllm.grammar_checker import current_queue
 from peagle.vllm.recorder import DraftingRecorder, RequestDrafting
 from tests.unit.deployments.test_front_end import HELLO, cluster
 from tests.unit.deployments.test_replicas import until
@@ -88,7 +88,7 @@ class Replica(front_end_processes.FrontEndProcesses):
                 raise OSError("too many open files")
             if "waits" in fields:
                 await asyncio.get_running_loop().create_future()
-            return {"error": f"no {fields}, {current_line.get()}"}
+            return {"error": f"no {fields}, {current_queue.get()}"}
 
         replica = cls(number, monkeypatch)
         replica.launch(None, Namespace())
@@ -190,14 +190,14 @@ async def test_answers_and_errors_come_through_as_they_are(monkeypatch: pytest.M
     assert json.loads(found[2].removeprefix("data: "))["drafting"]["num_steps"] == 2
     assert (found[1], found[3:]) == (Usage(4, 9, 4), [LAST[-1]])
     lines = list[str]()
-    NoProcess.answer = lambda _: lines.append(current_line.get()) or create_error_response(ValueError("too long"))
+    NoProcess.answer = lambda _: lines.append(current_queue.get()) or create_error_response(ValueError("too long"))
     (error,) = [item async for item in replica.ask()]
     assert lines == ["anyone"]
     assert isinstance(error, ApiError)
     assert (error.status, error.message, error.code) == (400, "too long", "invalid_value")
     replica.process(0).theirs.send(front_end_processes.Kept("code", "web", [1, 2], [3]))
     await until(lambda: replica.kept == [("code", "web", [1, 2], [3])])
-    current_line.set("web")
+    current_queue.set("web")
     found = await replica.process(0).checker.find_outcome({"regex": "a"})
     assert found == {"error": "no {'regex': 'a'}, web"}
     with pytest.raises(RuntimeError, match="cannot be checked"):

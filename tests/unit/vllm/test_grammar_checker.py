@@ -14,7 +14,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
 from peagle.vllm import grammar_checker
-from peagle.vllm.grammar_checker import CheckedGrammar, GrammarChecker, GrammarLimits, current_line
+from peagle.vllm.grammar_checker import CheckedGrammar, GrammarChecker, GrammarLimits, current_queue
 
 SLOW = {"type": "object", "properties": {f"p{n}": {"type": "string", "maxLength": n} for n in range(1000, 1040)}}
 """Each string of bounded length takes most of a second to compile."""
@@ -49,7 +49,7 @@ def check(checker: GrammarChecker, run: Run, **fields: Any) -> CheckedGrammar:
 
 
 async def check_from(checker: GrammarChecker, line: str, regex: str) -> CheckedGrammar:
-    current_line.set(line)
+    current_queue.set(line)
     return await checker.check(StructuredOutputsParams(regex=regex))
 
 
@@ -147,7 +147,7 @@ def test_grammars_that_nobody_waits_for_any_more_are_not_begun(
 
     async def flood() -> None:
         for number in range(20):
-            current_line.set(f"line {number}")
+            current_queue.set(f"line {number}")
             client = asyncio.create_task(checker.check(StructuredOutputsParams(regex=f"flood{number}")))
             await asyncio.sleep(0)
             await asyncio.sleep(0)
