@@ -92,7 +92,7 @@ def serve(
 @app.command()
 def check(config: Config) -> None:
     """Check CONFIG without starting anything (keys, vLLM's arguments, heads), and print what it asks for."""
-    from deployments.up import describe, read_config
+    from deployments.serve_config import describe, read_config
 
     typer.echo(describe(*read_config(config, is_here=False)))
 

@@ -18,7 +18,7 @@ import yaml
 
 from cluster.settings import ClusterSettings, PodSettings, key_variables
 from deployments.compat import MAX_STREAM_S, RAY_ENVIRONMENT
-from deployments.up import UpError, gateway_application, live_form, model_applications, read_config
+from deployments.serve_config import ConfigError, gateway_application, live_form, model_applications, read_config
 from peagle import __version__
 
 Json = dict[str, Any]
@@ -46,13 +46,13 @@ settings say nothing else."""
 
 
 def render(path: Path) -> str:
-    """The manifest of a config's service. Raises UpError or ValueError for a wrong config."""
+    """The manifest of a config's service. Raises ConfigError or ValueError for a wrong config."""
     config, settings, *others = read_config(path, is_here=False)
     if others or gateway_application(config) is not None:
         remedy = "write a file for each model, without a gateway, and let the Ingress choose by path"
-        raise UpError(f"{path.name} serves several models: {remedy}")
+        raise ConfigError(f"{path.name} serves several models: {remedy}")
     if not re.fullmatch(r"[a-z0-9-]{1,40}(?<!-)", path.stem):
-        raise UpError(f"{path.name} names the RayService: rename it to small letters, digits and -, at most 40")
+        raise ConfigError(f"{path.name} names the RayService: rename it to small letters, digits and -, at most 40")
     service = Manifest(f"peagle-{path.stem}", config, settings)
     header = f"# Made from {path.name} by `peagle manifest`; do not edit by hand.\n"
     header += f"# Needs KubeRay 1.5.1 or later and the image {service.image}.\n"
@@ -150,11 +150,11 @@ class Manifest:
         return [self._workers("target", fewest, most, cpus, gpus), *groups]
 
     def _workers(self, group: str, fewest: int, most: int, cpus: float, gpus: float) -> Json:
-        """A group of pods that each have room for `cpus` and `gpus` of Ray's. Raises UpError where they would not."""
+        """Pods that each have room for `cpus` and `gpus` of Ray's. Raises ConfigError where they would not."""
         given, num_gpus = self._pods.workers, math.ceil(gpus)
         wanted = given.cpus or max(2, CPUS_PER_GPU * num_gpus, math.ceil(cpus))
         if wanted < cpus:
-            raise UpError(f"kubernetes.workers.cpus is {wanted:g}, but Ray places {cpus:g} in a pod of {group}")
+            raise ConfigError(f"kubernetes.workers.cpus is {wanted:g}, but Ray places {cpus:g} in a pod of {group}")
         resources = {"cpu": f"{wanted:g}", "memory": given.memory or self._defaults["worker"]}
         if num_gpus:
             resources["nvidia.com/gpu"] = str(num_gpus)
@@ -173,7 +173,7 @@ class Manifest:
             is_within = any(path.is_relative_to(folder) for folder in IMAGE_FOLDERS)
             if is_within or any(folder.is_relative_to(path.parent) for folder in used):
                 remedy = "name a folder that nothing else is in, such as /etc/peagle/keys"
-                raise UpError(f"callers: the secret with {path} would hide what {path.parent} holds: {remedy}")
+                raise ConfigError(f"callers: the secret with {path} would hide what {path.parent} holds: {remedy}")
         if self.key_files:  # Kubernetes renews mounted secrets, and replicas read them again
             mounts |= {str(path.parent): "keys" for path in self.key_files}
             volumes["keys"] = {"secret": {"secretName": KEYS_SECRET}}

@@ -26,7 +26,8 @@ from benchmarks.common import free_port
 from cluster.settings import load_settings
 from deployments import APP_NAME
 from deployments.app import catalog
-from deployments.up import live_form, model_applications, ray_environment
+from deployments.serve_config import live_form, model_applications
+from deployments.up import ray_environment
 from tests.support.warm_engine import ONE_THREAD
 
 CONFIGS = Path(__file__).parents[2] / "configs"

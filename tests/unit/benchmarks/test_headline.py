@@ -9,7 +9,7 @@ import pytest
 from benchmarks.headline import Counts, command, parse_arm, parse_counters, prepare, speculative_config, verification
 from benchmarks.humaneval import pass_at_1
 from benchmarks.prompts import COMPLETE, human_eval_problems
-from deployments.up import read_config
+from deployments.serve_config import read_config
 from peagle.heads import prepare_head
 
 HEADS = {"peagle_head": ["smollm2-135m-instruct"], "eagle3_head": ["smollm2-135m-instruct-eagle3"]}

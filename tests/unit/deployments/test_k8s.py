@@ -29,7 +29,7 @@ from deployments.batch import read_requests
 from deployments.cli import main
 from deployments.gateway import GATEWAY_PATH
 from deployments.manifest import CPU, GPU, KEYS_SECRET, render
-from deployments.up import UpError, read_config
+from deployments.serve_config import ConfigError, read_config
 from peagle.checkpoint import read_head_config
 from peagle.embedded import EMBEDDED_TARGETS
 from peagle.schema import SettingsError
@@ -153,7 +153,7 @@ def test_wrong_settings_make_no_manifest(tmp_path: Path, capsys: Any) -> None:
 
 @pytest.mark.parametrize("name", ["Local.yaml", "my_model.yaml", "a" * 41 + ".yaml", "gpu-.yaml"])
 def test_a_name_that_kuberay_refuses_is_refused_first(make: Any, name: str) -> None:
-    with pytest.raises(UpError, match=re.escape(f"{name} names the RayService: rename it")):
+    with pytest.raises(ConfigError, match=re.escape(f"{name} names the RayService: rename it")):
         make(config()[0], name)
 
 
@@ -216,7 +216,7 @@ def test_keys_hide_no_folder_of_a_pod(make: Any, folder: str) -> None:
     raw, args = config()
     args["kubernetes"] = {"volumes": {"/models": "weights"}}
     args["callers"] = {"web": {"key_file": str(Path(folder, "web"))}}
-    with pytest.raises(UpError, match=f"would hide what {folder} holds: name a folder that nothing else is in"):
+    with pytest.raises(ConfigError, match=f"would hide what {folder} holds: name a folder that nothing else is in"):
         make(raw)
 
 
@@ -225,7 +225,7 @@ def test_a_gateway_has_no_manifest(make: Any) -> None:
     raw["applications"][0]["route_prefix"] = "/m"
     models = {"smollm2-135m-instruct": "/m"}
     raw["applications"].insert(0, {"name": "g", "import_path": GATEWAY_PATH, "args": {"models": models}})
-    with pytest.raises(UpError, match="write a file for each model, without a gateway"):
+    with pytest.raises(ConfigError, match="write a file for each model, without a gateway"):
         make(raw)
 
 
@@ -298,7 +298,7 @@ def test_pods_are_as_the_section_kubernetes_says(make: Any) -> None:
     assert worker["serviceAccountName"] == "reads-bucket"
     assert "serviceAccountName" not in head  # KubeRay's autoscaler runs there
     args["kubernetes"]["workers"]["cpus"] = 1
-    with pytest.raises(UpError, match="kubernetes.workers.cpus is 1, but Ray places 2 in a pod of target"):
+    with pytest.raises(ConfigError, match="kubernetes.workers.cpus is 1, but Ray places 2 in a pod of target"):
         make(raw)
 
 

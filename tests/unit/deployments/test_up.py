@@ -23,7 +23,8 @@ from deployments import up
 from deployments.app import catalog
 from deployments.cli import main
 from deployments.replicas import settings_with
-from deployments.up import UpError, base_url, gateway_application, live_form, num_logical_cpus, read_config
+from deployments.serve_config import asked_resources, base_url, gateway_application, live_form, read_config
+from deployments.up import UpError, num_logical_cpus
 from peagle.checkpoint import save_head
 from peagle.schema import SettingsError
 from tests.support.head_factory import CONFIG, head_tensors
@@ -368,7 +369,7 @@ def test_replicas_that_start_first_are_as_many_as_autoscaling_keeps(write: Any, 
     scaling = {"policy": "queue_length", "target": {"min": fewest, "max": 3}, "drafter": {"min": fewest, "max": 3}}
     drafter = {**REMOTE, "replicas": {"num_cpus": 0.5}}
     raw, *services = read_config(write(served(drafter=drafter, autoscaling=scaling)))
-    cpus = up.asked_resources(raw, services, at_start=True)["CPU"]
+    cpus = asked_resources(raw, services, at_start=True)["CPU"]
     assert (cpus["target.bundle"], cpus["drafter.replicas.num_cpus"]) == (num_targets, 0.5 * num_targets)
 
 
@@ -437,7 +438,7 @@ def test_new_engines_without_room_beside_the_old_ones_are_refused(bring_up: Any,
     beside = sum(one.target_bundles()[0]["CPU"] for one in services)
     machine.free = {"CPU": beside - 0.1}
     refuse(raw, f"beside the old one \\({beside:g} CPU of ")
-    total = sum(up.asked_resources(raw, services)["CPU"].values())
+    total = sum(asked_resources(raw, services)["CPU"].values())
     machine.total = {"CPU": total - 0.05}
     refuse(raw, "num_cpus of the gateway asks for 0.1 CPU, and the Ray cluster has ")
     machine.total, machine.free = {"CPU": total}, {"CPU": beside}
