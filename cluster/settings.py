@@ -292,7 +292,7 @@ class DrafterSettings(Section):
         "colocated", description="In the target's engine, or on drafter replicas."
     )
     max_draft_tokens: int | None = Field(
-        None, ge=1, le=64, description="K_max, proposed in one pass; default: the head's `num_depths`."
+        None, ge=1, le=64, description="K_max, proposed in one pass; default: `num_depths` of a head that is here."
     )
     engine_options: dict[str, Any] = Field({}, description="Further keys of vLLM's `speculative_config`.")
     replicas: DrafterReplicas | None = Field(None, description="The drafter's replicas.")
@@ -580,7 +580,7 @@ def pod_directories(raw: Any) -> list[str]:
 class ReplicaRange(Section):
     """Bounds of a deployment's number of replicas."""
 
-    min: int = Field(1, ge=0, description="Fewest replicas; 0: the last target ends after `idle_s`.")
+    min: int = Field(1, ge=0, description="Fewest replicas; 0: none after `idle_s` without a request.")
     max: int = Field(ge=1, description="Most replicas.")
 
     @model_validator(mode="after")

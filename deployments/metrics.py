@@ -63,7 +63,9 @@ FAMILIES = {
         "gauge", "head against bound", "AL relative to the other head's, minus 1; bound: mean, low, high."
     ),
     "drafter_replicas": Family("gauge", "", "Drafter replicas that answer.", REMOTE),
-    "drafter_head": Family("gauge", "replica index head", "1: the head is live on this drafter.", REMOTE),
+    "drafter_head": Family(
+        "gauge", "replica index head", "1: the head drafts here; index 0: live, 1: a candidate.", REMOTE
+    ),
     "drafter_head_refused": Family("gauge", "replica", "1: the last `user_config` was refused.", REMOTE),
     "drafter_passes": Family("counter", "replica", "Passes of the drafter's network.", REMOTE),
     "drafter_drafts": Family("counter", "replica", "Draft tokens proposed.", REMOTE),
