@@ -247,10 +247,10 @@ class Admission:
 
 class BodyBudget:
     """Bytes of request bodies that one replica holds, from their arrival to the end of their answers. `max_bytes`: of
-    all bodies, of which one caller may hold half. It may be changed at any time."""
+    all bodies, of which one caller may hold half. It may be changed at any time. `setting`: which one it is."""
 
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
+    def __init__(self, max_bytes: int, setting: str = "limits.max_body_bytes_in_flight") -> None:
+        self.max_bytes, self._setting = max_bytes, setting
         self.num_bytes = 0
         self._by_queue: Counter[str] = Counter()
 
@@ -278,7 +278,7 @@ class BodyBudget:
         share = self.max_bytes // 2
         if num_bytes > 0 and (self.num_bytes + num_bytes > self.max_bytes or self._by_queue[queue] + num_bytes > share):
             raise busy(
-                f"this service holds {self.max_bytes} bytes of requests at a time (limits.max_body_bytes_in_flight), "
+                f"this service holds {self.max_bytes} bytes of requests at a time ({self._setting}), "
                 f"{share} of one caller, and they are full",
                 QUEUE_FULL_RETRY_S,
             )

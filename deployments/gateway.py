@@ -82,7 +82,7 @@ class Forwarder:
         self._address_header, self._token = address_header.lower(), token
         self._forwarded = Admission(max(1, MAX_FORWARDED // settings.num_replicas), max_queued=0)
         self._forwarded.num_reserved = self._forwarded.max_running // 4
-        self._bodies = BodyBudget(BODIES_HELD * settings.max_body_bytes)
+        self._bodies = BodyBudget(BODIES_HELD * settings.max_body_bytes, f"{BODIES_HELD} times max_body_bytes")
         self._metrics = PacedCall(self._collect_metrics)
         self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True),  # one kept open may end at any moment
@@ -98,8 +98,10 @@ class Forwarder:
             return next(iter(self._models))
         try:
             model = msgspec.json.decode(body, type=_Named).model
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except msgspec.ValidationError as error:
             raise ApiError(400, f"the body is no JSON object: {error}") from error
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from error
         names = ", ".join(map(repr, self._models))
         if model is None:
             raise ApiError(400, f"model is missing: this address serves {names}", param="model")
@@ -118,7 +120,8 @@ class Forwarder:
             held = until_sent.enter_context(self._bodies.hold_body(caller))
             body = await read_body(request, held, self._max_body_bytes)
             if len(body) > self._max_body_bytes:
-                raise ApiError(413, f"the body has more than {self._max_body_bytes} bytes (max_body_bytes)")
+                text = f"the body has more than {self._max_body_bytes} bytes (max_body_bytes)"
+                raise ApiError(413, text, code="too_large")
             model = self.find_model(body)
             await until_sent.enter_async_context(until_disconnected(request))
             await until_sent.enter_async_context(self._forwarded.hold_places(caller))
@@ -216,9 +219,10 @@ class Forwarder:
             return json_response(error, request.url.path)
 
         methods = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
-        own = {"/v1/models": self.models, "/health": self.health, "/ping": self.health, "/metrics": self.metrics}
+        own = {"/v1/models": self.models, "/health": self.health, "/metrics": self.metrics}
         own |= {f"{path}/": answer for path, answer in own.items()} | {"/v1/models/{model:path}": self.models}
-        routes = [Route(path, answer, methods=["GET", "POST"]) for path, answer in own.items()]
+        routes = [Route(path, answer) for path, answer in own.items()]
+        routes += [Route(path, self.health, methods=["GET", "POST"]) for path in ("/ping", "/ping/")]
         routes.append(Route("/{path:path}", self.forward, methods=methods))
         return Starlette(routes=routes, exception_handlers={ApiError: refuse})
 

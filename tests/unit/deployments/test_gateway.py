@@ -46,7 +46,7 @@ class Model:
             if request.headers.get("authorization") == "Bearer wrong":
                 return JSONResponse({"error": {}}, 401)
             return JSONResponse({"data": [{"id": self.name, "max_model_len": 7}]})
-        if path.endswith("/health"):
+        if path.endswith(("/health", "/ping")):
             return JSONResponse({})
         if path.endswith("/metrics"):
             return PlainTextResponse(f'# TYPE a_total counter\na_total{{x="{self.name}"}} 1\n')
@@ -164,18 +164,27 @@ async def test_a_model_that_is_not_ready_refuses_its_own_requests_only(client: A
 
 
 async def test_what_belongs_to_no_model_is_refused_here(client: httpx.AsyncClient) -> None:
-    for sent, status, param in (
-        ({"json": {"model": "other"}}, 404, "model"),
-        ({"json": {"messages": []}}, 400, "model"),
-        ({"json": {"model": ["chat"]}}, 404, "model"),
-        ({"content": b"{"}, 400, None),
-        ({"content": b"[]"}, 400, None),
-        ({"content": b'{"x": ' + b"[" * 900}, 400, None),
-        ({"content": b'{"model": "\xff"}'}, 400, None),
-        ({"content": b"x" * 1001}, 413, None),
+    for sent, status, param, code in (
+        ({"json": {"model": "other"}}, 404, "model", "model_not_found"),
+        ({"json": {"messages": []}}, 400, "model", "invalid_value"),
+        ({"json": {"model": ["chat"]}}, 404, "model", "model_not_found"),
+        ({"content": b"{"}, 400, None, "invalid_json"),
+        ({"content": b"[]"}, 400, None, "invalid_value"),
+        ({"content": b'{"x": ' + b"[" * 900}, 400, None, "invalid_json"),
+        ({"content": b'{"model": "\xff"}'}, 400, None, "invalid_json"),
+        ({"content": b"x" * 1001}, 413, None, "too_large"),
     ):
         answer = await client.post("/v1/x", **sent)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), sent
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], error["code"]) == (status, param, code), sent
+
+
+async def test_what_is_asked_with_another_method_is_the_applications_to_refuse(client: httpx.AsyncClient) -> None:
+    """As at a replica, GET alone has an answer but at /ping, where SageMaker may ask either way."""
+    for path, answer in ("/v1/models", {"data": [{"id": "chat", "max_model_len": 7}]}), ("/health", {}):
+        assert (await client.get(path)).json() != answer
+        assert (await client.post(path, json={"model": "chat"})).json() == answer
+    assert (await client.post("/ping")).json()["status"] == "ready"
 
 
 @pytest.mark.parametrize("client", [("/front", 1)], indirect=True)
