@@ -119,8 +119,8 @@ COUNTERS = {
        for where, prefix in (("front_end", "peagle_"), ("engine", "vllm:"))},
 }  # fmt: skip
 """Of verification, by vLLM's names and ours, of the prefix cache, in tokens, and of TTFT, in seconds."""
-ACCEPTED_BY_DEPTH = ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "peagle_accepted_tokens_total")
-REACHED_BY_DEPTH = "peagle_reached_draft_tokens_total"
+ACCEPTED_BY_POSITION = ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "peagle_accepted_tokens_total")
+REACHED_BY_POSITION = "peagle_reached_draft_tokens_total"
 """Drafts verified behind accepted ones. vLLM has no such count: for its arms whose drafts are not as many in every step
 (ngram-K) survival is what came of all steps, and too low."""
 
@@ -472,7 +472,7 @@ def decided(url: str) -> dict[str, Any]:
 
 
 class Counts(dict[str, float]):
-    """Counters by name, those by depth as `name/depth`."""
+    """Counters by name, those by draft position as `name/position`."""
 
     def __sub__(self, other: Mapping[str, float]) -> "Counts":
         return Counts({name: value - other.get(name, 0.0) for name, value in self.items()})
@@ -484,7 +484,7 @@ def read_counters(url: str) -> Counts:
 
 
 def parse_counters(text: str) -> Counts:
-    """Of a page in Prometheus' form; depths count from 1."""
+    """Of a page in Prometheus' form; positions count from 1."""
     found = Counts(dict.fromkeys(COUNTERS, 0.0))
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     # A service of ours has vLLM's families beside its own, which count the same drafts.
@@ -493,16 +493,16 @@ def parse_counters(text: str) -> Counts:
     for sample in samples:
         for name, names in COUNTERS.items():
             found[name] += sample.value if sample.name in names else 0.0
-        position = sample.labels.get("position")  # vLLM's, from 0
-        depth = int(sample.labels.get("depth") or 0) if position is None else int(position) + 1
-        kind = "reached" if sample.name == REACHED_BY_DEPTH else "accepted"
-        if depth and (kind == "reached" or sample.name in ACCEPTED_BY_DEPTH):
-            found[f"{kind}/{depth}"] = found.get(f"{kind}/{depth}", 0.0) + sample.value
+        vllms = sample.labels.get("position")  # from 0
+        position = int(sample.labels.get("draft_position") or 0) if vllms is None else int(vllms) + 1
+        kind = "reached" if sample.name == REACHED_BY_POSITION else "accepted"
+        if position and (kind == "reached" or sample.name in ACCEPTED_BY_POSITION):
+            found[f"{kind}/{position}"] = found.get(f"{kind}/{position}", 0.0) + sample.value
     return found
 
 
 def verification(done: Counts) -> dict[str, Any]:
-    """AL, drafts a step, and survival by depth: probability that a step's first i drafts are all accepted, where it
+    """AL, drafts a step, and survival by position: probability that a step's first i drafts are all accepted, where it
     verifies so many."""
     cached = {"prefix_hit_rate": done["prefix_hits"] / done["prefix_queries"]} if done["prefix_queries"] else {}
     for where in ("front_end", "engine"):
@@ -511,10 +511,10 @@ def verification(done: Counts) -> dict[str, Any]:
     if not done["steps"]:
         return cached
     survival, chance = [], 1.0
-    for depth in itertools.count(1):
-        accepted = done.get(f"accepted/{depth}")
-        before = done["steps"] if depth == 1 else done.get(f"accepted/{depth - 1}", 0.0)
-        reached = done.get(f"reached/{depth}", before)
+    for position in itertools.count(1):
+        accepted = done.get(f"accepted/{position}")
+        before = done["steps"] if position == 1 else done.get(f"accepted/{position - 1}", 0.0)
+        reached = done.get(f"reached/{position}", before)
         if accepted is None or not reached:
             break
         chance *= accepted / reached

@@ -52,7 +52,7 @@ OWN_UNITS = {
 }  # fmt: skip
 KINDS = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "text"}
 BOUNDS = {annotated_types.Ge: "≥", annotated_types.Gt: ">", annotated_types.Le: "≤", annotated_types.Lt: "<"}
-SECTION_NAMES = {"callers": "callers.NAME", "depth.objectives": "depth.objectives.WORKLOAD"}
+SECTION_NAMES = {"callers": "callers.NAME", "num_draft_tokens.objectives": "num_draft_tokens.objectives.WORKLOAD"}
 
 
 def table(header: str, rows: Iterable[Iterable[str]]) -> str:

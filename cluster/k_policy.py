@@ -322,7 +322,7 @@ class KPolicy:
     def _describe(self, workload: str) -> dict[str, Any]:
         rates = self.posteriors.rates(workload)
         k, source = self.rules.find_k(base_workload(workload))  # a trial gets the K of its workload
-        reason = "pinned by depth.by_workload" if source == "workload" else ""
+        reason = "pinned by num_draft_tokens.by_workload" if source == "workload" else ""
         chosen = self._choices.get(base_workload(workload))
         if source == "default" and chosen is not None:
             k, source, reason = chosen.k, chosen.source, chosen.reason

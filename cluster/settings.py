@@ -71,7 +71,7 @@ OWNED_DRAFT_KEYS = {
     "num_speculative_tokens": "set drafter.max_draft_tokens",
     "parallel_drafting": "the head's file says it: leave it out",
     "tensor_parallel_size": "set draft_tensor_parallel_size, as in vLLM",
-    "num_speculative_tokens_per_batch_size": "each request has a K of its own, which follows the load: see depth",
+    "num_speculative_tokens_per_batch_size": "each request has its own K, which follows the load: see num_draft_tokens",
     "enable_adaptive_verification": "the engine's own rule chooses the drafts of a step: leave it out",
 }
 """Keys of vLLM's speculative_config that cannot be set in drafter.engine_options, each with what to do instead."""
@@ -412,7 +412,7 @@ class Objective(Section):
     max_tpot_ms: Finite | None = Field(None, description="Limit of the mean time per output token.")
 
 
-class DepthSettings(Section):
+class KSettings(Section):
     """K of requests: how many draft tokens a step verifies. `state` also keeps which heads were put into others' place;
     without it both end with the Ray cluster."""
 
@@ -426,9 +426,11 @@ class DepthSettings(Section):
     @model_validator(mode="after")
     def _check_meaning(self) -> typing.Self:
         if self.policy == "fixed" and self.objectives:
-            raise ValueError(".objectives is read by the adaptive policy only: write depth.policy: adaptive")
+            raise ValueError(".objectives is read by the adaptive policy only: write num_draft_tokens.policy: adaptive")
         if both := sorted(self.by_workload.keys() & self.objectives.keys()):
-            raise ValueError(f".by_workload pins K of {both[0]}, so depth.objectives.{both[0]} decides nothing")
+            raise ValueError(
+                f".by_workload pins K of {both[0]}, so num_draft_tokens.objectives.{both[0]} decides nothing"
+            )
         return self
 
 
@@ -754,11 +756,13 @@ class KubernetesSettings(Section):
 class ClusterSettings(Section):
     """Everything under `args`."""
 
+    removed: ClassVar[Mapping[str, str]] = {"depth": "its keys stand under num_draft_tokens"}
+
     model: ModelSettings = Field(description="The target model.")
     target: TargetSettings = Field(default_factory=TargetSettings, description="Replicas of the target.")
     engine: dict[str, Any] = Field({}, description="vLLM's engine arguments, unchanged.")
     drafter: DrafterSettings | None = Field(None, description="The drafter; without it nothing is drafted.")
-    depth: DepthSettings = Field(default_factory=DepthSettings, description="K of requests.")
+    num_draft_tokens: KSettings = Field(default_factory=KSettings, description="K of requests.")
     ingress: IngressSettings = Field(
         default_factory=IngressSettings, description="The router, and who may reach the service."
     )
@@ -826,28 +830,28 @@ class ClusterSettings(Section):
             replicas = replicas.model_copy(update={"num_gpus": float(target.has_gpu)})
         return drafter.model_copy(update={"replicas": replicas, "links": drafter.links or LinkSettings()})
 
-    @field_validator("depth")
+    @field_validator("num_draft_tokens")
     @classmethod
-    def _check_depth(cls, depth: DepthSettings, info: ValidationInfo) -> DepthSettings:
+    def _check_num_draft_tokens(cls, num_draft_tokens: KSettings, info: ValidationInfo) -> KSettings:
         if "drafter" not in info.data:
-            return depth  # it has problems of its own
+            return num_draft_tokens  # it has problems of its own
         if info.data["drafter"] is None:
-            raise ValueError(" has no meaning without a drafter: remove depth, or give drafter.head")
+            raise ValueError(" has no meaning without a drafter: remove num_draft_tokens, or give drafter.head")
         most, because = _max_k(info.data["drafter"], None)
         problems = []
-        if depth.max is not None and depth.max > most:
-            problems.append(f".max is {depth.max}, above {because}")
+        if num_draft_tokens.max is not None and num_draft_tokens.max > most:
+            problems.append(f".max is {num_draft_tokens.max}, above {because}")
         else:
-            most, because = _max_k(info.data["drafter"], depth)
-        if depth.default is not None and depth.default > most:
-            problems.append(f".default is {depth.default}, above {because}")
+            most, because = _max_k(info.data["drafter"], num_draft_tokens)
+        if num_draft_tokens.default is not None and num_draft_tokens.default > most:
+            problems.append(f".default is {num_draft_tokens.default}, above {because}")
         problems += [
             f".by_workload.{tag} is {k}, outside 0..{most} ({because})"
-            for tag, k in depth.by_workload.items()
+            for tag, k in num_draft_tokens.by_workload.items()
             if not 0 <= k <= most
         ]
         SettingsError.check(problems)
-        return depth
+        return num_draft_tokens
 
     @field_validator("callers", mode="before")
     @classmethod
@@ -867,8 +871,8 @@ class ClusterSettings(Section):
         cls, callers: dict[str, CallerSettings] | None, info: ValidationInfo
     ) -> dict[str, CallerSettings] | None:
         problems = same_keys({name: [one.key_sha256] for name, one in (callers or {}).items() if one.key_sha256})
-        if "drafter" in info.data and "depth" in info.data:
-            most, because = _max_k(info.data["drafter"], info.data["depth"])
+        if "drafter" in info.data and "num_draft_tokens" in info.data:
+            most, because = _max_k(info.data["drafter"], info.data["num_draft_tokens"])
             problems += [
                 f".{name}.max_k is {caller.max_k}, outside 0..{most} ({because})"
                 for name, caller in (callers or {}).items()
@@ -970,11 +974,17 @@ class ClusterSettings(Section):
 
     def k_rules(self) -> KRules:
         """The operator's choice of K, with its defaults filled in."""
-        max_k, _ = _max_k(self.drafter, self.depth)
-        default_k = max_k if self.depth.default is None else self.depth.default
-        is_adaptive = self.depth.policy == "adaptive" and self.max_draft_tokens > 0
-        limits = {name: one.max_tpot_ms for name, one in self.depth.objectives.items() if one.max_tpot_ms is not None}
-        return KRules(self.max_draft_tokens, max_k, default_k, dict(self.depth.by_workload), is_adaptive, limits)
+        max_k, _ = _max_k(self.drafter, self.num_draft_tokens)
+        default_k = max_k if self.num_draft_tokens.default is None else self.num_draft_tokens.default
+        is_adaptive = self.num_draft_tokens.policy == "adaptive" and self.max_draft_tokens > 0
+        limits = {
+            name: one.max_tpot_ms
+            for name, one in self.num_draft_tokens.objectives.items()
+            if one.max_tpot_ms is not None
+        }
+        return KRules(
+            self.max_draft_tokens, max_k, default_k, dict(self.num_draft_tokens.by_workload), is_adaptive, limits
+        )
 
     def caller_table(self, keys: Mapping[str, Sequence[str]] = MappingProxyType({})) -> Callers | None:
         """None: everyone is served. `keys`: those of files (`read_key_files`)."""
@@ -1009,16 +1019,21 @@ class ClusterSettings(Section):
         """Workloads named in the settings, which are always distinguished."""
         of_callers = {caller.workload for caller in (self.callers or {}).values() if caller.workload is not None}
         learned = None if self.learning is None else self.learning.workloads
-        named = {*self.depth.by_workload, *self.depth.objectives, *self.model.aliases.values(), *of_callers}
+        named = {
+            *self.num_draft_tokens.by_workload,
+            *self.num_draft_tokens.objectives,
+            *self.model.aliases.values(),
+            *of_callers,
+        }
         return frozenset({*named, *(learned if isinstance(learned, list) else ())})
 
 
-def _max_k(drafter: DrafterSettings | None, depth: DepthSettings | None) -> tuple[int, str]:
+def _max_k(drafter: DrafterSettings | None, num_draft_tokens: KSettings | None) -> tuple[int, str]:
     """The largest K that a request may get, and the setting that says so."""
     if drafter is None:
         return 0, "without a drafter nothing is drafted"
-    if depth is not None and depth.max is not None:
-        return depth.max, f"depth.max, {depth.max}"
+    if num_draft_tokens is not None and num_draft_tokens.max is not None:
+        return num_draft_tokens.max, f"num_draft_tokens.max, {num_draft_tokens.max}"
     return drafter.max_draft_tokens or 0, f"drafter.max_draft_tokens, {drafter.max_draft_tokens}"
 
 
@@ -1091,7 +1106,7 @@ def _with_drafter(raw: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, A
 
 def live_config(settings: ClusterSettings) -> dict[str, Any]:
     """What changes without a new engine, as the `user_config` of router and target: plain values."""
-    sections = settings.model_dump(mode="json", include={"depth", "limits", "callers"})
+    sections = settings.model_dump(mode="json", include={"num_draft_tokens", "limits", "callers"})
     return {"aliases": dict(settings.model.aliases), **sections}
 
 
@@ -1099,7 +1114,7 @@ class LiveSettings(Section):
     """What `live_config` makes. Sections that it does not name stay as they are."""
 
     aliases: dict[str, str] | None = None
-    depth: DepthSettings | None = None
+    num_draft_tokens: KSettings | None = None
     limits: LimitSettings | None = None
     callers: dict[str, CallerSettings] | None = None
 
@@ -1112,7 +1127,7 @@ def with_live(settings: ClusterSettings, live: Any) -> ClusterSettings:
         )
     found = LiveSettings.read(live, "user_config")
     changed: dict[str, Any] = {
-        name: value for name in ("depth", "limits") if (value := getattr(found, name)) is not None
+        name: value for name in ("num_draft_tokens", "limits") if (value := getattr(found, name)) is not None
     }
     if found.callers == {}:
         raise SettingsError(["user_config.callers is empty, which would let nobody in: name one, or write null"])

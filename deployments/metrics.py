@@ -45,19 +45,25 @@ FAMILIES = {
     ),
     "request_latency_seconds": Family("histogram", "workload replica", "Arrival to the end of a complete answer."),
     "verification_steps": Family("counter", "model workload replica", "Steps that verified draft tokens."),
-    "draft_tokens": Family("counter", "model workload replica depth", "Draft tokens verified at this position."),
-    "reached_draft_tokens": Family(
-        "counter", "model workload replica depth", "Draft tokens verified after accepted ones only."
+    "draft_tokens": Family(
+        "counter", "model workload replica draft_position", "Draft tokens verified at this position."
     ),
-    "accepted_tokens": Family("counter", "model workload replica depth", "Draft tokens accepted at this position."),
-    "depth": Family("gauge", "model workload source", "K of a workload's requests, and what decided it."),
+    "reached_draft_tokens": Family(
+        "counter", "model workload replica draft_position", "Draft tokens verified after accepted ones only."
+    ),
+    "accepted_tokens": Family(
+        "counter", "model workload replica draft_position", "Draft tokens accepted at this position."
+    ),
+    "num_draft_tokens": Family("gauge", "model workload source", "K of a workload's requests, and what decided it."),
     "survival": Family(
-        "gauge", "model workload depth bound", "Believed cumulative acceptance rate; bound: mean, low, high (90 %)."
+        "gauge",
+        "model workload draft_position bound",
+        "Believed cumulative acceptance rate; bound: mean, low, high (90 %).",
     ),
     "step_seconds": Family("gauge", "model", "Expected time of an engine's step at the present load."),
     "head_verification_steps": Family("counter", "head", "Steps that verified this head's draft tokens."),
-    "head_draft_tokens": Family("counter", "head depth", "This head's draft tokens that were verified."),
-    "head_accepted_tokens": Family("counter", "head depth", "This head's draft tokens that were accepted."),
+    "head_draft_tokens": Family("counter", "head draft_position", "This head's draft tokens that were verified."),
+    "head_accepted_tokens": Family("counter", "head draft_position", "This head's draft tokens that were accepted."),
     "head_change": Family("gauge", "head against state", "1: the head is in this state (loading, running, ...)."),
     "head_gain": Family(
         "gauge", "head against bound", "AL relative to the other head's, minus 1; bound: mean, low, high."

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_POLL_S = 2.0
 SHOWN_SETTINGS: Any = {
-    **dict.fromkeys(("model", "depth", "limits", "autoscaling"), True),
+    **dict.fromkeys(("model", "num_draft_tokens", "limits", "autoscaling"), True),
     "target": {"num_replicas", "bundle", "front_ends"},
     "drafter": {"head", "method", "placement", "max_draft_tokens"},
 }
@@ -71,7 +71,7 @@ class Router:
         self.k_policy = KPolicy(settings.k_rules(), on_gpu=on_gpu, max_num_seqs=settings.max_num_seqs)
         drafting = settings.drafter or DrafterSettings()  # without remote drafters no head is heard of
         self._heads = HeadManager(drafting.spare_heads, drafting.trial_share)
-        self._state = StateStore(settings.depth.state, self.k_policy, self._heads, self._channel)
+        self._state = StateStore(settings.num_draft_tokens.state, self.k_policy, self._heads, self._channel)
         self._state.restore()
         self._head_counts: dict[str, Counts] = {}
         self._counts_are_new = False
@@ -213,7 +213,7 @@ class Router:
         telemetry.add_target_metrics(found, reports, self._monitor.num_ready or 0, model)
         telemetry.add_head_metrics(found, self._head_counts)
         telemetry.add_change_metrics(found, self._heads.document())
-        telemetry.add_depth_metrics(found, self._document(), model)
+        telemetry.add_k_metrics(found, self._document(), model)
         telemetry.add_scaling_metrics(found, self._scaling_document())
         for caller, tokens in self._state.spending.today.tokens.items():
             found.add("caller_tokens_today", tokens, caller)

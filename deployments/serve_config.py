@@ -35,7 +35,7 @@ SERVICE_PATH = "deployments.app:build"
 OWNED_OPTIONS = {
     "num_replicas": "set target.num_replicas or drafter.replicas.num_replicas under args",
     "autoscaling_config": "set autoscaling under args",
-    "user_config": "set callers, limits and depth under args",
+    "user_config": "set callers, limits and num_draft_tokens under args",
     "max_ongoing_requests": "set limits under args",
     "ray_actor_options": "set num_cpus, bundle and env of target, drafter.replicas or ingress under args",
     "placement_group_bundles": "set target.bundle under args",
@@ -107,10 +107,11 @@ def read_config(path: Path, *, is_here: bool = True) -> tuple[Any, ...]:
                 raise ConfigError(f"{path}: models.{name}: the application at {prefix} serves {listed(ids)}")
     elif len(services) > 1:
         raise ConfigError(f"{path}: several applications need one more in front of them, {GATEWAY_PATH}")
-    states = [settings.depth.state for settings in services if settings.depth.state is not None]
+    states = [settings.num_draft_tokens.state for settings in services if settings.num_draft_tokens.state is not None]
     if len(set(states)) < len(states):
         raise ConfigError(
-            f"{path}: two applications have the depth.state {max(states, key=states.count)}: name a file each"
+            f"{path}: two applications have the num_draft_tokens.state {max(states, key=states.count)}: "
+            "name a file each"
         )
     return config, *services
 
@@ -166,10 +167,10 @@ def live_form(config: Config, *services: ClusterSettings) -> dict[str, Any]:
     made = copy.deepcopy(dict(config))
     for application, settings in zip(model_applications(made), services, strict=True):
         args, live = application["args"], live_config(settings)
-        for section in ("callers", "limits", "depth", "kubernetes"):
+        for section in ("callers", "limits", "num_draft_tokens", "kubernetes"):
             args.pop(section, None)
-        if settings.depth.state is not None:  # the router reads it before Serve hands it a user_config
-            args["depth"] = {"state": settings.depth.state}
+        if settings.num_draft_tokens.state is not None:  # the router reads it before Serve hands it a user_config
+            args["num_draft_tokens"] = {"state": settings.num_draft_tokens.state}
         if settings.learning is not None and settings.learning.workloads is None:  # callers say what may be kept
             args["learning"] = {**args["learning"], "workloads": "callers"}
         args["model"] = {key: value for key, value in args["model"].items() if key != "aliases"}

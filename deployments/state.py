@@ -39,9 +39,9 @@ class SavedState(msgspec.Struct):
 
 
 class StateStore:
-    """Saves the state of a router, at most every `SAVE_INTERVAL_S`, and finds it again: in the file that `depth.state`
-    names, else in the key-value store of the Ray cluster, which outlives every replica and needs no disk. It ends with
-    the cluster, unless that keeps it in a Redis.
+    """Saves the state of a router, at most every `SAVE_INTERVAL_S`, and finds it again: in the file that
+    `num_draft_tokens.state` names, else in the key-value store of the Ray cluster, which outlives every replica and
+    needs no disk. It ends with the cluster, unless that keeps it in a Redis.
 
     A router that takes another's place may write beside it for a moment: each writes a file of its own first.
     """
@@ -50,7 +50,7 @@ class StateStore:
         self._path, self._channel = None if path is None else Path(path), channel
         self._policy, self._heads = policy, heads
         self.spending = SpendingTracker()
-        self._name = "the state in Ray's key-value store" if path is None else f"depth.state: {path}"
+        self._name = "the state in Ray's key-value store" if path is None else f"num_draft_tokens.state: {path}"
         self._saved_s = time.monotonic()
         self._task: asyncio.Task[None] | None = None
         self._fails = False

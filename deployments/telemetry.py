@@ -5,12 +5,12 @@ one way into Prometheus: the router asks all replicas when `/metrics` is read, s
 every replica once, vLLM's own families included. Ray's metrics would need a scraper on every node, and come in steps
 of 10 s.
 
-Denominators: `draft_tokens{depth=i}` counts the steps that verified at least i drafts, so accepted_tokens{depth=i} /
-draft_tokens{depth=i} is the cumulative acceptance rate S_i even where K varies, and 1 + sum over depths of
-accepted_tokens / verification_steps is AL. `reached_draft_tokens{depth=i}` counts those of them whose first i - 1
-drafts were accepted, so accepted_tokens / reached_draft_tokens is the conditional acceptance a_i. Series carry the
-replica that counted them: sum over `replica`, and a replica that is gone takes its series along instead of making a sum
-go down.
+Denominators: `draft_tokens` at a draft position i counts the steps that verified at least i drafts, so accepted_tokens
+/ draft_tokens at i is the cumulative acceptance rate S_i even where K varies, and 1 + sum over i of
+accepted_tokens / verification_steps is AL. `reached_draft_tokens` at i counts those of them whose first i - 1 drafts
+were accepted, so accepted_tokens / reached_draft_tokens is the conditional acceptance a_i. Series carry the replica
+that counted them: sum over `replica`, and a replica that is gone takes its series along instead of making a sum go
+down.
 """
 
 import logging
@@ -192,10 +192,10 @@ def add_learner_metrics(found: Families, reports: Sequence[LearnerReport]) -> No
                 found.add("learner_acceptance_ratio", report.last_round[mix][bound], mix, bound)
 
 
-def add_depth_metrics(found: Families, document: Mapping[str, Any], model: str) -> None:
+def add_k_metrics(found: Families, document: Mapping[str, Any], model: str) -> None:
     """What `KPolicy.document` says, as gauges."""
     for row in document["workloads"]:
-        found.add("depth", row["k"], model, row["workload"], row["source"])
+        found.add("num_draft_tokens", row["k"], model, row["workload"], row["source"])
         for bound, rates in row["survival"].items():
             for position, rate in enumerate(rates, start=1):
                 found.add("survival", rate, model, row["workload"], str(position), bound)

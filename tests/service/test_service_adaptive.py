@@ -1,4 +1,5 @@
-"""The real service with `depth.policy: adaptive`: K is learned from real acceptance, shown, and changes no output."""
+"""The real service with `num_draft_tokens.policy: adaptive`: K is learned from real acceptance and shown. It changes no
+output."""
 
 import re
 
@@ -11,7 +12,7 @@ pytestmark = pytest.mark.service
 
 @pytest.fixture(scope="module")
 def service(application):
-    application.change_live(depth={"policy": "adaptive", "by_workload": {"pinned": 2}})
+    application.change_live(num_draft_tokens={"policy": "adaptive", "by_workload": {"pinned": 2}})
     wait_for(lambda: application.drafting()["policy"] == "adaptive", "policy")
     yield application
     application.change_live()
@@ -55,7 +56,7 @@ def test_k_is_learned_shown_and_lossless(service) -> None:
 
     def shown_alike() -> bool:  # K may change between two questions
         (row,) = [one for one in service.drafting()["workloads"] if one["workload"] == "mixed"]
-        return service.metrics()["peagle_depth"]["mixed",] == row["k"]
+        return service.metrics()["peagle_num_draft_tokens"]["mixed",] == row["k"]
 
     wait_for(shown_alike, "the same K in /metrics as in /drafting")
 

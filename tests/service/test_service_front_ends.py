@@ -29,7 +29,7 @@ LONG = {"stream": True, "max_tokens": 1500, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
     drafter = {"placement": "colocated", "replicas": None}
-    with running_service(target={"front_ends": 2}, drafter=drafter, depth=FIXED) as running:
+    with running_service(target={"front_ends": 2}, drafter=drafter, num_draft_tokens=FIXED) as running:
         yield running
 
 

@@ -40,7 +40,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """It drafts with a head that is never right, and has room for a candidate."""
     folder = tmp_path_factory.mktemp("heads")
     drafter = {"head": never_right(folder / "first", 1.0), "spare_heads": 1, "trial_share": 0.5}
-    with running_service(drafter=drafter, depth={**FIXED, "state": str(folder / "state.json")}) as running:
+    with running_service(drafter=drafter, num_draft_tokens={**FIXED, "state": str(folder / "state.json")}) as running:
         wait_for(lambda: links(running) == ["up"], "a link to the drafter")
         yield running
 

@@ -120,11 +120,13 @@ class Service:
         return httpx.get(f"{self.url}/drafting", timeout=30).json()
 
     def metrics(self) -> dict[str, dict[tuple[str, ...], float]]:
-        """Samples by name, keyed by (workload, depth or outcome), summed over replicas."""
+        """Samples by name, keyed by (workload, draft position or outcome), summed over replicas."""
         found: dict[str, dict[tuple[str, ...], float]] = defaultdict(lambda: defaultdict(float))
         for family in text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=30).text):
             for sample in family.samples:
-                labels = [sample.labels[name] for name in ("workload", "depth", "outcome") if name in sample.labels]
+                labels = [
+                    sample.labels[name] for name in ("workload", "draft_position", "outcome") if name in sample.labels
+                ]
                 found[sample.name][tuple(labels)] += sample.value
         return found
 
@@ -225,7 +227,7 @@ class SharedApplication:
         if self._running is None:
             self._stack.enter_context(pytest.MonkeyPatch.context()).setenv("TEST_WEB_KEY", WEB_KEY)
             limits = {"grammar_timeout_s": 1.0}
-            running = running_service(drafter={"links": PATIENT}, depth=FIXED, engine=PARSERS, limits=limits)
+            running = running_service(drafter={"links": PATIENT}, num_draft_tokens=FIXED, engine=PARSERS, limits=limits)
             self._running = self._stack.enter_context(running)
         return self._running
 

@@ -70,12 +70,12 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="2"} 2.0
     assert verification(parse_counters(theirs)) == expected
     # Of 10 steps 4 verify one draft: 6 of 10, then 3 of the 5 that had a second one behind an accepted first.
     ours = """peagle_verification_steps_total{workload="a"} 10.0
-peagle_draft_tokens_total{workload="a",depth="1"} 10.0
-peagle_draft_tokens_total{workload="a",depth="2"} 6.0
-peagle_reached_draft_tokens_total{workload="a",depth="1"} 10.0
-peagle_reached_draft_tokens_total{workload="a",depth="2"} 5.0
-peagle_accepted_tokens_total{workload="a",depth="1"} 6.0
-peagle_accepted_tokens_total{workload="a",depth="2"} 3.0
+peagle_draft_tokens_total{workload="a",draft_position="1"} 10.0
+peagle_draft_tokens_total{workload="a",draft_position="2"} 6.0
+peagle_reached_draft_tokens_total{workload="a",draft_position="1"} 10.0
+peagle_reached_draft_tokens_total{workload="a",draft_position="2"} 5.0
+peagle_accepted_tokens_total{workload="a",draft_position="1"} 6.0
+peagle_accepted_tokens_total{workload="a",draft_position="2"} 3.0
 """
     found = verification(parse_counters(ours) - Counts())
     assert found == {"accepted_length": 1.9, "drafts_a_step": 1.6, "survival": [0.6, 0.36]}

@@ -34,7 +34,7 @@ HEADS = {
 GOOD: dict[str, Any] = {
     "model": {"id": "tiny", "source": "embedded-model"},
     "drafter": {"head": "shipped-head", "placement": "colocated", "max_draft_tokens": 7},
-    "depth": {"default": 5, "max": 6, "by_workload": {"code": 6, "chat": 3}},
+    "num_draft_tokens": {"default": 5, "max": 6, "by_workload": {"code": 6, "chat": 3}},
     "engine": {"dtype": "float32", "max_model_len": 2048},
     "target": {"num_replicas": 1, "num_cpus": 0.1, "bundle": {"CPU": 1}},
 }
@@ -88,11 +88,11 @@ def changed(**paths: Any) -> dict[str, Any]:
     return args
 
 
-BARE = changed(drafter=..., depth=...)
+BARE = changed(drafter=..., num_draft_tokens=...)
 
 
 def remote(**paths: Any) -> dict[str, Any]:
-    return changed(drafter__placement="remote", depth=..., **paths)
+    return changed(drafter__placement="remote", num_draft_tokens=..., **paths)
 
 
 def scaled(**section: Any) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def test_defaults_come_from_the_head_and_the_source(catalog: Catalog) -> None:
 
 
 def test_without_a_drafter_nothing_is_drafted(catalog: Catalog) -> None:
-    for args in (BARE, changed(drafter=None, depth=...)):
+    for args in (BARE, changed(drafter=None, num_draft_tokens=...)):
         settings = load_settings(args, catalog)
         assert (settings.drafter, settings.k_rules().max_draft_tokens, settings.max_num_drafters) == (None, 0, 0)
 
@@ -136,7 +136,7 @@ def test_a_directory_becomes_an_absolute_path(catalog: Catalog, tmp_path: Path, 
 
 
 BAD_INPUTS: list[tuple[Any, ...]] = [
-    (changed(depth__defualt=5), "depth.defualt", "did you mean default"),
+    (changed(num_draft_tokens__defualt=5), "num_draft_tokens.defualt", "did you mean default"),
     (changed(num_cpus=1), "unknown key num_cpus. Valid keys here: model,"),
     (changed(engine__max_modl_len=5), "engine.max_modl_len", "did you mean max_model_len"),
     (changed(engine__speculative_config={}), "engine.speculative_config", "set drafter"),
@@ -144,7 +144,7 @@ BAD_INPUTS: list[tuple[Any, ...]] = [
     (changed(engine__max_num_seqs="8"), "engine.max_num_seqs must be an integer from 1, not '8'"),
     (changed(modle={"source": "x"}), "modle", "did you mean model"),
     (changed(drafter__num_draft_tokens=5), "drafter.num_draft_tokens", "max_draft_tokens"),
-    (changed(depth=None), "depth must be a mapping, such as {policy: ...}, not None"),
+    (changed(num_draft_tokens=None), "num_draft_tokens must be a mapping, such as {policy: ...}, not None"),
     (changed(model="org/x"), "model must be a mapping, such as {source: ...}, not 'org/x'"),
     (changed(engine=None), "engine: Input should be a mapping, not None"),
     (remote(drafter__num_replicas=2), "unknown key drafter.num_replicas; did you mean drafter.replicas.num_replicas?"),
@@ -158,32 +158,39 @@ BAD_INPUTS: list[tuple[Any, ...]] = [
     (changed(model__source="~nosuchuser/x"), "model.source: '~nosuchuser/x' is not one of ours, no existing directory"),
     (changed(target={"bundle": {"GPU": 0.5}}, engine__tensor_parallel_size=4), "target.bundle has GPU: 0.5", "GPU: 1"),
     (changed(model__source=...), "missing key model.source"),
-    (changed(depth__objectives={"a b": {}}), "depth.objectives.a b", "'a b'"),
+    (changed(num_draft_tokens__objectives={"a b": {}}), "num_draft_tokens.objectives.a b", "'a b'"),
     (changed(model__aliases={"coder": "a b"}), "model.aliases.coder", "'a b'"),
     (changed(engine__gpu_memory_utilization=90), "gpu_memory_utilization: Input should be less", "not 90"),
     (changed(engine__hf_token=[1]), "engine.hf_token: Input should be a valid boolean or a valid string"),
     (changed(engine__tool_call_parser="hermess"), "'llama3_json', not 'hermess'; did you mean hermes?"),
-    (changed(depth__default="5"), "depth.default: Input should be a valid integer, not '5'"),
+    (changed(num_draft_tokens__default="5"), "num_draft_tokens.default: Input should be a valid integer, not '5'"),
     (changed(model=...), "missing key model"),
     (changed(model__source="embeded-model"), "model.source", "did you mean embedded-model"),
     (changed(drafter__head="no-such-head"), "drafter.head", "no-such-head", "shipped-head"),
     (changed(drafter__head=...), "missing key drafter.head"),
     (changed(drafter__max_draft_tokens=8), "drafter.max_draft_tokens is 8", "7 depths"),
-    (changed(depth__max=8), "depth.max is 8", "drafter.max_draft_tokens, 7"),
-    (changed(depth__default=7), "depth.default is 7", "depth.max, 6"),
-    (changed(depth__by_workload={"code": 9}), "depth.by_workload.code is 9", "0..6"),
-    (changed(depth__by_workload={"a b": 1}), "depth.by_workload", "'a b'"),
-    (changed(depth={"policy": "fixed", "objectives": {"chat": {}}}), "write depth.policy: adaptive"),
-    (changed(depth__objectives={"chat": {}}), "depth.by_workload pins K of chat", "depth.objectives.chat"),
+    (changed(num_draft_tokens__max=8), "num_draft_tokens.max is 8", "drafter.max_draft_tokens, 7"),
+    (changed(num_draft_tokens__default=7), "num_draft_tokens.default is 7", "num_draft_tokens.max, 6"),
+    (changed(num_draft_tokens__by_workload={"code": 9}), "num_draft_tokens.by_workload.code is 9", "0..6"),
+    (changed(num_draft_tokens__by_workload={"a b": 1}), "num_draft_tokens.by_workload", "'a b'"),
+    (
+        changed(num_draft_tokens={"policy": "fixed", "objectives": {"chat": {}}}),
+        "write num_draft_tokens.policy: adaptive",
+    ),
+    (
+        changed(num_draft_tokens__objectives={"chat": {}}),
+        "num_draft_tokens.by_workload pins K of chat",
+        "num_draft_tokens.objectives.chat",
+    ),
     (changed(model__aliases={"tiny": "code"}), "model.aliases", "'tiny'", "another name"),
     (changed(model__aliases={"a b": "code"}), "model.aliases", "'a b'"),
     (changed(callers={"web": {**KEY, "max_k": 7}}), "callers.web.max_k is 7", "0..6"),
-    (changed(drafter=..., depth=..., callers={"web": {**KEY, "max_k": 3}}), "callers.web.max_k is 3"),
+    (changed(drafter=..., num_draft_tokens=..., callers={"web": {**KEY, "max_k": 3}}), "callers.web.max_k is 3"),
     (changed(target={"bundle": {"GPU": 2}}), "target.bundle", "write GPU: 1, and engine.tensor_parallel_size"),
     (changed(target={"bundle": {"gpu": 1}}), "target.bundle", "'gpu': write GPU"),
     (changed(limits={"grammar_timeout_s": float("inf")}), "limits.grammar_timeout_s"),
     (changed(limits={"max_body_bytes": 10, "max_body_bytes_in_flight": 19}), "limits.max_body_bytes_in_flight is 19"),
-    (changed(drafter=None), "depth has no meaning without a drafter"),
+    (changed(drafter=None), "num_draft_tokens has no meaning without a drafter"),
     (remote(drafter__replicas={"max_num_requests": 8}), "drafter.replicas.max_num_requests is no setting"),
     (changed(drafter__replicas={"num_replicas": 1}), "placement: colocated", "write placement: remote"),
     (changed(drafter__links={}), "drafter.links", "placement: colocated"),
@@ -215,7 +222,7 @@ BAD_INPUTS: list[tuple[Any, ...]] = [
     (asked(method="medusa"), "medusa"),
     (asked(draft_tensor_parallel_sise=1), "unknown key drafter.engine_options.draft_tensor_parallel_sise: vLLM's"),
     (asked(tensor_parallel_size=1), "tensor_parallel_size is not yours to set: set draft_tensor_parallel_size"),
-    (asked(num_speculative_tokens_per_batch_size=[[1, 8, 3]]), "each request has a K of its own"),
+    (asked(num_speculative_tokens_per_batch_size=[[1, 8, 3]]), "each request has its own K"),
     (asked(rejection_sample_method="block"), "is 'block', but must be standard or synthetic here"),
     (asked(quantization="mxfp4"), "quantization is 'mxfp4', but must be fp8 here"),
     (asked(model=None), "missing key speculative_config.model"),
@@ -255,13 +262,17 @@ def test_nobody_is_learned_from_who_did_not_opt_in(
 
 
 def test_one_message_lists_every_problem(catalog: Catalog) -> None:
-    args = changed(model__source="nope", drafter__head="nope", depth__colour="red", engine__scheduler_cls="a.B")
+    args = changed(
+        model__source="nope", drafter__head="nope", num_draft_tokens__colour="red", engine__scheduler_cls="a.B"
+    )
     text = "\n".join(problems_of(args, catalog))
-    assert all(word in text for word in ("model.source", "drafter.head", "depth.colour", "engine.scheduler_cls"))
+    assert all(
+        word in text for word in ("model.source", "drafter.head", "num_draft_tokens.colour", "engine.scheduler_cls")
+    )
 
 
 def test_an_eagle3_head_drafts_one_after_another(catalog: Catalog) -> None:
-    drafter = drafter_of(changed(drafter={"head": "eagle3"}, depth=...), catalog)
+    drafter = drafter_of(changed(drafter={"head": "eagle3"}, num_draft_tokens=...), catalog)
     assert drafter.max_draft_tokens == 5
     given = {"method": "eagle3", "model": "eagle3", "num_speculative_tokens": 4}
     assert drafter_of({**BARE, "speculative_config": given}, catalog).max_draft_tokens == 4
@@ -274,7 +285,10 @@ def test_vllms_other_drafters_are_passed_on_unread(catalog: Catalog) -> None:
     given = {"method": "dflash", "model": "org/some-dflash-head", "num_speculative_tokens": 7}
     assert drafter_of({**changed(drafter=...), "speculative_config": given}, catalog) == drafter
     without_head = {"method": "mtp", "num_speculative_tokens": 1}
-    assert drafter_of({**changed(drafter=..., depth=...), "speculative_config": without_head}, catalog).head == ""
+    assert (
+        drafter_of({**changed(drafter=..., num_draft_tokens=...), "speculative_config": without_head}, catalog).head
+        == ""
+    )
 
 
 def test_checkpoints_in_object_stores_are_streamed(catalog: Catalog) -> None:
@@ -339,7 +353,7 @@ def test_a_user_config_that_cannot_be_is_refused(user_config: Any, said: str, ca
 
 
 BAD_LIVE: dict[str, Any] = {
-    "user_config must be a mapping with aliases, depth, limits and callers, not 'limits'": "limits",
+    "user_config must be a mapping with aliases, num_draft_tokens, limits and callers, not 'limits'": "limits",
     "unknown key user_config.limit; did you mean limits?": {"limit": {}},
     "user_config.aliases.coder: Input should be a valid string": {"aliases": {"coder": 3}},
     "user_config.limits.max_num_sequences: Input should be greater": {"limits": {"max_num_sequences": 0}},

@@ -911,7 +911,7 @@ def test_a_browser_may_ask_whether_it_may_call_and_can_read_the_refusal() -> Non
 def test_limits_callers_depths_and_aliases_change_while_the_edge_serves() -> None:
     before = cluster()
     changes: dict[str, dict[str, Any]] = {
-        "limits": {"max_num_sequences": 1}, "depth": {"max": 2}, "model": {"aliases": {"other": "code"}},
+        "limits": {"max_num_sequences": 1}, "num_draft_tokens": {"max": 2}, "model": {"aliases": {"other": "code"}},
     }  # fmt: skip
     sections = {name: getattr(before, name).model_copy(update=change) for name, change in changes.items()}
     after = callers(web={"key_sha256": DIGEST}).model_copy(update=sections)

@@ -141,11 +141,11 @@ def test_committed_manifests_are_the_generated_ones() -> None:
 
 def test_wrong_settings_make_no_manifest(tmp_path: Path, capsys: Any) -> None:
     raw, args = config()
-    args["depth"]["default"] = 99
+    args["num_draft_tokens"]["default"] = 99
     path, output = tmp_path / "wrong.yaml", tmp_path / "manifest.yaml"
     path.write_text(yaml.dump(raw))
     assert main(["manifest", str(path), "--output", str(output)]) == 1
-    assert "depth.default is 99" in capsys.readouterr().err
+    assert "num_draft_tokens.default is 99" in capsys.readouterr().err
     assert not output.exists()
     assert main(["manifest", str(CONFIG), "--output", str(output)]) == 0
     assert output.read_text(encoding="utf-8") == (K8S / "local.yaml").read_text(encoding="utf-8")
@@ -179,7 +179,7 @@ def test_every_config_has_a_valid_manifest_with_its_settings(path: Path) -> None
     assert [problem for document in documents for problem in problems(document)] == []
     service = documents[0]
     found, options = settings_in(service, {})
-    for section in ("model", "engine", "depth", "limits", "callers", "autoscaling"):
+    for section in ("model", "engine", "num_draft_tokens", "limits", "callers", "autoscaling"):
         assert getattr(found, section) == getattr(settings, section)
     if settings.autoscaling is None:
         assert options[TARGET_NAME]["num_replicas"] == settings.target.num_replicas

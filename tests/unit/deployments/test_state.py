@@ -59,7 +59,7 @@ def test_a_state_of_another_version_is_refused_in_one_line_and_its_file_put_asid
         store.restore()
         assert store.document() == fresh
     of_file, of_cluster = said(caplog)
-    assert "depth.state" in of_file
+    assert "num_draft_tokens.state" in of_file
     assert (tmp_path / "state.unusable").exists()
     assert "cannot be used" in of_cluster
     assert "\n" not in of_file + of_cluster

@@ -190,8 +190,8 @@ peagle_target_replicas: 2x600
 peagle_drafter_replicas: 1x600
 peagle_link_up{replica="t1", drafter="h:1"}: 1x600
 peagle_queued_requests{replica="t1"}: 0x600
-peagle_draft_tokens_total{model="m", workload="code", depth="1", replica="t1"}: 0+600x600
-peagle_accepted_tokens_total{model="m", workload="code", depth="1", replica="t1"}: 0+400x600
+peagle_draft_tokens_total{model="m", workload="code", draft_position="1", replica="t1"}: 0+600x600
+peagle_accepted_tokens_total{model="m", workload="code", draft_position="1", replica="t1"}: 0+400x600
 peagle_time_to_first_token_seconds_bucket{workload="code", le="0.5"}: 0+60x600
 peagle_time_to_first_token_seconds_bucket{workload="code", le="+Inf"}: 0+60x600
 peagle_answers_total{workload="code", status="200"}: 0+60x600
@@ -202,7 +202,7 @@ INCIDENTS = texts("""
 calm: {}
 acceptance collapses, and of 600 drafts a minute 60 are accepted:
   alerts: [PeagleAcceptanceCollapsed]
-  peagle_accepted_tokens_total{model="m", workload="code", depth="1", replica="t1"}: 0+400x540 216060+60x60
+  peagle_accepted_tokens_total{model="m", workload="code", draft_position="1", replica="t1"}: 0+400x540 216060+60x60
 no drafter answers:
   alerts: [PeagleDrafterDown, PeagleTargetWithoutDrafter]
   peagle_drafter_replicas: 1x540 0x60

@@ -67,7 +67,7 @@ def several(*prefixes: str, gateway: str | None = None, state: str | None = None
     (model,) = config()["applications"]
     if state is not None:
         model["args"]["model"]["id"] = "m"
-        model["args"] |= {"drafter": {"head": "smollm2-135m-instruct"}, "depth": {"state": state}}
+        model["args"] |= {"drafter": {"head": "smollm2-135m-instruct"}, "num_draft_tokens": {"state": state}}
     made = [{**model, "name": prefix, "route_prefix": prefix} for prefix in prefixes]
     front = {"name": "g", "import_path": "deployments.gateway:build", "args": {"models": {"m": gateway}}}
     return {"applications": made if gateway is None else [front, *made]}
@@ -104,7 +104,7 @@ def test_each_of_several_models_is_changed_live() -> None:
         (application(route_prefix="/v1/"), "applications.0.route_prefix is '/v1/'"),
         (
             application(deployments=[{"name": "target", "user_config": {}}]),
-            "deployments.target.user_config is not yours to set: set callers, limits and depth under args",
+            "deployments.target.user_config is not yours to set: set callers, limits and num_draft_tokens under args",
         ),
         (
             application(deployments=[{"name": "target", "num_replicas": 2}]),
@@ -137,7 +137,10 @@ def test_each_of_several_models_is_changed_live() -> None:
         (several("/a", "/b"), "in front of them, deployments.gateway:build"),
         (several("/a", "/b", gateway="/x"), "models.m: no application has the route_prefix /x"),
         (several("/a", gateway="a"), "models.m is 'a'"),
-        (several("/a", "/b", gateway="/a", state="/s"), "two applications have the depth.state /s: name a file each"),
+        (
+            several("/a", "/b", gateway="/a", state="/s"),
+            "two applications have the num_draft_tokens.state /s: name a file each",
+        ),
         (several("/a", gateway="/a"), "models.m: the application at /a serves smollm2-135m-instruct"),
     ],
 )
@@ -305,7 +308,7 @@ def refuse(bring_up: Any, machine: Any, before: Any) -> Any:
         {"ingress": {"num_cpus": 0.25}},
         {"target": {"bundle": {"CPU": 1.0}, "num_replicas": 2}},
         {"drafter": {**REMOTE, "replicas": {"num_replicas": 2, "num_cpus": 0.5}}},
-        {"depth": {"policy": "fixed", "default": 3}},
+        {"num_draft_tokens": {"policy": "fixed", "default": 3}},
         {"limits": {"max_num_sequences": 4}},
         {"callers": {"web": {"key_sha256": "ab" * 32}}},
         {"model": {"source": "smollm2-135m-instruct", "aliases": {"coder": "code"}}},
@@ -321,11 +324,11 @@ def test_what_needs_no_new_engine_starts_none(bring_up: Any, machine: Any, befor
 
 def test_what_replicas_are_made_from_stays_in_args(write: Any, tmp_path: Path) -> None:
     """The state is read before Serve hands the router a `user_config`; HTTP begins with hosts and origins."""
-    depth = {"policy": "fixed", "default": 3, "state": str(tmp_path / "state.json")}
+    num_draft_tokens = {"policy": "fixed", "default": 3, "state": str(tmp_path / "state.json")}
     ingress = {"allow_origins": ["http://page.example"], "allowed_hosts": ["api.example.com"]}
-    made = live_form(*read_config(write(served(depth=depth, ingress=ingress))))
+    made = live_form(*read_config(write(served(num_draft_tokens=num_draft_tokens, ingress=ingress))))
     args = made["applications"][0]["args"]
-    assert (args["depth"], args["ingress"]) == ({"state": depth["state"]}, ingress)
+    assert (args["num_draft_tokens"], args["ingress"]) == ({"state": num_draft_tokens["state"]}, ingress)
 
 
 def test_a_learner_that_learns_from_callers_starts_without_their_section(write: Any) -> None:
