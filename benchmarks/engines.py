@@ -37,9 +37,9 @@ from cluster.k_policy import KPolicy
 from cluster.request import Drafting, KRules
 from cluster.step_latency import StepLatency
 from peagle.provenance import conditions
-from peagle.vllm.request_args import MAX_K_KEY, SURVIVAL_KEY, WORKLOAD_KEY
+from peagle.vllm.request_args import ACCEPTANCE_RATES_KEY, MAX_K_KEY, WORKLOAD_KEY
 
-SURVIVAL = (0.80, 0.64, 0.50, 0.39, 0.30, 0.22, 0.17, 0.13, 0.10, 0.075, 0.055, 0.04)
+ACCEPTANCE_RATES = (0.80, 0.64, 0.50, 0.39, 0.30, 0.22, 0.17, 0.13, 0.10, 0.075, 0.055, 0.04)
 """Probability that the first i drafts are accepted; beyond the seventh continued by hand at the same ratio."""
 PARALLEL_RATIO = (1.003, 0.962, 0.913, 0.859, 0.809, 0.754, 0.688, 0.623)
 """Of P-EAGLE's probability to EAGLE-3's at each position: 404 answers, heads of 2026-11-27-coder-heads-h200x4.json."""
@@ -61,7 +61,7 @@ COUNTERS = {
 def synthetic_acceptance(k: int, parallel: bool) -> dict[str, Any]:
     """vLLM's speculative settings for drafts that are accepted with a probability of their position, lower ones where
     the head is `parallel`. K of such a head: 8 at the most."""
-    rates = [SURVIVAL[i] * (PARALLEL_RATIO[i] if parallel else 1.0) for i in range(k)]
+    rates = [ACCEPTANCE_RATES[i] * (PARALLEL_RATIO[i] if parallel else 1.0) for i in range(k)]
     return {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [round(rate, 3) for rate in rates]}
 
 
@@ -341,14 +341,14 @@ class LearnedDepths:
             await asyncio.sleep(0.5)
 
     def believed(self) -> dict[str, Any]:
-        """What K rests on now: survivals and step latency."""
+        """What K rests on now: acceptance rates and step latency."""
         latency = msgspec.to_builtins(self._k_policy.latency)
         return {**self._k_policy.document(time.monotonic()), "step_latency": latency}
 
     def extra_args(self, workload: str) -> dict[str, Any]:
         drafting = self._k_policy.make_update(1).choose(Drafting(workload, self._k_max, "default"), self._k_max)
         args = {MAX_K_KEY: drafting.max_k, WORKLOAD_KEY: drafting.workload}
-        return {**args, SURVIVAL_KEY: list(drafting.survival)} if drafting.survival else args
+        return {**args, ACCEPTANCE_RATES_KEY: list(drafting.acceptance_rates)} if drafting.acceptance_rates else args
 
 
 class Load:

@@ -122,7 +122,7 @@ COUNTERS = {
 ACCEPTED_BY_POSITION = ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "peagle_accepted_tokens_total")
 REACHED_BY_POSITION = "peagle_reached_draft_tokens_total"
 """Drafts verified behind accepted ones. vLLM has no such count: for its arms whose drafts are not as many in every step
-(ngram-K) survival is what came of all steps, and too low."""
+(ngram-K) the rate is what came of all steps, and too low."""
 
 
 @dataclass(frozen=True)
@@ -502,15 +502,15 @@ def parse_counters(text: str) -> Counts:
 
 
 def verification(done: Counts) -> dict[str, Any]:
-    """AL, drafts a step, and survival by position: probability that a step's first i drafts are all accepted, where it
-    verifies so many."""
+    """AL, drafts a step, and the cumulative acceptance rate by position: probability that a step's first i drafts are
+    all accepted, where it verifies so many."""
     cached = {"prefix_hit_rate": done["prefix_hits"] / done["prefix_queries"]} if done["prefix_queries"] else {}
     for where in ("front_end", "engine"):
         if number := done[f"{where}_ttft_count"]:
             cached[f"mean_{where}_ttft_ms"] = 1e3 * done[f"{where}_ttft_sum"] / number
     if not done["steps"]:
         return cached
-    survival, chance = [], 1.0
+    rates, chance = [], 1.0
     for position in itertools.count(1):
         accepted = done.get(f"accepted/{position}")
         before = done["steps"] if position == 1 else done.get(f"accepted/{position - 1}", 0.0)
@@ -518,9 +518,9 @@ def verification(done: Counts) -> dict[str, Any]:
         if accepted is None or not reached:
             break
         chance *= accepted / reached
-        survival.append(round(chance, 4))
+        rates.append(round(chance, 4))
     found: dict[str, Any] = cached | {"accepted_length": 1 + done["accepted"] / done["steps"]}
-    return found | {"drafts_a_step": done["drafts"] / done["steps"], "survival": survival}
+    return found | {"drafts_a_step": done["drafts"] / done["steps"], "acceptance_rates": rates}
 
 
 def compare(rows: Sequence[dict[str, Any]], answers: Mapping[tuple[int, Cell], Mapping[str, list[str]]]) -> None:

@@ -30,7 +30,7 @@ from cluster.request import Drafting, KRules
 from cluster.step_latency import StepLatency, StepLatencyModel, TimedStep
 from peagle.provenance import conditions
 from peagle.vllm.draft_budget import DraftBudget
-from peagle.vllm.request_args import SURVIVAL_KEY, WORKLOAD_KEY
+from peagle.vllm.request_args import ACCEPTANCE_RATES_KEY, WORKLOAD_KEY
 
 RESULTS = Path(__file__).parent / "results"
 TRACES = RESULTS / "2026-11-21-traces-smollm2-135m.npz"
@@ -184,8 +184,9 @@ class Learned:
     def allocate_drafts(self, requests: Sequence[Request], prompt_tokens: int) -> list[int]:
         for request in requests:
             if request.sampling_params is None:
-                survival = {SURVIVAL_KEY: request.drafting.survival} if request.drafting.survival else {}
-                request.sampling_params = SimpleNamespace(extra_args={**survival, WORKLOAD_KEY: request.workload})
+                rates = request.drafting.acceptance_rates
+                known = {ACCEPTANCE_RATES_KEY: rates} if rates else {}
+                request.sampling_params = SimpleNamespace(extra_args={**known, WORKLOAD_KEY: request.workload})
         max_ks = [request.drafting.max_k for request in requests]
         depths = self.draft_budget.allocate_drafts(cast(Any, requests), max_ks)
         if prompt_tokens:  # as the scheduler asks

@@ -26,8 +26,8 @@ MAX_GAP_S = 60.0
 class Counts:
     """Verification steps by draft position; index i - 1 holds position i.
 
-    So accepted / reached estimates the conditional acceptance a_i, and accepted / drafted the survival S_i, also where
-    K differs between steps: a step with fewer than i drafts is in no count of position i.
+    So accepted / reached estimates the conditional acceptance a_i, and accepted / drafted the cumulative rate S_i, also
+    where K differs between steps: a step with fewer than i drafts is in no count of position i.
 
     Attributes:
         drafted: steps that verified at least i drafts.

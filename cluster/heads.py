@@ -197,11 +197,11 @@ class HeadEvidence:
         """At K = `k`, and its variance, from conditional acceptance rates, each that of a binomial."""
         reached = np.array(self.counts.reached[:k])
         rates = (np.array(self.counts.accepted[:k]) + 0.5) / (reached + 1)
-        survival = rates.cumprod()
-        slopes = survival[::-1].cumsum()[::-1] / rates
+        cumulative = rates.cumprod()
+        slopes = cumulative[::-1].cumsum()[::-1] / rates
         variance = (slopes**2 * rates * (1 - rates) / (reached + 1)).sum()
         others = self.counts.num_steps / max(1, self.num_requests) - 1  # steps of the same request
-        return 1.0 + float(survival.sum()), float(variance) * max(1.0, 1 + REQUEST_CORRELATION * others)
+        return 1.0 + float(cumulative.sum()), float(variance) * max(1.0, 1 + REQUEST_CORRELATION * others)
 
 
 class HeadComparison(NamedTuple):

@@ -334,7 +334,9 @@ class KPolicy:
             "source": source,
             "reason": reason,
             "acceptance_length": round(rates.acceptance_length(k), 3),
-            "survival": {end: [round(value, 4) for value in getattr(rates, end)] for end in ("mean", "low", "high")},
+            "acceptance_rates": {
+                end: [round(value, 4) for value in getattr(rates, end)] for end in ("mean", "low", "high")
+            },
         }
 
     def restore(self, reports: Iterable[TargetReport], acceptance: AcceptanceSnapshot) -> None:

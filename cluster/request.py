@@ -137,17 +137,17 @@ class Drafting:
             (`learned`, or `prior` while few steps were measured); a `probe` measures acceptance where a learned
             `max_k` is 0.
         reason: in words; "" where the source says all.
-        survival: S_1, S_2, ... on which a learned K rests, by which the scheduler may lower it under load; ()
+        acceptance_rates: S_1, S_2, ... on which a learned K rests, by which the scheduler may lower it under load; ()
             otherwise.
         expected_tpot_s: seconds per output token expected of a learned K.
-        max_k: the most drafts of a step: k, unless the scheduler decides by `survival`.
+        max_k: the most drafts of a step: k, unless the scheduler decides by `acceptance_rates`.
     """
 
     workload: str
     k: int
     source: Source
     reason: str = ""
-    survival: tuple[float, ...] = ()
+    acceptance_rates: tuple[float, ...] = ()
     expected_tpot_s: float | None = None
     max_k: int = None  # type: ignore[assignment]  # k where it is not given
 

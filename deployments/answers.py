@@ -266,7 +266,8 @@ def drafting_field(drafting: Drafting, head: str, counts: Any) -> dict[str, Any]
     drafts; `acceptance_length` is 1 + accepted / steps, 1.0 without steps.
     """
     tpot_ms = None if drafting.expected_tpot_s is None else round(1000 * drafting.expected_tpot_s, 3)
-    learned = {"reason": drafting.reason, "survival": list(drafting.survival), "expected_tpot_ms": tpot_ms}
+    rates = list(drafting.acceptance_rates)
+    learned = {"reason": drafting.reason, "acceptance_rates": rates, "expected_tpot_ms": tpot_ms}
     return {
         "workload": base_workload(drafting.workload),
         "k": drafting.k,

@@ -56,14 +56,14 @@ from deployments.body import (
 from deployments.errors import internal_error
 from deployments.metrics import FAMILIES, PREFIX
 from deployments.usage_log import UsageLog
-from peagle.vllm.request_args import GROUP_KEY, HEAD_KEY, LEARN_KEY, MAX_K_KEY, SURVIVAL_KEY, WORKLOAD_KEY
+from peagle.vllm.request_args import ACCEPTANCE_RATES_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, MAX_K_KEY, WORKLOAD_KEY
 
 logger = logging.getLogger(__name__)
 
 QUEUED_PER_RUNNING = 2
 """Sequences that a front end hands to an engine, for each that the engine runs at a time: the engine never waits."""
 
-SERVER_KEYS = (MAX_K_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY)
+SERVER_KEYS = (MAX_K_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, ACCEPTANCE_RATES_KEY, WORKLOAD_KEY)
 """Keys of `vllm_xargs` that the front end sets."""
 
 TRACE_HEADERS = ("traceparent", "tracestate")
@@ -260,8 +260,8 @@ class FrontEnd:
             raise ApiError(400, f"{name} {problem}", param=name)
         drafting = self._decide(asked, model, fields, caller, headers)
         decided: dict[str, Any] = {MAX_K_KEY: drafting.max_k, WORKLOAD_KEY: drafting.workload}
-        if drafting.survival:
-            decided[SURVIVAL_KEY] = list(drafting.survival)
+        if drafting.acceptance_rates:
+            decided[ACCEPTANCE_RATES_KEY] = list(drafting.acceptance_rates)
         if (drafter := self._settings.drafter) is not None and drafter.is_remote:
             decided[HEAD_KEY] = self._head_index(drafting.workload)
         if num_sequences > 1:

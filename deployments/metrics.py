@@ -55,7 +55,7 @@ FAMILIES = {
         "counter", "model workload replica draft_position", "Draft tokens accepted at this position."
     ),
     "num_draft_tokens": Family("gauge", "model workload source", "K of a workload's requests, and what decided it."),
-    "survival": Family(
+    "acceptance_rate": Family(
         "gauge",
         "model workload draft_position bound",
         "Believed cumulative acceptance rate; bound: mean, low, high (90 %).",

@@ -52,7 +52,7 @@ def drafting_document(
                 "is_live": head in live,
                 "num_steps": counts.num_steps,
                 "acceptance_length": round(counts.acceptance_length, 4) if counts.num_steps else None,
-                "survival": [
+                "acceptance_rates": [
                     round(accepted / drafted, 4)
                     for accepted, drafted in zip(counts.accepted, counts.drafted, strict=True)
                 ],
@@ -196,9 +196,9 @@ def add_k_metrics(found: Families, document: Mapping[str, Any], model: str) -> N
     """What `KPolicy.document` says, as gauges."""
     for row in document["workloads"]:
         found.add("num_draft_tokens", row["k"], model, row["workload"], row["source"])
-        for bound, rates in row["survival"].items():
+        for bound, rates in row["acceptance_rates"].items():
             for position, rate in enumerate(rates, start=1):
-                found.add("survival", rate, model, row["workload"], str(position), bound)
+                found.add("acceptance_rate", rate, model, row["workload"], str(position), bound)
     if document["step_s"] is not None:
         found.add("step_seconds", document["step_s"], model)
 

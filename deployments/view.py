@@ -45,7 +45,7 @@ def as_text(document: Mapping[str, Any]) -> str:
 
 
 def rendered(document: Mapping[str, Any]) -> Group:
-    """A line each workload, survival S1, S2, ... as mean (low-high) in per cent; then reasons, heads, drafters."""
+    """A line each workload, S1, S2, ... as mean (low-high) in per cent; then reasons, heads, drafters."""
     max_draft_tokens = int(document["max_draft_tokens"])
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for name in ("workload", "running", "steps", "K", "source", "AL"):
@@ -81,8 +81,8 @@ def fetch(url: str, api_key: str | None = None) -> dict[str, Any]:
 
 
 def _row(workload: Mapping[str, Any], max_draft_tokens: int) -> list[str]:
-    survival = workload["survival"]
-    known = zip(survival["mean"], survival["low"], survival["high"], strict=True)
+    rates = workload["acceptance_rates"]
+    known = zip(rates["mean"], rates["low"], rates["high"], strict=True)
     depths = [f"{100 * mean:.0f}({100 * low:.0f}-{100 * high:.0f})" for mean, low, high in known][:max_draft_tokens]
     depths += ["-"] * (max_draft_tokens - len(depths))
     length = "-" if workload["acceptance_length"] is None else f"{workload['acceptance_length']:.2f}"

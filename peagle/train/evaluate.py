@@ -1,4 +1,4 @@
-"""Acceptance of a head on answers of its target: AL and survival for every K from one pass (no decoding).
+"""Acceptance of a head on answers of its target: AL and acceptance rates for every K from one pass (no decoding).
 
     peagle evaluate HEAD DIR [DIR2 ...] --target TARGET [--against HEAD2] [--out DIR]
 
@@ -9,8 +9,8 @@ gives every K, and every policy that changes K on the way. A folder of answers h
 its manifest.json names; `peagle generate --prompts` writes such folders.
 
 AL = answer tokens / steps, bonus token counted, pooled over answers (as in arXiv 2602.01469, section 5.1, and vLLM).
-The first token of an answer comes from the prompt's pass and counts for none. Survival S_i is the share of steps whose
-first i drafts were all accepted. Intervals are 95% percentiles of a bootstrap over answers, because tokens of one
+The first token of an answer comes from the prompt's pass and counts for none. The acceptance rate S_i is the share of
+steps whose first i drafts were all accepted. Intervals are 95% percentiles of a bootstrap over answers, because tokens of one
 answer are not independent; with a handful of answers they are too narrow.
 
 Why a walk over a finished text is right. The head drafts the same tokens whatever came after the prefix: vLLM takes
@@ -73,28 +73,28 @@ def walk(accepted_N: np.ndarray, num_draft_tokens: int) -> np.ndarray:
 @dataclasses.dataclass(frozen=True)
 class AnswerCounts:
     """Counts of several answers. num_tokens [answers]: answer tokens but the first; num_steps [answers, K_max]:
-    decoding steps at K = 1..K_max; num_survived [answers, K_max]: steps at K_max whose first 1..K_max drafts were all
+    decoding steps at K = 1..K_max; num_accepting [answers, K_max]: steps at K_max whose first 1..K_max drafts were all
     accepted.
     """
 
     num_tokens: np.ndarray
     num_steps: np.ndarray
-    num_survived: np.ndarray
+    num_accepting: np.ndarray
 
     @classmethod
     def from_accepted(cls, accepted: Sequence[np.ndarray], num_depths: int) -> AnswerCounts:
         """accepted: `accepted_N` of each answer."""
         num_steps = np.zeros((len(accepted), num_depths), np.int64)
-        num_survived = np.zeros_like(num_steps)
+        num_accepting = np.zeros_like(num_steps)
         for answer, accepted_N in enumerate(accepted):
             for k in range(1, num_depths + 1):
                 steps = walk(accepted_N, k)
                 num_steps[answer, k - 1] = len(steps)
-            num_survived[answer] = (steps[:, None] > np.arange(num_depths)).sum(axis=0)
-        return cls(np.array([len(accepted_N) for accepted_N in accepted], np.int64), num_steps, num_survived)
+            num_accepting[answer] = (steps[:, None] > np.arange(num_depths)).sum(axis=0)
+        return cls(np.array([len(accepted_N) for accepted_N in accepted], np.int64), num_steps, num_accepting)
 
     def select(self, chosen: np.ndarray) -> AnswerCounts:
-        return AnswerCounts(self.num_tokens[chosen], self.num_steps[chosen], self.num_survived[chosen])
+        return AnswerCounts(self.num_tokens[chosen], self.num_steps[chosen], self.num_accepting[chosen])
 
 
 def resamples(num_answers: int) -> np.ndarray:
@@ -108,7 +108,7 @@ def interval(values: np.ndarray) -> list[list[float]]:
 
 
 def figures(counts: AnswerCounts) -> dict[str, Any]:
-    """AL for K = 1..K_max and survival at K_max of one group of answers, with 95% intervals (none for one answer)."""
+    """AL for K = 1..K_max and acceptance rates at K_max of a group of answers, 95% intervals (none for one answer)."""
     num_answers, num_depths = counts.num_steps.shape
     names = [str(k) for k in range(1, num_depths + 1)]
     steps_by_k = counts.num_steps.sum(axis=0)
@@ -116,14 +116,14 @@ def figures(counts: AnswerCounts) -> dict[str, Any]:
         "num_answers": num_answers,
         "num_tokens": int(counts.num_tokens.sum()),
         "acceptance_length": dict(zip(names, (counts.num_tokens.sum() / steps_by_k).round(4).tolist(), strict=True)),
-        "survival": (counts.num_survived.sum(axis=0) / steps_by_k[-1]).round(4).tolist(),
+        "acceptance_rates": (counts.num_accepting.sum(axis=0) / steps_by_k[-1]).round(4).tolist(),
     }
     if num_answers > 1:
         weights = resamples(num_answers)
         steps = weights @ counts.num_steps
         lengths = interval((weights @ counts.num_tokens)[:, None] / steps)
         found["acceptance_length_95"] = dict(zip(names, lengths, strict=True))
-        found["survival_95"] = interval((weights @ counts.num_survived) / steps[:, -1:])
+        found["acceptance_rates_95"] = interval((weights @ counts.num_accepting) / steps[:, -1:])
     return found
 
 
@@ -292,8 +292,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Figures of one folder's answers at K_max = `num_depths` (`replay`), by group.
 
-    Returns {"temperature", "groups": {group: {"num_answers", "num_tokens", "acceptance_length": {K: AL}, "survival":
-    [S_1..], both with "_95" for intervals}}}, and of a second drafter its groups ("against") and the "ratios" of AL.
+    Returns {"temperature", "groups": {group: {"num_answers", "num_tokens", "acceptance_length": {K: AL},
+    "acceptance_rates": [S_1..], both with "_95" for intervals}}}, and of a second drafter its groups ("against") and the "ratios" of AL.
     """
     names = group_names(answers.data, answers.categories)
     found = [replay(drafter, target, answers.data, num_depths) for drafter in drafters]
@@ -323,7 +323,9 @@ def table(result: dict[str, Any]) -> str:
         lengths = group["acceptance_length"]
         low, high = group.get("acceptance_length_95", {}).get(str(len(lengths)), (math.nan, math.nan))
         line = f"{name:32s} {group['num_answers']:7d}  AL " + " ".join(f"{value:.2f}" for value in lengths.values())
-        lines.append(f"{line}  [{low:.2f}, {high:.2f}]  S " + " ".join(f"{share:.2f}" for share in group["survival"]))
+        lines.append(
+            f"{line}  [{low:.2f}, {high:.2f}]  S " + " ".join(f"{share:.2f}" for share in group["acceptance_rates"])
+        )
     for name in (name for name in ratios if name in groups):
         cells = [
             f"K={k} {value:.3f} [{', '.join(f'{bound:.3f}' for bound in ratios[name].get('ratio_95', {}).get(k, []))}]"

@@ -1,10 +1,10 @@
 """The draft budget of a step by its load: the rule of `cluster.step_allocation`, in the scheduler.
 
-Enters: the requests of the next step, each with the most drafts that it may get and perhaps its survival (cumulative
-acceptance rates, `SURVIVAL_KEY`); the times at which steps' results arrive.
+Enters: the requests of the next step, each with the most drafts that it may get and perhaps its cumulative
+acceptance rates (`ACCEPTANCE_RATES_KEY`); the times at which steps' results arrive.
 Leaves: drafts of each request; with synchronous scheduling whether a step makes any; a step latency model. A request
-without a survival (pinned K, K of the client, exploration request) keeps its K. The others share the rest, each by the
-newest survival of its workload.
+without rates (pinned K, K of the client, exploration request) keeps its K. The others share the rest, each by the
+newest rates of its workload.
 
 A step's time is the interval between two successive results in the engine's own process. With synchronous scheduling
 that is a whole cycle: update, drafts, schedule, forward, verification, drafting. With asynchronous scheduling a result
@@ -22,7 +22,7 @@ import msgspec
 from cluster.acceptance import check_rates
 from cluster.step_allocation import allocate
 from cluster.step_latency import StepLatencyModel, TimedStep
-from peagle.vllm.request_args import SURVIVAL_KEY, WORKLOAD_KEY, read_extra_args
+from peagle.vllm.request_args import ACCEPTANCE_RATES_KEY, WORKLOAD_KEY, read_extra_args
 from peagle.vllm.step_notes import read_plan
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_KNOWN = 4096
-"""Workloads whose survival is remembered."""
+"""Workloads whose acceptance rates are remembered."""
 
 REPORT_INTERVAL_S = 0.5
 """The step latency is reported at most so often; reports are read about once a second."""
@@ -82,8 +82,8 @@ class DraftBudget:
         self._num_explored, self._explores = 0, False
         self._leaves_out = False
         self._decided: tuple[object, list[int]] = None, []
-        # Requests of a workload share the survival of its newest request: it is the best estimate, and requests with
-        # the same survival are decided together.
+        # Requests of a workload share the rates of its newest request: they are the best estimate, and requests with
+        # the same rates are decided together.
         self._newest: OrderedDict[str | None, tuple[float, ...]] = OrderedDict()
 
     def allocate_drafts(self, requests: "list[Request]", max_ks: list[int], prompt_tokens: int = 0) -> list[int]:
@@ -98,26 +98,24 @@ class DraftBudget:
         batch = ([request.request_id for request in requests], max_ks, prompt_tokens, self.model.latency)
         if batch == self._decided[0]:
             return self._decided[1]
-        survivals = self._survivals(requests)
-        typical = next((survival for survival in survivals if survival is not None), None)
+        all_rates = self._known_rates(requests)
+        typical = next((rates for rates in all_rates if rates is not None), None)
         if typical is None:
             return max_ks
-        # Requests that keep their K load the step too; they count with the survival of one of the others.
-        valued = [typical if survival is None else survival for survival in survivals]
-        limits = [min(max_k, len(survival)) for max_k, survival in zip(max_ks, valued, strict=True)]
-        fixed = [limit if own is None else 0 for limit, own in zip(limits, survivals, strict=True)]
+        # Requests that keep their K load the step too; they count with the rates of one of the others.
+        valued = [typical if rates is None else rates for rates in all_rates]
+        limits = [min(max_k, len(rates)) for max_k, rates in zip(max_ks, valued, strict=True)]
+        fixed = [limit if own is None else 0 for limit, own in zip(limits, all_rates, strict=True)]
         num_drafts = allocate(valued, limits, self.model.latency, prompt_tokens, fixed)
         num_drafts = [
-            max_k if survival is None else num
-            for max_k, survival, num in zip(max_ks, survivals, num_drafts, strict=True)
+            max_k if rates is None else num for max_k, rates, num in zip(max_ks, all_rates, num_drafts, strict=True)
         ]
         if not prompt_tokens and self.model.num_steps - self._explored_at_step >= EXPLORE_INTERVAL_STEPS:
             self._explored_at_step, self._explores = self.model.num_steps, True
             self._num_explored += 1
             verifies_all = self._num_explored % EXPLORED_WITHOUT > 0
             return [
-                max_k if verifies_all or survival is None else 0
-                for max_k, survival in zip(max_ks, survivals, strict=True)
+                max_k if verifies_all or rates is None else 0 for max_k, rates in zip(max_ks, all_rates, strict=True)
             ]
         self._decided = batch, num_drafts
         return num_drafts
@@ -132,14 +130,14 @@ class DraftBudget:
         if not any(max_ks) or prompt_tokens or self._num_drafted < MIN_DRAFTED:
             self._num_drafted += sum(map(bool, max_ks))
             return any(max_ks)
-        found = self._survivals(requests)
-        if any(max_k and survival is None for survival, max_k in zip(found, max_ks, strict=True)):
+        found = self._known_rates(requests)
+        if any(max_k and rates is None for rates, max_k in zip(found, max_ks, strict=True)):
             return True
-        survivals = [survival or () for survival in found]
-        limits = [min(max_k, len(survival)) for max_k, survival in zip(max_ks, survivals, strict=True)]
+        all_rates = [rates or () for rates in found]
+        limits = [min(max_k, len(rates)) for max_k, rates in zip(max_ks, all_rates, strict=True)]
         num, latency = len(requests), self.model.latency
-        num_drafts = allocate(survivals, limits, latency)
-        length = 1.0 + sum(sum(survival[:k]) for survival, k in zip(survivals, num_drafts, strict=True)) / num
+        num_drafts = allocate(all_rates, limits, latency)
+        length = 1.0 + sum(sum(rates[:k]) for rates, k in zip(all_rates, num_drafts, strict=True)) / num
         drafted_s = float(latency.curve(num, sum(num_drafts), is_drafted=True)[-1])
         gain = drafted_s / length / latency.seconds(num, num)
         self._leaves_out = gain > (1.0 - MIN_GAIN if self._leaves_out else 1.0 + MIN_GAIN)
@@ -168,33 +166,33 @@ class DraftBudget:
         self._reported_s, self._reported_steps = now_s, self.model.num_steps
         return msgspec.json.encode(self.model.latency).decode()
 
-    def _survivals(self, requests: "list[Request]") -> list[tuple[float, ...] | None]:
-        """The newest survival of each request's workload; only steps that verify all drafts go beyond its end. None for
+    def _known_rates(self, requests: "list[Request]") -> list[tuple[float, ...] | None]:
+        """The newest rates of each request's workload; only steps that verify all drafts go beyond their end. None for
         a request that keeps its K."""
         workloads = [self._workload(request) for request in requests]
         return [self._newest.get(workload) for workload in workloads]
 
     def _workload(self, request: Any) -> str | None:
-        """The request's workload, kept on it; None if it brought no usable survival."""
+        """The request's workload, kept on it; None if it brought no usable rates."""
         if not hasattr(request, "peagle_workload"):
             request.peagle_workload = self._read(request)
         return request.peagle_workload
 
     def _read(self, request: "Request") -> str | None:
-        """Store the survival that a request brings. Returns its workload; None without a valid survival (logged)."""
+        """Store the rates that a request brings. Returns its workload; None without valid ones (logged)."""
         extra_args = read_extra_args(request.sampling_params)
-        raw = extra_args.get(SURVIVAL_KEY)
+        raw = extra_args.get(ACCEPTANCE_RATES_KEY)
         if raw is None:
             return None
         try:
-            survival = tuple(map(float, raw))
-            check_rates(survival, f"request {request.request_id}")
+            rates = tuple(map(float, raw))
+            check_rates(rates, f"request {request.request_id}")
         except (TypeError, ValueError) as error:
-            logger.warning("request %s: %s=%.80r is not used: %s", request.request_id, SURVIVAL_KEY, raw, error)
+            logger.warning("request %s: %s=%.80r is not used: %s", request.request_id, ACCEPTANCE_RATES_KEY, raw, error)
             return None
-        # A survival without a workload is for its request alone.
-        workload = str(extra_args.get(WORKLOAD_KEY) or survival)
-        self._newest[workload] = survival
+        # Rates without a workload are for their request alone.
+        workload = str(extra_args.get(WORKLOAD_KEY) or rates)
+        self._newest[workload] = rates
         self._newest.move_to_end(workload)
         if len(self._newest) > MAX_KNOWN:
             self._newest.popitem(last=False)

@@ -33,13 +33,13 @@ class RejectionForecast:
             num_drafts: of each request, 0..k_max.
         """
         num_verified = num_accepted = 0.0
-        survival_K = [1.0] * len(self._num_verified)  # [0] is not used
-        for position in range(len(survival_K) - 1, 0, -1):
+        rates_K = [1.0] * len(self._num_verified)  # [0] is not used
+        for position in range(len(rates_K) - 1, 0, -1):
             num_verified += self._num_verified[position]
             num_accepted += self._num_accepted[position]
             if num_verified:
-                survival_K[position] = num_accepted / num_verified
-        accepted_K = list(accumulate(survival_K[1:], initial=0.0))
+                rates_K[position] = num_accepted / num_verified
+        accepted_K = list(accumulate(rates_K[1:], initial=0.0))
         mean = variance = 0.0
         for k, count in Counter(num_drafts).items():
             mean += count * (k - accepted_K[k])

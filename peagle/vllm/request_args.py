@@ -14,7 +14,7 @@ HEAD_KEY = "peagle_head"
 MAX_HEAD_INDEX = 2**31 - 1
 MIN_P_EPSILON = 1e-5  # vLLM's own
 
-SURVIVAL_KEY = "peagle_survival"
+ACCEPTANCE_RATES_KEY = "peagle_acceptance_rates"
 """`extra_args` key: list of cumulative acceptance rates S_1, S_2, ..., by which the scheduler may verify fewer drafts
 under load. Where it is shorter than max_k, only steps that explore go beyond its end. Absent: every step verifies max_k
 drafts, the request's fixed K."""

@@ -90,14 +90,12 @@ def engine(
 def test_greedy_output_is_the_targets(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
     depths = [MIXED[number % len(MIXED)] for number in range(len(BATCH))]
     preempted_before = engine.num_preempted
-    survivals = itertools.cycle([None, [0.5**position for position in range(1, K_MAX + 1)]])
-    jobs = [
-        Job(prompts[place], NUM_SHORT, k=k, survival=next(survivals)) for place, k in zip(BATCH, depths, strict=True)
-    ]
+    several = itertools.cycle([None, [0.5**position for position in range(1, K_MAX + 1)]])
+    jobs = [Job(prompts[place], NUM_SHORT, k=k, rates=next(several)) for place, k in zip(BATCH, depths, strict=True)]
     results = engine.run(jobs)
     for job, result, place in zip(jobs, results, BATCH, strict=True):
         assert result.tokens[0] == reference["greedy"][place].tokens[0][:NUM_SHORT]
-        if job.survival is None:
+        if job.rates is None:
             check_counts(result, K_MAX if job.k is None else job.k)
         else:  # fewer drafts where fewer pay
             assert all(num_verified <= (K_MAX if job.k is None else job.k) for num_verified, _ in result.steps or ())

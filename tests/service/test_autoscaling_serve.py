@@ -24,7 +24,7 @@ from tests.support.service_harness import wait_for
 pytestmark = [pytest.mark.service, pytest.mark.long]
 
 REQUESTS_PER_S = 2.0
-FLAG, APP = "survival-is-bad", "scaled"
+FLAG, APP = "rates-are-bad", "scaled"
 
 
 class Counting:

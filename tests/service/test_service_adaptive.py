@@ -47,12 +47,12 @@ def test_k_is_learned_shown_and_lossless(service) -> None:
     (mixed,) = [one for one in document["workloads"] if one["workload"] == "mixed"]
     assert mixed["source"] == "learned"
     assert re.fullmatch(r"step times learned over [1-9]\d* steps of 1 engine", document["step_times"])
-    survival = mixed["survival"]
-    for low, mean, high in zip(*(survival[end] for end in ("low", "mean", "high")), strict=True):
+    rates = mixed["acceptance_rates"]
+    for low, mean, high in zip(*(rates[end] for end in ("low", "mean", "high")), strict=True):
         assert low < mean < high
     counted = service.metrics()
     first = counted["peagle_accepted_tokens_total"]["mixed", "1"] / counted["peagle_draft_tokens_total"]["mixed", "1"]
-    assert survival["low"][0] - 0.1 < first < survival["high"][0] + 0.1
+    assert rates["low"][0] - 0.1 < first < rates["high"][0] + 0.1
 
     def shown_alike() -> bool:  # K may change between two questions
         (row,) = [one for one in service.drafting()["workloads"] if one["workload"] == "mixed"]
@@ -83,4 +83,4 @@ def test_an_answer_says_what_went_without_drafts(service) -> None:
     for sampling in ({"logit_bias": {"260": 1.0}}, {"min_p": 0.1, "temperature": 1.0}):
         drafting = service.ask(**sampling, drafting={"workload": "mixed"}).json()["drafting"]
         assert drafting["reason"] == f"{next(iter(sampling))} goes without drafts"
-        assert (drafting["k"], drafting["num_steps"], "survival" in drafting) == (0, 0, False)
+        assert (drafting["k"], drafting["num_steps"], "acceptance_rates" in drafting) == (0, 0, False)

@@ -103,13 +103,13 @@ class Controller:
     def tick(self, **changes: Any) -> int:
         return ask(self.policy, self.context(**changes))
 
-    def serve(self, seconds: float, requests_per_s: float, survival: tuple[float, ...], **changes: Any) -> int:
+    def serve(self, seconds: float, requests_per_s: float, rates: tuple[float, ...], **changes: Any) -> int:
         """Ticks every 10 s; every replica serves its part."""
         wanted = self.wanted
         for _ in range(int(seconds / 10)):
             self.now_s += 10
             for replica in self.replicas:
-                replica.serve("chat", round(10 * requests_per_s / len(self.replicas)), survival)
+                replica.serve("chat", round(10 * requests_per_s / len(self.replicas)), rates)
             self.decide()
             wanted = self.tick(**changes)
         return wanted

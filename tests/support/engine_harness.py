@@ -18,7 +18,7 @@ from peagle.vllm.engine_settings import ASYNC_SCHEDULER, engine_kwargs
 from peagle.vllm.grammar_checker import GrammarChecker, GrammarLimits
 from peagle.vllm.limits import guard
 from peagle.vllm.recorder import DraftingRecorder, RequestDrafting
-from peagle.vllm.request_args import MAX_K_KEY, SURVIVAL_KEY, WORKLOAD_KEY
+from peagle.vllm.request_args import ACCEPTANCE_RATES_KEY, MAX_K_KEY, WORKLOAD_KEY
 from tests.support.scripted_drafts import CONTINUATION_KEY
 
 T = TypeVar("T")
@@ -35,11 +35,11 @@ class Job:
     workload: str | None = None
     continuation: Sequence[int] | None = None
     abort_after: int | None = None
-    survival: Sequence[float] | None = None
+    rates: Sequence[float] | None = None
     sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def params(self) -> SamplingParams:
-        channel = {MAX_K_KEY: self.k, WORKLOAD_KEY: self.workload, SURVIVAL_KEY: self.survival}
+        channel = {MAX_K_KEY: self.k, WORKLOAD_KEY: self.workload, ACCEPTANCE_RATES_KEY: self.rates}
         channel[CONTINUATION_KEY] = self.continuation
         sampling: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": self.max_tokens}
         sampling |= self.sampling

@@ -18,10 +18,10 @@ def settings(**changes: object) -> AutoscalingSettings:
     return AutoscalingSettings.model_validate({**raw, **changes})
 
 
-def steps(num: int, survival: Sequence[float]) -> Counts:
+def steps(num: int, rates: Sequence[float]) -> Counts:
     """Counts of `num` steps at K_max that come out as expected."""
-    accepted = [round(num * value) for value in survival]
-    return Counts([num] * len(survival), [num, *accepted[:-1]], accepted)
+    accepted = [round(num * value) for value in rates]
+    return Counts([num] * len(rates), [num, *accepted[:-1]], accepted)
 
 
 class FakeReplica:
@@ -32,11 +32,11 @@ class FakeReplica:
         self.num_queued = 0
         self.workloads: dict[str, WorkloadCounts] = {}
 
-    def serve(self, workload: str, num_requests: int, survival: Sequence[float] = GOOD) -> None:
+    def serve(self, workload: str, num_requests: int, rates: Sequence[float] = GOOD) -> None:
         """Requests that arrive and end."""
-        per_request = round(OUTPUT_TOKENS / (1 + sum(survival)))
+        per_request = round(OUTPUT_TOKENS / (1 + sum(rates)))
         num_tokens = num_requests * OUTPUT_TOKENS, num_requests * PROMPT_TOKENS
-        counts = steps(num_requests * per_request, survival)
+        counts = steps(num_requests * per_request, rates)
         self.count(workload, WorkloadCounts(num_requests, num_requests, 0, *num_tokens, counts))
 
     def count(self, workload: str, more: WorkloadCounts) -> None:

@@ -17,7 +17,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from peagle.vllm.engine_settings import engine_kwargs
-from peagle.vllm.request_args import MAX_K_KEY, SURVIVAL_KEY
+from peagle.vllm.request_args import ACCEPTANCE_RATES_KEY, MAX_K_KEY
 from peagle.vllm.scheduler import AsyncDraftingScheduler, DraftingScheduler
 from peagle.vllm.step_notes import STEPS_HEADER, SchedulerPlan, read_plan, write_num_ready
 
@@ -58,8 +58,8 @@ class SchedulerRun:
         """vLLM's own counts of drafts, of each step that has them."""
 
     def add(self, name: str, k: Any = None, *, prompt: int = 3, has_grammar: bool = False, **more: Any) -> None:
-        """A new request. more: fields of SamplingParams, and `survival`."""
-        channel = {MAX_K_KEY: k, SURVIVAL_KEY: more.pop("survival", None)}
+        """A new request. more: fields of SamplingParams, and `rates`."""
+        channel = {MAX_K_KEY: k, ACCEPTANCE_RATES_KEY: more.pop("rates", None)}
         params = SamplingParams(
             **{"max_tokens": 900, "temperature": 0.0, "output_kind": RequestOutputKind.DELTA, **more},
             structured_outputs=StructuredOutputsParams(regex="a*") if has_grammar else None,

@@ -36,7 +36,7 @@ class Table:
         return np.array([self.seconds(num_requests, n, is_drafted or None) for n in tokens])
 
 
-def survivals(max_draft_tokens: int) -> st.SearchStrategy[tuple[float, ...]]:
+def acceptance_rates(max_draft_tokens: int) -> st.SearchStrategy[tuple[float, ...]]:
     """From good to useless; sometimes with equal entries, or none accepted from a position on."""
     factor = st.sampled_from([0.0, 0.3, 0.7, 1.0]) | st.floats(0.0, 1.0)
     return st.lists(factor, min_size=max_draft_tokens, max_size=max_draft_tokens).map(

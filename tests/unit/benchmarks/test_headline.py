@@ -66,7 +66,7 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 8.0
 vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 4.0
 vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="2"} 2.0
 """
-    expected = {"accepted_length": 2.4, "drafts_a_step": 3.0, "survival": [0.8, 0.4, 0.2]}
+    expected = {"accepted_length": 2.4, "drafts_a_step": 3.0, "acceptance_rates": [0.8, 0.4, 0.2]}
     assert verification(parse_counters(theirs)) == expected
     # Of 10 steps 4 verify one draft: 6 of 10, then 3 of the 5 that had a second one behind an accepted first.
     ours = """peagle_verification_steps_total{workload="a"} 10.0
@@ -78,7 +78,7 @@ peagle_accepted_tokens_total{workload="a",draft_position="1"} 6.0
 peagle_accepted_tokens_total{workload="a",draft_position="2"} 3.0
 """
     found = verification(parse_counters(ours) - Counts())
-    assert found == {"accepted_length": 1.9, "drafts_a_step": 1.6, "survival": [0.6, 0.36]}
+    assert found == {"accepted_length": 1.9, "drafts_a_step": 1.6, "acceptance_rates": [0.6, 0.36]}
     assert verification(parse_counters("")) == {}
 
 

@@ -16,7 +16,7 @@ from cluster.k_policy import EXPLORED_STEPS, MAX_REPORT_AGE_S, MIN_GAIN, Demand,
 from cluster.request import TRIAL_SUFFIX, Drafting, KRules, resolve
 from cluster.step_allocation import allocate
 from deployments.view import as_text
-from tests.support.step_tables import LINES, MS, TABLES, Table, latency_of, survivals
+from tests.support.step_tables import LINES, MS, TABLES, Table, acceptance_rates, latency_of
 
 CODE = (0.9, 0.8, 0.7, 0.6, 0.5)
 CHAT = (0.5, 0.2, 0.1, 0.0, 0.0)
@@ -26,7 +26,7 @@ BAD = (0.1, 0.0, 0.0, 0.0, 0.0)
 # ---- the best K of each workload, at one time
 
 LIMITS = st.just(math.inf) | st.floats(2, 40).map(lambda ms: ms * MS)
-LOADS = st.lists(st.tuples(st.integers(1, 4), survivals(3), st.integers(0, 3)), min_size=1, max_size=3)
+LOADS = st.lists(st.tuples(st.integers(1, 4), acceptance_rates(3), st.integers(0, 3)), min_size=1, max_size=3)
 
 
 def score(demands, ks, table) -> tuple[float, float]:
@@ -57,7 +57,7 @@ def test_best_ks_is_the_optimum_where_each_draft_takes_the_same_time_also_beside
 
 
 @settings(max_examples=200)
-@given(TABLES, survivals(3), st.integers(1, 12), st.integers(0, 3), LIMITS)
+@given(TABLES, acceptance_rates(3), st.integers(1, 12), st.integers(0, 3), LIMITS)
 def test_best_ks_is_the_optimum_of_one_workload_on_any_engine_within_its_limit(table, rates, num, max_k, limit_s):
     demands = [Demand("a", num, rates, max_k, max_tpot_s=limit_s)]
     plan = best_ks(demands, table)
@@ -194,7 +194,7 @@ def test_a_choice_says_why_and_the_engine_may_verify_more() -> None:
     choice = choose(told(code=counts(0.6, 5000)), "code")
     assert choice.source == "learned"
     assert "tokens/s" in choice.reason
-    assert len(choice.survival) == K_MAX
+    assert len(choice.acceptance_rates) == K_MAX
     assert choice.expected_tpot_s is not None
     assert 0 < choice.k < choice.max_k == K_MAX
     for on_gpu, max_k in ((False, K_MAX), (True, 0)):
@@ -207,7 +207,7 @@ def test_with_a_tpot_limit_steps_usually_verify_no_more_than_k() -> None:
     rules = replace(POLICY, max_tpot_ms={"chat": 50})
     found = observed(report(workloads={"chat": counts(0.6, 5000)}), rules=rules)
     choice = choose(found, "chat")
-    assert 0 < len(choice.survival) == choice.k < choice.max_k == K_MAX
+    assert 0 < len(choice.acceptance_rates) == choice.k < choice.max_k == K_MAX
     assert "within the TPOT limits" in choice.reason
 
 
@@ -215,7 +215,7 @@ def test_at_k_0_few_requests_explore_so_that_acceptance_stays_known() -> None:
     router = told(on_gpu=True, chat=counts(0.01, 5000, 8), code=counts(0.01, 5000, 2))
     drawn = [choose(router, "chat") for _ in range(20_000)]
     explored = [each for each in drawn if each.source == "probe"]
-    assert {(each.k, each.max_k, each.survival) for each in explored} == {(K_MAX, K_MAX, ())}
+    assert {(each.k, each.max_k, each.acceptance_rates) for each in explored} == {(K_MAX, K_MAX, ())}
     assert len(explored) / len(drawn) == pytest.approx(EXPLORED_STEPS / 5, rel=0.5), "5 requests share a step"
     drawn = [choose(router, "chat", 2) for _ in range(5000)]
     assert {each.max_k for each in drawn} == {0, 2}, "the caller's limit holds for them too"
@@ -276,7 +276,7 @@ def test_the_limits_of_a_caller_and_of_later_settings_cap_k() -> None:
     found.rules = KRules(K_MAX, 3, 2)
     found.observe([report()], 1.0)
     choice = choose(found, "code", 3)
-    assert (choice.source, choice.k, len(choice.survival)) == ("learned", 3, 3)
+    assert (choice.source, choice.k, len(choice.acceptance_rates)) == ("learned", 3, 3)
 
 
 def test_the_fixed_policy_chooses_nothing_and_shows_what_is_accepted() -> None:
@@ -354,7 +354,9 @@ def tokens_per_s(table: Table, rates, depths) -> float:
 @settings(max_examples=200)
 @given(
     TABLES,
-    st.lists(st.tuples(survivals(3), st.sets(st.integers(0, 3), min_size=1, max_size=2)), min_size=1, max_size=4),
+    st.lists(
+        st.tuples(acceptance_rates(3), st.sets(st.integers(0, 3), min_size=1, max_size=2)), min_size=1, max_size=4
+    ),
 )
 def test_allocate_is_the_optimum_of_all_assignments(table, requests):
     rates, bounds = zip(*requests, strict=True)

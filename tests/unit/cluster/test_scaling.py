@@ -35,12 +35,12 @@ class Service:
         self.policy.observe(deltas, reports, self.now_s)
         return self.policy.decide(self.now_s, target, drafter, self.k_policy)
 
-    def run(self, ticks: int, rate: float = 1.0, survival: Any = GOOD, wanted: int = 0, head: str = "h") -> Decision:
+    def run(self, ticks: int, rate: float = 1.0, rates: Any = GOOD, wanted: int = 0, head: str = "h") -> Decision:
         """`wanted`: replicas that Serve wants, else those that run."""
         for _ in range(ticks):
             self.now_s += 10.0
             for replica in self.replicas:
-                replica.serve("chat", round(10 * rate), survival)
+                replica.serve("chat", round(10 * rate), rates)
             decision = self.decide(Pool(self.num_running, wanted or self.num_running), head=head)
         return decision
 
@@ -60,8 +60,8 @@ def test_the_number_is_demand_over_planned_capacity() -> None:
 def test_falling_acceptance_asks_for_more_before_any_queue() -> None:
     service = Service(3, utilisation=0.6)
     before = service.run(30, rate=2.0)
-    soon = service.run(2, rate=2.0, survival=BAD)
-    after = service.run(4, rate=2.0, survival=BAD)
+    soon = service.run(2, rate=2.0, rates=BAD)
+    after = service.run(4, rate=2.0, rates=BAD)
     for later in (soon, after):
         assert later.capacity_tokens_per_s < 0.7 * before.capacity_tokens_per_s
     assert after.target > before.target

@@ -27,10 +27,10 @@ from deployments.chat import Conversation, converse
 from tests.unit.deployments.test_batch import JsonHandler
 
 DRAFTING = {"k": 2, "source": "learned", "acceptance_length": 1.5}
-SURVIVAL = {"mean": [0.9, 0.5], "low": [0.8, 0.4], "high": [0.95, 0.6]}
+RATES = {"mean": [0.9, 0.5], "low": [0.8, 0.4], "high": [0.95, 0.6]}
 WORKLOAD = {
     "workload": "code", "num_requests": 2.0, "num_steps": 10.0, "k": 2, "source": "learned", "reason": "it pays",
-    "acceptance_length": 2.4, "survival": SURVIVAL,
+    "acceptance_length": 2.4, "acceptance_rates": RATES,
 }  # fmt: skip
 DOCUMENT = {"model": "m", "max_draft_tokens": 2, "policy": "adaptive", "step_times": "unknown", "workloads": [WORKLOAD]}
 

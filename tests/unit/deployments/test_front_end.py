@@ -53,7 +53,7 @@ from deployments.errors import engine_lost
 from deployments.front_end import Admitted, FrontEnd, FrontEndMetrics, Usage
 from deployments.routes import Entrance, make_app
 from deployments.usage_log import UsageLog
-from peagle.vllm.request_args import GROUP_KEY, HEAD_KEY, LEARN_KEY, MAX_K_KEY, SURVIVAL_KEY, WORKLOAD_KEY
+from peagle.vllm.request_args import ACCEPTANCE_RATES_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, MAX_K_KEY, WORKLOAD_KEY
 
 SECRET = "sk-very-secret"
 DIGEST = hashlib.sha256(SECRET.encode()).hexdigest()
@@ -203,7 +203,7 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], str | None]] = {
     "too many stop strings": ({"stop": [str(number) for number in range(17)]}, "stop"),
     **{
         f"the server's {key}": ({"vllm_xargs": {key: 3}}, f"vllm_xargs.{key}")
-        for key in (MAX_K_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY)
+        for key in (MAX_K_KEY, HEAD_KEY, LEARN_KEY, ACCEPTANCE_RATES_KEY, WORKLOAD_KEY)
     },
     "an object in extra arguments": ({"vllm_xargs": {"a": {"b": 1}}}, "vllm_xargs.a"),
     "spoken answers": ({"modalities": ["text", "audio"]}, "modalities"),

@@ -96,7 +96,7 @@ def test_every_field_that_the_page_reads_is_one_that_the_service_sends() -> None
     read = re.findall(rf"(?<![\w.])({'|'.join(found)})\.(\w+)", PAGE)
     assert {name for name, _ in read} == found.keys(), "a name that the script no longer uses"
     assert not [f"{name}.{field}" for name, field in read if field not in found[name]]
-    assert set(found["row"]["survival"]) >= {"mean", "low", "high"}
+    assert set(found["row"]["acceptance_rates"]) >= {"mean", "low", "high"}
     tiles = re.findall(r'^  \["[^"]+", "(\w+)", \w+, "\w+"\],$', PAGE, flags=re.MULTILINE)
     assert len(tiles) == 6
     assert set(tiles) <= found["past"].keys()

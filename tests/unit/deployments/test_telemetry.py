@@ -63,7 +63,7 @@ def test_the_document_has_each_head_with_its_acceptance() -> None:
     drafter = drafter_report("r1", "a", problems={"b": "its files are gone"})
     document = telemetry.drafting_document(reports, by_head, [drafter])
     heads = {row["head"]: row for row in document["heads"]}
-    assert heads["a"]["survival"] == [0.6667, 0.3333, 0.3333]
+    assert heads["a"]["acceptance_rates"] == [0.6667, 0.3333, 0.3333]
     assert heads["a"]["acceptance_length"] == round(1 + 4 / 3, 4)
     assert [heads[head]["is_live"] for head in ("a", "new", "old")] == [True, True, False]
     assert heads["new"]["acceptance_length"] is None

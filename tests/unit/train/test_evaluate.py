@@ -134,11 +134,11 @@ def test_walk_visits_the_anchors_that_decoding_visits() -> None:
     assert walk(accepted_A[:0], 3).tolist() == []
     counts = AnswerCounts.from_accepted([accepted_A, np.array([0, 1])], 3)
     assert counts.num_steps.tolist() == [[4, 3, 3], [2, 2, 2]]
-    assert counts.num_survived.tolist() == [[2, 1, 0], [1, 0, 0]]
+    assert counts.num_accepting.tolist() == [[2, 1, 0], [1, 0, 0]]
     found = figures(counts)
     assert (found["num_answers"], found["num_tokens"]) == (2, 8)
     assert found["acceptance_length"] == {"1": 1.3333, "2": 1.6, "3": 1.6}
-    assert found["survival"] == [0.6, 0.2, 0.0]
+    assert found["acceptance_rates"] == [0.6, 0.2, 0.0]
     one = figures(counts.select(np.array([1])))
     assert "acceptance_length_95" not in one
     groups = {"all": found, "chat": found, "chat looping": one, "looping": one, "non-looping": found}

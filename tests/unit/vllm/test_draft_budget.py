@@ -10,7 +10,7 @@ import pytest
 
 from cluster.step_latency import STEPS_PER_UPDATE, StepLatency, StepLatencyModel, TimedStep
 from peagle.vllm.draft_budget import EXPLORE_INTERVAL_STEPS, MIN_DRAFTED, REPORT_INTERVAL_S, DraftBudget, timed_step
-from peagle.vllm.request_args import SURVIVAL_KEY, WORKLOAD_KEY
+from peagle.vllm.request_args import ACCEPTANCE_RATES_KEY, WORKLOAD_KEY
 from peagle.vllm.step_notes import SchedulerPlan, write_plan
 from tests.support.step_tables import model_of
 from tests.unit.cluster.test_step_latency import cpu, dear_drafter
@@ -27,9 +27,9 @@ def draft_budget(base_s: float = 0.010, per_token_s: float = 0.001) -> DraftBudg
     return DraftBudget(model_of(lambda _, num_tokens: base_s + per_token_s * num_tokens))
 
 
-def request(survival: Any = None, name: str = "", workload: str = "") -> Any:
-    """Of a workload for each survival, unless it is named."""
-    extra = {} if survival is None else {SURVIVAL_KEY: survival, WORKLOAD_KEY: workload or str(survival)}
+def request(rates: Any = None, name: str = "", workload: str = "") -> Any:
+    """Of a workload of its rates, unless it is named."""
+    extra = {} if rates is None else {ACCEPTANCE_RATES_KEY: rates, WORKLOAD_KEY: workload or str(rates)}
     name = name or str(next(NUMBERS))
     return SimpleNamespace(request_id=name, num_computed_tokens=100, sampling_params=SimpleNamespace(extra_args=extra))
 
@@ -45,13 +45,13 @@ def test_what_was_said_last_of_a_workload_counts_for_all_its_requests() -> None:
 
 def test_requests_that_name_no_workload_speak_for_themselves() -> None:
     """A deep draft of a sure one outranks the first of a doubtful one, whichever came last."""
-    for survivals in ([SURE, DOUBTFUL], [DOUBTFUL, SURE]):
-        batch = [request(survival) for survival in survivals]
+    for several in ([SURE, DOUBTFUL], [DOUBTFUL, SURE]):
+        batch = [request(rates) for rates in several]
         for each in batch:
             del each.sampling_params.extra_args[WORKLOAD_KEY]
         depths = draft_budget().allocate_drafts(batch, [5, 5])
-        assert depths[survivals.index(SURE)] == 5
-        assert depths[survivals.index(DOUBTFUL)] <= 2
+        assert depths[several.index(SURE)] == 5
+        assert depths[several.index(DOUBTFUL)] <= 2
 
 
 def test_load_lowers_k_and_never_raises_it() -> None:
@@ -115,15 +115,15 @@ def test_prompts_in_the_step_are_seen() -> None:
     assert alone > beside
 
 
-def test_steps_go_no_deeper_than_a_survival_says() -> None:
+def test_steps_go_no_deeper_than_the_rates_say() -> None:
     batch = [request(SURE[:2]) for _ in range(4)]
     assert draft_budget(per_token_s=0.0).allocate_drafts([*batch, request()], [5] * 5) == [2, 2, 2, 2, 5]
 
 
-@pytest.mark.parametrize("survival", [[0.5, 0.9], [float("nan")], "no numbers", [2.0], 7])
-def test_an_unusable_survival_is_logged_and_k_obeyed(survival: Any, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("rates", [[0.5, 0.9], [float("nan")], "no numbers", [2.0], 7])
+def test_unusable_rates_are_logged_and_k_obeyed(rates: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        found, odd = draft_budget(), request(survival, "odd")
+        found, odd = draft_budget(), request(rates, "odd")
         assert [found.allocate_drafts([odd], [2]) for _ in range(3)] == [[2]] * 3
     assert "request odd" in caplog.text
     assert len(caplog.records) == 1, "once a request, not once a step"

@@ -145,7 +145,7 @@ def test_only_the_first_drafts_that_pay_are_verified(config: Any) -> None:
     run = SchedulerRun(config, is_async=True)
     names = [str(n) for n in range(16)]
     for name in names:
-        run.add(name, survival=[0.5, 0.3, 0.2, 0.1, 0.1, 0.1, 0.1])
+        run.add(name, rates=[0.5, 0.3, 0.2, 0.1, 0.1, 0.1, 0.1])
     run.step()
     steps = [run.step(dict.fromkeys(names, 1)) for _ in range(2)]
     num_drafts = max(steps[1].drafts.values())
@@ -165,7 +165,7 @@ def test_prompts_come_in_while_a_step_explores(
     monkeypatch.setattr(draft_budget, "EXPLORED_WITHOUT", explored_without)
     run, verified = SchedulerRun(config, is_async=is_async), set()
     for number in range(12):
-        run.add(str(number), survival=[0.5, 0.3, 0.2, 0.1, 0.1, 0.1, 0.1])
+        run.add(str(number), rates=[0.5, 0.3, 0.2, 0.1, 0.1, 0.1, 0.1])
         verified |= set(run.step().drafts.values())
         if number > 3:
             run.scheduler.finish_requests([str(number - 3)], RequestStatus.FINISHED_ABORTED)
