@@ -195,7 +195,7 @@ class PolicyUpdate:
         choice = dataclasses.replace(choice, workload=drafting.workload)
         if choice.max_k == 0 < max_k and random.random() < self.exploration_share:
             reason = f"{self.exploration_share:.2g} of requests explore: they get K={max_k} instead of 0"
-            return Drafting(drafting.workload, max_k, "probe", reason)
+            return Drafting(drafting.workload, max_k, "exploration", reason)
         if choice.k > max_k:  # the time per token that was expected is of another K
             reason = f"{choice.reason}; the caller's limit"
             choice = dataclasses.replace(choice, k=max_k, reason=reason, expected_tpot_s=None)

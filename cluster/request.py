@@ -99,7 +99,7 @@ TRIAL_SUFFIX = "/trial"
 K_HEADER = "X-Drafting-K"
 WORKLOAD_HEADER = "X-Drafting-Workload"
 
-Source = Literal["request", "workload", "default", "prior", "learned", "probe"]
+Source = Literal["request", "workload", "default", "prior", "learned", "exploration"]
 
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,63}")
 _INTEGER = re.compile(r"[+-]?[0-9]{1,9}")
@@ -134,7 +134,7 @@ class Drafting:
         workload: under which its acceptance is counted.
         k: drafts verified per step; where `max_k` is more, the plan at the load of its arrival.
         source: what chose K: the `request`, the operator's table by `workload`, the `default`, or acceptance and load
-            (`learned`, or `prior` while few steps were measured); a `probe` measures acceptance where a learned
+            (`learned`, or `prior` while few steps were measured); an `exploration` measures acceptance where a learned
             `max_k` is 0.
         reason: in words; "" where the source says all.
         acceptance_rates: S_1, S_2, ... on which a learned K rests, by which the scheduler may lower it under load; ()

@@ -10,8 +10,8 @@ its manifest.json names; `peagle generate --prompts` writes such folders.
 
 AL = answer tokens / steps, bonus token counted, pooled over answers (as in arXiv 2602.01469, section 5.1, and vLLM).
 The first token of an answer comes from the prompt's pass and counts for none. The acceptance rate S_i is the share of
-steps whose first i drafts were all accepted. Intervals are 95% percentiles of a bootstrap over answers, because tokens of one
-answer are not independent; with a handful of answers they are too narrow.
+steps whose first i drafts were all accepted. Intervals are 95% percentiles of a bootstrap over answers, because tokens
+of one answer are not independent; with a handful of answers they are too narrow.
 
 Why a walk over a finished text is right. The head drafts the same tokens whatever came after the prefix: vLLM takes
 the most likely ones (`draft_sample_method="greedy"`, its default, at any temperature). Greedy decoding accepts a draft
@@ -293,7 +293,8 @@ def evaluate(
     """Figures of one folder's answers at K_max = `num_depths` (`replay`), by group.
 
     Returns {"temperature", "groups": {group: {"num_answers", "num_tokens", "acceptance_length": {K: AL},
-    "acceptance_rates": [S_1..], both with "_95" for intervals}}}, and of a second drafter its groups ("against") and the "ratios" of AL.
+    "acceptance_rates": [S_1..], both with "_95" for intervals}}}, and of a second drafter its groups ("against") and
+    the "ratios" of AL.
     """
     names = group_names(answers.data, answers.categories)
     found = [replay(drafter, target, answers.data, num_depths) for drafter in drafters]

@@ -214,7 +214,7 @@ def test_with_a_tpot_limit_steps_usually_verify_no_more_than_k() -> None:
 def test_at_k_0_few_requests_explore_so_that_acceptance_stays_known() -> None:
     router = told(on_gpu=True, chat=counts(0.01, 5000, 8), code=counts(0.01, 5000, 2))
     drawn = [choose(router, "chat") for _ in range(20_000)]
-    explored = [each for each in drawn if each.source == "probe"]
+    explored = [each for each in drawn if each.source == "exploration"]
     assert {(each.k, each.max_k, each.acceptance_rates) for each in explored} == {(K_MAX, K_MAX, ())}
     assert len(explored) / len(drawn) == pytest.approx(EXPLORED_STEPS / 5, rel=0.5), "5 requests share a step"
     drawn = [choose(router, "chat", 2) for _ in range(5000)]

@@ -40,7 +40,9 @@ def test_what_was_said_last_of_a_workload_counts_for_all_its_requests() -> None:
     assert min(found.allocate_drafts(early, [5] * 15)) == 5
     late = request(DOUBTFUL, workload="chat")
     assert max(found.allocate_drafts([*early, late], [5] * 16)) <= 1
-    assert found.allocate_drafts([*early, late, request(workload="chat")], [5] * 17)[-1] == 5, "a probe keeps its K"
+    assert found.allocate_drafts([*early, late, request(workload="chat")], [5] * 17)[-1] == 5, (
+        "an exploration request keeps its K"
+    )
 
 
 def test_requests_that_name_no_workload_speak_for_themselves() -> None:
@@ -71,7 +73,7 @@ def test_drafts_that_are_verified_anyway_count_for_the_others() -> None:
 
 def test_now_and_then_a_step_verifies_all_its_drafts_or_none_also_beside_prompts() -> None:
     """So that acceptance beyond what pays stays known, and what drafts cost; in all requests of a step at once, within
-    their limits. A probe keeps its K."""
+    their limits. An exploration request keeps its K."""
     found = draft_budget()
     batch, limits = [*(request(USUAL) for _ in range(16)), request()], [5, 3] * 8 + [5]
     none, explored = [0] * 16 + [5], {}
