@@ -4,9 +4,9 @@ Enters: whether the engine has a GPU, and the steps that it runs. Leaves: a `Ste
 from the scheduler to the choice of K and to autoscaling.
 
 The model is a linear regression of step times. Its terms are a constant, the requests, the drafter's pass, the pass
-times the requests, the target's rows, and the rows of prompts. Rows have a term for each interval between `KNOTS`,
-because the first rows take little on a GPU, and most in a target with experts. Coefficients begin at a guess. Newer
-steps weigh more.
+times the requests, the target's rows, and the rows of prompts. Rows have a term for each interval between
+`GRID_POINTS`, because the first rows take little on a GPU, and most in a target with experts. Coefficients begin at a
+guess. Newer steps weigh more.
 """
 
 import math
@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-KNOTS = (0.0, 8.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2.0**20)
+GRID_POINTS = (0.0, 8.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2.0**20)
 """Numbers of rows between which a further row always takes the same time."""
-_STARTS, _WIDTHS = np.array(KNOTS[:-1]), np.diff(KNOTS)
+_STARTS, _WIDTHS = np.array(GRID_POINTS[:-1]), np.diff(GRID_POINTS)
 _ROWS, _PROMPTS = slice(4, -1), -1  # places of terms
 
 LEAST_S = 1e-6
@@ -75,9 +75,9 @@ class StepLatency(msgspec.Struct, frozen=True):
         left out: every request has one prompt, whatever its K.
         """
         drafts, slopes = np.arange(num_drafts + 1), np.array(self.coefficients[_ROWS])
-        at_knots = np.append(0.0, np.cumsum(slopes * _WIDTHS))
+        at_points = np.append(0.0, np.cumsum(slopes * _WIDTHS))
         others = float(_terms(num_requests, 0.0, True) @ np.array(self.coefficients))
-        seconds: Array = np.maximum(others + np.interp(num_requests + drafts, KNOTS, at_knots), LEAST_S)
+        seconds: Array = np.maximum(others + np.interp(num_requests + drafts, GRID_POINTS, at_points), LEAST_S)
         if prompt_tokens:
             seconds = np.maximum(seconds, seconds[0] + self.coefficients[_PROMPTS] * drafts)
         if not is_drafted:

@@ -103,10 +103,10 @@ class DraftBudget:
         if typical is None:
             return max_ks
         # Requests that keep their K load the step too; they count with the rates of one of the others.
-        valued = [typical if rates is None else rates for rates in all_rates]
-        limits = [min(max_k, len(rates)) for max_k, rates in zip(max_ks, valued, strict=True)]
+        known = [typical if rates is None else rates for rates in all_rates]
+        limits = [min(max_k, len(rates)) for max_k, rates in zip(max_ks, known, strict=True)]
         fixed = [limit if own is None else 0 for limit, own in zip(limits, all_rates, strict=True)]
-        num_drafts = allocate(valued, limits, self.model.latency, prompt_tokens, fixed)
+        num_drafts = allocate(known, limits, self.model.latency, prompt_tokens, fixed)
         num_drafts = [
             max_k if rates is None else num for max_k, rates, num in zip(max_ks, all_rates, num_drafts, strict=True)
         ]

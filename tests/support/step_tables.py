@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
-from cluster.step_latency import KNOTS, StepLatency, StepLatencyModel, TimedStep
+from cluster.step_latency import GRID_POINTS, StepLatency, StepLatencyModel, TimedStep
 
 MS = 1e-3
 
@@ -69,7 +69,7 @@ def latency_of(
     num_steps: float = 0.0,
 ) -> StepLatency:
     """In which each row takes the same time."""
-    rows = [row_s] * (len(KNOTS) - 1)
+    rows = [row_s] * (len(GRID_POINTS) - 1)
     return StepLatency((constant_s, request_s, pass_s, 0.0, *rows, prompt_row_s), num_steps)
 
 
