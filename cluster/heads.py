@@ -342,7 +342,9 @@ class HeadManager:
     def check_free(self) -> None:
         """Raises ValueError with the reason where there can be no trial now."""
         if not self._num_spare:
-            raise ValueError("drafter.spare_heads is 0: drafters have no slot for a candidate beside their heads")
+            raise ValueError(
+                "drafters have no slot for a candidate: write drafter.spare_heads: 1, and run `peagle serve` again"
+            )
         if not self.is_ready:
             raise ValueError("no drafter has said yet which head drafts: try again")
         if (trial := self._trial()) is not None:

@@ -156,7 +156,7 @@ class Catalog:
             return source
         known = f"{what}s: {listed(sorted(shipped))}" if shipped else f"there is no {what}"
         raise ValueError(
-            f": {source!r} is not one of ours, no existing directory and no Hugging Face id (org/name)"
+            f": {source!r} is no {what}, no directory (looked for from {Path.cwd()}) and no Hugging Face id (org/name)"
             f"{nearest(source, shipped)} ({known})"
         )
 
@@ -234,8 +234,8 @@ class TargetSettings(Section):
     @field_validator("bundle")
     @classmethod
     def _check_bundle(cls, bundle: dict[str, float]) -> dict[str, float]:
-        misspelt = [name for name in bundle if name.upper() in {"CPU", "GPU"} - {name}]
-        problems = [f" names {name!r}: write {name.upper()}" for name in misspelt]
+        meant = {name: name.upper().removesuffix("S") for name in bundle}
+        problems = [f" names {name!r}: write {what}" for name, what in meant.items() if what in {"CPU", "GPU"} - {name}]
         if bundle.get("GPU", 0.0) > 1:
             problems.append(
                 " is of one engine worker, which uses one GPU: write GPU: 1, and engine.tensor_parallel_size"

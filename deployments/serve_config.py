@@ -232,14 +232,18 @@ def asked_resources(config: Config, services: Services, *, at_start: bool = Fals
 def describe(config: Config, *services: ClusterSettings) -> str:
     """What a config that was read asks for, a line each."""
     lines = []
-    for settings in services:
+    for application, settings in zip(model_applications(config), services, strict=True):
         drafter, scaling = settings.drafter, settings.autoscaling
-        lines.append(f"target: {settings.model.source}, served as {settings.model.id} at {base_url(config)}")
+        where = f"on {'GPU' if settings.target.has_gpu else 'CPU'}, served as {settings.model.id} at {base_url(config)}"
+        lines.append(f"target: {settings.model.source}, {where}")
         if drafter is None:
             lines.append("drafter: none")
         else:
             what = f"{drafter.method} {drafter.head or ''}".rstrip() if drafter.is_vllms_own else drafter.head
-            lines.append(f"drafter: {what}, {drafter.placement}, K_max {settings.max_draft_tokens}")
+            own = [one for one in application.get("deployments") or () if one["name"] == DRAFTER_NAME]
+            head = (own[0].get("user_config") or {}).get("head") if own else None
+            later = f", replaced by {head} (user_config)" if head else ""
+            lines.append(f"drafter: {what}{later}, {drafter.placement}, K_max {settings.max_draft_tokens}")
         lines.append(f"replicas at the most: {settings.max_num_targets} targets, {settings.max_num_drafters} drafters")
         lines.append(f"autoscaling: {'off' if scaling is None else scaling.policy}")
         lines.append(f"callers: {'anybody' if settings.callers is None else ', '.join(settings.callers)}\n")
@@ -256,7 +260,8 @@ def describe(config: Config, *services: ClusterSettings) -> str:
     if unnamed := sorted({name for name in (*heads, *sources) if name.startswith("YOUR_ORG/")}):
         lines.append(f"to be replaced by yours before it can be served: {', '.join(unnamed)}")
     elif absent := sorted({name for name in (*heads, *sources) if "/" in name and not Path(name).is_dir()}):
-        lines.append(f"ok; not here yet, so their shapes are not checked: {', '.join(absent)}")
+        kinds = [f"{name} ({'a Hugging Face id' if name[0] != '/' else 'a folder of the pods'}?)" for name in absent]
+        lines.append(f"ok; not here yet, so their shapes are not checked: {', '.join(kinds)}")
     else:
         lines.append("ok")
     return "\n".join(lines)

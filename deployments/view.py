@@ -5,20 +5,21 @@ links that `deployments.telemetry` adds and the decision of `deployments.autosca
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import httpx
 import typer
-from rich.console import Console, Group
+from rich.console import Console, ConsoleOptions, Group
 from rich.live import Live
+from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 TIMEOUT_S = 10.0
-DEPTH_WIDTH = 12
-"""Characters of a position: "100(99-100) ". All are one column, so that a narrow terminal breaks each line of it at the
-same one."""
+POSITION_WIDTH = 12
+"""Characters of a position: "100(99-100) "."""
 
 
 def show(url: str, api_key: str | None, interval_s: float | None) -> None:
@@ -48,9 +49,9 @@ def rendered(document: Mapping[str, Any]) -> Group:
     """A line each workload, S1, S2, ... as mean (low-high) in per cent; then reasons, heads, drafters."""
     max_draft_tokens = int(document["max_draft_tokens"])
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("workload", "running", "steps", "K", "source", "AL"):
+    for name in ("workload", "running", "steps", "K", "source", "expected AL"):
         table.add_column(name, no_wrap=True)
-    table.add_column(_columns(f"S{depth}" for depth in range(1, max_draft_tokens + 1)))
+    table.add_column(Positions([f"S{position}" for position in range(1, max_draft_tokens + 1)]))
     for workload in document["workloads"]:
         table.add_row(*_row(workload, max_draft_tokens))
     about = f"K_max {max_draft_tokens}, policy {document['policy']}, {document['step_times']}"
@@ -65,6 +66,21 @@ def rendered(document: Mapping[str, Any]) -> Group:
     return Group(table, *lines, *_scaling_lines(document.get("autoscaling")))
 
 
+class Positions:
+    """One text for each draft position, as many on a line as fit: rows break at the same position as their header."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._texts = [text.ljust(POSITION_WIDTH) for text in texts]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        num = max(1, options.max_width // POSITION_WIDTH)
+        for start in range(0, len(self._texts), num):
+            yield Text("".join(self._texts[start : start + num]), no_wrap=True)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(POSITION_WIDTH, POSITION_WIDTH * max(1, len(self._texts)))
+
+
 def fetch(url: str, api_key: str | None = None) -> dict[str, Any]:
     """The document of a service at `url`. Raises OSError when it answers with none."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -73,6 +89,7 @@ def fetch(url: str, api_key: str | None = None) -> dict[str, Any]:
         document: dict[str, Any] = answer.json()
     except httpx.HTTPStatusError as error:
         status, text = error.response.status_code, error.response.text
+        text = "this is no service of peagle" if text.lstrip().startswith("<") else text
         hint = "write --api-key, or set PEAGLE_API_KEY" if status == 401 and api_key is None else text
         raise OSError(f"{url.rstrip('/')}/drafting answered {status}: {hint:.200}") from error
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
@@ -80,24 +97,21 @@ def fetch(url: str, api_key: str | None = None) -> dict[str, Any]:
     return document
 
 
-def _row(workload: Mapping[str, Any], max_draft_tokens: int) -> list[str]:
+def _row(workload: Mapping[str, Any], max_draft_tokens: int) -> list[str | Positions]:
     rates = workload["acceptance_rates"]
     known = zip(rates["mean"], rates["low"], rates["high"], strict=True)
-    depths = [f"{100 * mean:.0f}({100 * low:.0f}-{100 * high:.0f})" for mean, low, high in known][:max_draft_tokens]
-    depths += ["-"] * (max_draft_tokens - len(depths))
+    texts = [f"{100 * mean:.0f}({100 * low:.0f}-{100 * high:.0f})" for mean, low, high in known][:max_draft_tokens]
+    texts += ["-"] * (max_draft_tokens - len(texts))
     length = "-" if workload["acceptance_length"] is None else f"{workload['acceptance_length']:.2f}"
     counts = [f"{workload['num_requests']:g}", f"{workload['num_steps']:.0f}", str(workload["k"])]
-    return [workload["workload"], *counts, workload["source"], length, _columns(depths)]
-
-
-def _columns(depths: Iterable[str]) -> str:
-    return "".join(depth.ljust(DEPTH_WIDTH) for depth in depths)
+    return [workload["workload"], *counts, workload["source"], length, Positions(texts)]
 
 
 def _head_line(head: Mapping[str, Any]) -> str:
-    length = "nothing drafted yet" if head["acceptance_length"] is None else f"AL {head['acceptance_length']:.2f}"
+    length = head["acceptance_length"]
+    measured = "nothing drafted yet" if length is None else f"measured AL {length:.2f}"
     live = "drafts" if head["is_live"] else "no longer drafts"
-    return f"head {head['head']} ({live}): {length}, {head['num_steps']} steps"
+    return f"head {head['head']} ({live}): {measured}, {head['num_steps']} steps"
 
 
 def change_line(change: Mapping[str, Any]) -> str:
@@ -105,7 +119,7 @@ def change_line(change: Mapping[str, Any]) -> str:
     against = f" against {change['against']}" if change["against"] else ""
     state = change["state"] + (", watched" if change["is_watched"] else "")
     gain = ""
-    if change["gain"] is not None:
+    if change["gain"] is not None and "AL " not in change["reason"]:  # a verdict has them
         gain = f"; AL {change['gain']:+.1%} ({change['low']:+.1%} to {change['high']:+.1%})"
     return f"{change['name']} ({change['head'] or 'not loaded'}){against}: {state}, {change['reason']}{gain}"
 

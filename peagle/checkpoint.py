@@ -76,7 +76,9 @@ def weight_files(head_dir: str | Path) -> list[Path]:
     """The head's safetensors files, sorted. Raises HeadError when there is none."""
     files = sorted(path for path in Path(head_dir).glob("*.safetensors") if path.is_file())
     if not files:
-        found = sorted(path.name for path in Path(head_dir).iterdir()) if Path(head_dir).is_dir() else []
+        if not Path(head_dir).is_dir():
+            raise HeadError(f"there is no directory {head_dir}")
+        found = sorted(path.name for path in Path(head_dir).iterdir())
         raise HeadError(
             f"{Path(head_dir) / 'model.safetensors'} does not exist (the directory holds: {found or 'nothing'})"
         )

@@ -303,7 +303,7 @@ def evaluate(
     result: dict[str, Any] = {"temperature": answers.temperature, "groups": tables[0]}
     if len(found) > 1:
         ours, theirs = (one.counts for one in found)
-        depths = [k for k in RATIO_DEPTHS if k <= found[0].num_depths]
+        depths = sorted({*(k for k in RATIO_DEPTHS if k < found[0].num_depths), found[0].num_depths})
         result["against"] = tables[1]
         result["ratios"] = {
             name: ratios(ours.select(chosen), theirs.select(chosen), depths) for name, chosen in groups.items()
@@ -388,6 +388,8 @@ def evaluate_heads(
         result = evaluate(drafters, target, loaded, num_depths)
         document["sets"].append({"answers": str(folder), **result})
         yield f"{folder}: temperature {loaded.temperature:g}, {heads[0]['kind']}\n{table(result)}"
+        if against:
+            yield f"against {against}, {heads[1]['kind']}\n{table({'groups': result['against']})}"
     if out:
         out.mkdir(parents=True, exist_ok=True)
         (out / "evaluation.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -384,6 +384,9 @@ class Trainer(HeadTraining):
         self.save()
         if not self.workers.leads:
             return head
+        limits = self.recipe.schedule
+        if limits.max_minutes is not None and self.step < limits.max_steps:
+            logger.info("schedule.max_minutes, %g, ended the training at step %d", limits.max_minutes, self.step)
         if groups := self._evaluate(None):
             logger.info(table({"groups": groups}))
         recipe = self.recipe

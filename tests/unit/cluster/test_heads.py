@@ -244,7 +244,7 @@ def test_a_trial_begins_when_all_drafters_have_the_candidate() -> None:
 
 
 def test_why_there_can_be_no_trial() -> None:
-    with pytest.raises(ValueError, match="drafter.spare_heads is 0"):
+    with pytest.raises(ValueError, match="write drafter.spare_heads: 1"):
         make_manager(0).propose(C, HeadProposal("/heads/c"))
     manager = make_manager()
     with pytest.raises(ValueError, match="no drafter has said yet"):

@@ -22,8 +22,10 @@ import pytest
 from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
+from rich.console import Console
 
 from deployments.chat import Conversation, converse
+from deployments.view import rendered
 from tests.unit.deployments.test_batch import JsonHandler
 
 DRAFTING = {"k": 2, "source": "learned", "acceptance_length": 1.5}
@@ -213,10 +215,27 @@ def test_view_in_a_pipe_is_printed_once_and_no_line_is_broken(service: SmallServ
     done = run("view", service.url)
     lines = [line.split() for line in done.stdout.splitlines()]
     assert lines[:2] == [
-        ["workload", "running", "steps", "K", "source", "AL", "S1", "S2"],
+        ["workload", "running", "steps", "K", "source", "expected", "AL", "S1", "S2"],
         ["code", "2", "10", "2", "learned", "2.40", "90(80-95)", "50(40-60)"],
     ]
     assert done.stdout.endswith("\n\nm: K_max 2, policy adaptive, unknown\ncode: it pays\n")
+
+
+@pytest.mark.parametrize("width", [70, 80, 100, 120])
+def test_rates_stand_below_the_position_that_they_are_of(width: int) -> None:
+    """At any width, also where some rates are shorter than others."""
+    rates = {"mean": [0.9, 0.2, 0.05, 0.2], "low": [0.8, 0.1, 0.01, 0.1], "high": [0.95, 0.3, 0.06, 0.3]}
+    row = {**WORKLOAD, "acceptance_rates": rates}
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(rendered({**DOCUMENT, "max_draft_tokens": 4, "workloads": [row]}))
+    text = capture.get()
+    places = [
+        [(match.start() - text.rfind("\n", 0, match.start())) for match in re.finditer(pattern, text)]
+        for pattern in (r"\bS\d\b", r"\d+\(\d+-\d+\)")
+    ]
+    assert places[0] == places[1]
+    assert len(places[0]) == 4
 
 
 def test_in_a_terminal_drafts_are_green_and_ctrl_c_stops_the_answer_alone(service: SmallService) -> None:

@@ -310,11 +310,11 @@ def test_checkpoints_that_only_the_cluster_has(make: Any, tmp_path: Path, capsys
     inside = yaml.safe_load(make(raw)[0]["spec"]["serveConfigV2"])["applications"][0]["args"]
     assert (inside["model"]["source"], inside["drafter"]["head"]) == ("/models/mine", "/models/head")
     assert main(["check", str(tmp_path / "c.yaml")]) == 0
-    assert "target: /models/mine, served as mine" in capsys.readouterr().out
-    with pytest.raises(SettingsError, match="model.source: '/models/mine' is not one of ours, no existing directory"):
+    assert "target: /models/mine, on CPU, served as mine" in capsys.readouterr().out
+    with pytest.raises(SettingsError, match="model.source: '/models/mine' is no embedded model, no directory"):
         read_config(tmp_path / "c.yaml")  # as `peagle serve` and the pods do
     args["kubernetes"]["volumes"] = {"/model": "weights"}
-    with pytest.raises(SettingsError, match="no existing directory"):
+    with pytest.raises(SettingsError, match="no directory"):
         make(raw)
 
 

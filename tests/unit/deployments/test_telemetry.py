@@ -72,7 +72,7 @@ def test_the_document_has_each_head_with_its_acceptance() -> None:
     assert document["links"][0]["target"] == "t1"
     k_policy = KPolicy(KRules(3, 3, 3))
     shown = as_text({"model": "m", **k_policy.document(0.0), **document}).splitlines()
-    assert "head a (drafts): AL 2.33, 3 steps" in shown
+    assert "head a (drafts): measured AL 2.33, 3 steps" in shown
     assert "head new (drafts): nothing drafted yet, 0 steps" in shown
     assert "drafter h:1: a; links: up by tcp" in shown
     without_drafter = as_text({"model": "m", **KPolicy(KRules(0, 0, 0)).document(0.0)}).splitlines()

@@ -353,7 +353,7 @@ def test_options_that_the_file_itself_gives_to_deployments_stay(write: Any) -> N
     options = {one["name"]: one for one in made["applications"][0]["deployments"]}
     assert options["drafter"] == {"name": "drafter", "num_replicas": 1, "user_config": {"head": "org/other"}}
     raw["applications"][0]["deployments"][0]["user_config"]["head"] = "other"
-    with pytest.raises(ValueError, match=r"user_config.head: 'other' is not one of ours"):
+    with pytest.raises(ValueError, match=r"user_config.head: 'other' is no shipped head"):
         read_config(write(raw))
     assert (options["target"]["num_replicas"], options["target"]["health_check_timeout_s"]) == (2, 7)
     assert options["target"]["user_config"]["limits"]["max_num_sequences"] == 16
