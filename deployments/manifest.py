@@ -20,6 +20,7 @@ from cluster.settings import ClusterSettings, PodSettings, key_variables
 from deployments.compat import MAX_STREAM_S, RAY_ENVIRONMENT
 from deployments.serve_config import ConfigError, gateway_application, live_form, model_applications, read_config
 from peagle import __version__
+from peagle.heads import shipped_heads
 
 Json = dict[str, Any]
 
@@ -53,6 +54,7 @@ def render(path: Path) -> str:
         raise ConfigError(f"{path.name} serves several models: {remedy}")
     if not re.fullmatch(r"[a-z0-9-]{1,40}(?<!-)", path.stem):
         raise ConfigError(f"{path.name} names the RayService: rename it to small letters, digits and -, at most 40")
+    check_folders(config, settings)
     service = Manifest(f"peagle-{path.stem}", config, settings)
     header = f"# Made from {path.name} by `peagle manifest`; do not edit by hand.\n"
     header += f"# Needs KubeRay 1.5.1 or later and the image {service.image}.\n"
@@ -65,6 +67,27 @@ def render(path: Path) -> str:
             "# Needs NVIDIA's device plugin on the nodes; for gated models a secret hf-token with the key token.\n"
         )
     return header + _dump(*yaml.safe_load_all(service.render()))
+
+
+def check_folders(config: Json, settings: ClusterSettings) -> None:
+    """Raises ConfigError for a checkpoint, or conversations to replay, in a folder of this machine: pods have the
+    folders of `kubernetes.volumes`. What is to be written, such as `learning.heads_dir`, each pod makes for itself."""
+    named = {"model.source": settings.model.source}
+    if settings.drafter is not None:
+        named["drafter.head"] = settings.drafter.head
+    if settings.learning is not None and settings.learning.replay:
+        named["learning.replay"] = str(Path(settings.learning.replay).expanduser().absolute())
+    for given in model_applications(config)[0].get("deployments") or ():
+        head = (given.get("user_config") or {}).get("head")
+        if head and head not in shipped_heads() and (folder := Path(head).expanduser()).is_dir():
+            named[f"deployments.{given['name']}.user_config.head"] = str(folder.absolute())
+    for key, place in named.items():
+        path = Path(place or "")
+        if path.is_absolute() and not any(path.is_relative_to(folder) for folder in settings.kubernetes.volumes):
+            remedy = "write kubernetes.volumes with a claim for a folder above it"
+            if key != "learning.replay":
+                remedy += ", or name a Hugging Face id (org/name)"
+            raise ConfigError(f"{key} is {path}, a folder of this machine that pods do not have: {remedy}")
 
 
 class Manifest:

@@ -318,6 +318,36 @@ def test_checkpoints_that_only_the_cluster_has(make: Any, tmp_path: Path, capsys
         make(raw)
 
 
+def test_folders_of_this_machine_are_not_taken_for_those_of_pods(make: Any, tmp_path: Path) -> None:
+    shipped = Path(peagle.heads.__file__).parent / "smollm2-135m-instruct"
+    target, live, conversations = (tmp_path / name for name in ("target", "live", "replay"))
+    shutil.copytree(shipped, live)
+    target.mkdir()
+    (target / "config.json").write_text("{}")
+    for key, folder in (
+        ("model.source", target),
+        ("drafter.head", shipped),
+        ("deployments.drafter.user_config.head", live),
+        ("learning.replay", conversations),
+    ):
+        raw, args = config()
+        if key == "model.source":
+            args["model"]["source"] = str(folder)
+            del args["drafter"], args["num_draft_tokens"]
+        elif key == "drafter.head":
+            args["drafter"]["head"] = str(folder)
+        elif key == "learning.replay":
+            args["drafter"]["spare_heads"] = 1
+            args["learning"] = {"workloads": "all", "replay": str(folder)}
+        else:
+            raw["applications"][0]["deployments"] = [{"name": "drafter", "user_config": {"head": str(folder)}}]
+        refused = f"{key} is {folder}, a folder of this machine that pods do not have: write kubernetes.volumes"
+        with pytest.raises(ConfigError, match=re.escape(refused)):
+            make(raw)
+        args["kubernetes"] = {"volumes": {str(folder.parent): "claim"}}
+        make(raw)
+
+
 def test_wrong_settings_of_pods_are_named_with_the_remedy(make: Any) -> None:
     raw, args = config()
     for section, message in (
