@@ -362,6 +362,13 @@ def test_wrong_settings_of_pods_are_named_with_the_remedy(make: Any) -> None:
             make(raw)
 
 
+@pytest.mark.parametrize(("name", "has_token"), [("local", False), ("local-autoscale", True)])
+def test_only_a_head_with_an_autoscaler_has_a_token_of_kubernetes(name: str, has_token: bool) -> None:
+    pods = groups(made(ROOT / "configs" / f"{name}.yaml")[0])
+    found = {group: pod["template"]["spec"].get("automountServiceAccountToken", True) for group, pod in pods.items()}
+    assert found == {"headgroup": has_token, "target": False}
+
+
 def test_a_drain_takes_one_target_at_a_time_and_never_the_last(make: Any) -> None:
     raw, args = config()
     for num_replicas, min_available in ((1, 1), (2, 1), (3, 2)):
