@@ -93,7 +93,8 @@ def up(path: Path, *, detach: bool = False, timeout_s: float = 900.0, say: Say =
             first = services[0]
             say(usage(base_url(config), first.model.id, dashboard, needs_key=first.callers is not None))
             if detach:
-                say(f"Stop it with: {_tool('ray')} stop")
+                say(f"Stop it with: {_serve_command('shutdown')}")
+                say(f"Stop all of Ray on this machine with: {_tool('ray')} stop")
                 stack.pop_all()
                 return
             say("Ctrl-C stops the service.")
