@@ -1113,6 +1113,8 @@ def live_config(settings: ClusterSettings) -> dict[str, Any]:
 class LiveSettings(Section):
     """What `live_config` makes. Sections that it does not name stay as they are."""
 
+    removed: ClassVar[Mapping[str, str]] = {"depth": "its keys stand under num_draft_tokens; make the manifest again"}
+
     aliases: dict[str, str] | None = None
     num_draft_tokens: KSettings | None = None
     limits: LimitSettings | None = None

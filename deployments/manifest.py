@@ -76,11 +76,11 @@ def check_folders(config: Json, settings: ClusterSettings) -> None:
     if settings.drafter is not None:
         named["drafter.head"] = settings.drafter.head
     if settings.learning is not None and settings.learning.replay:
-        named["learning.replay"] = str(Path(settings.learning.replay).expanduser().absolute())
+        named["learning.replay"] = str(Path(settings.learning.replay).expanduser().resolve())
     for given in model_applications(config)[0].get("deployments") or ():
         head = (given.get("user_config") or {}).get("head")
         if head and head not in shipped_heads() and (folder := Path(head).expanduser()).is_dir():
-            named[f"deployments.{given['name']}.user_config.head"] = str(folder.absolute())
+            named[f"deployments.{given['name']}.user_config.head"] = str(folder.resolve())
     for key, place in named.items():
         path = Path(place or "")
         if path.is_absolute() and not any(path.is_relative_to(folder) for folder in settings.kubernetes.volumes):

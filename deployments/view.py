@@ -89,7 +89,7 @@ def fetch(url: str, api_key: str | None = None) -> dict[str, Any]:
         document: dict[str, Any] = answer.json()
     except httpx.HTTPStatusError as error:
         status, text = error.response.status_code, error.response.text
-        text = "this is no service of peagle" if text.lstrip().startswith("<") else text
+        text = "this is no service of peagle" if status == 404 and text.lstrip().startswith("<") else text
         hint = "write --api-key, or set PEAGLE_API_KEY" if status == 401 and api_key is None else text
         raise OSError(f"{url.rstrip('/')}/drafting answered {status}: {hint:.200}") from error
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
@@ -119,7 +119,8 @@ def change_line(change: Mapping[str, Any]) -> str:
     against = f" against {change['against']}" if change["against"] else ""
     state = change["state"] + (", watched" if change["is_watched"] else "")
     gain = ""
-    if change["gain"] is not None and "AL " not in change["reason"]:  # a verdict has them
+    has_figures = "AL " in change["reason"] and not change["is_watched"]  # the verdict that ended it
+    if change["gain"] is not None and not has_figures:
         gain = f"; AL {change['gain']:+.1%} ({change['low']:+.1%} to {change['high']:+.1%})"
     return f"{change['name']} ({change['head'] or 'not loaded'}){against}: {state}, {change['reason']}{gain}"
 

@@ -124,10 +124,10 @@ def type_problems(path: str, value: Any, expected: Any) -> list[str]:
 def _said(detail: Any) -> str:
     """pydantic's words, with the value unless it holds others."""
     value, text = detail["input"], re.sub("valid dictionary.*", "mapping", detail["msg"])
-    if detail["type"] in ("float_type", "int_type") and isinstance(value, str):
-        with_unit = re.fullmatch(r"\s*([\d.]+)\s*[a-zA-Z%]+", value)
-        return f"{text}, not {value!r:.80}" + (f": write {with_unit[1]}, without a unit" if with_unit else "")
-    return text if isinstance(value, Mapping | list) else f"{text}, not {value!r:.80}"
+    is_number = detail["type"] in ("float_type", "int_type")
+    has_unit = is_number and isinstance(value, str) and re.fullmatch(r"\s*\d[\d.]*\s*[a-zA-Z%]+", value)
+    hint = ": write the number alone, in the unit of the key" if has_unit else ""
+    return text if isinstance(value, Mapping | list) else f"{text}, not {value!r:.80}{hint}"
 
 
 def nearest(key: Any, known: Collection[str]) -> str:

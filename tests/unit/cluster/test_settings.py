@@ -189,7 +189,11 @@ BAD_INPUTS: list[tuple[Any, ...]] = [
     (changed(target={"bundle": {"GPU": 2}}), "target.bundle", "write GPU: 1, and engine.tensor_parallel_size"),
     (changed(target={"bundle": {"gpu": 1}}), "target.bundle", "'gpu': write GPU"),
     (changed(target={"bundle": {"GPUs": 1}}), "target.bundle", "'GPUs': write GPU"),
-    (changed(ingress={"num_cpus": "2 cores"}), "ingress.num_cpus", "not '2 cores': write 2, without a unit"),
+    (
+        changed(ingress={"num_cpus": "2 cores"}),
+        "ingress.num_cpus",
+        "not '2 cores': write the number alone, in the unit of the key",
+    ),
     (changed(limits={"grammar_timeout_s": float("inf")}), "limits.grammar_timeout_s"),
     (changed(limits={"max_body_bytes": 10, "max_body_bytes_in_flight": 19}), "limits.max_body_bytes_in_flight is 19"),
     (changed(drafter=None), "num_draft_tokens has no meaning without a drafter"),
@@ -362,6 +366,7 @@ BAD_LIVE: dict[str, Any] = {
     "user_config.callers.web.max_k: Input should be greater": {"callers": {"web": {**KEY, "max_k": -1}}},
     "unknown key user_config.engine": {"engine": {"max_num_seqs": 8}},
     "user_config.callers is empty": {"callers": {}},
+    "user_config.depth is no setting any more: its keys stand under num_draft_tokens": {"depth": {"max": 3}},
 }
 
 

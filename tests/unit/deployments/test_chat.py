@@ -25,7 +25,7 @@ from prompt_toolkit.output import DummyOutput
 from rich.console import Console
 
 from deployments.chat import Conversation, converse
-from deployments.view import rendered
+from deployments.view import change_line, rendered
 from tests.unit.deployments.test_batch import JsonHandler
 
 DRAFTING = {"k": 2, "source": "learned", "acceptance_length": 1.5}
@@ -219,6 +219,14 @@ def test_view_in_a_pipe_is_printed_once_and_no_line_is_broken(service: SmallServ
         ["code", "2", "10", "2", "learned", "2.40", "90(80-95)", "50(40-60)"],
     ]
     assert done.stdout.endswith("\n\nm: K_max 2, policy adaptive, unknown\ncode: it pays\n")
+
+
+def test_a_watched_head_is_shown_with_its_figures_of_now() -> None:
+    verdict = "AL +15.9% (+0.7% to +31.2%) over 137 requests"
+    change = {"name": "b", "head": "b", "against": "a", "state": "promoted", "is_watched": True, "reason": verdict}
+    change |= {"gain": -0.1, "low": -0.2, "high": -0.01}
+    assert change_line(change).endswith(f"{verdict}; AL -10.0% (-20.0% to -1.0%)")
+    assert change_line({**change, "is_watched": False}).endswith(verdict)
 
 
 @pytest.mark.parametrize("width", [70, 80, 100, 120])

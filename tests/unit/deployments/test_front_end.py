@@ -908,7 +908,7 @@ def test_a_browser_may_ask_whether_it_may_call_and_can_read_the_refusal() -> Non
 # ---- settings that change while requests run
 
 
-def test_limits_callers_depths_and_aliases_change_while_the_edge_serves() -> None:
+def test_limits_callers_k_and_aliases_change_while_the_front_end_serves() -> None:
     before = cluster()
     changes: dict[str, dict[str, Any]] = {
         "limits": {"max_num_sequences": 1}, "num_draft_tokens": {"max": 2}, "model": {"aliases": {"other": "code"}},

@@ -48,8 +48,8 @@ def check(checker: GrammarChecker, run: Run, **fields: Any) -> CheckedGrammar:
     return run(checker.check(StructuredOutputsParams(**fields)))  # type: ignore[no-any-return]
 
 
-async def check_from(checker: GrammarChecker, line: str, regex: str) -> CheckedGrammar:
-    current_queue.set(line)
+async def check_from(checker: GrammarChecker, queue: str, regex: str) -> CheckedGrammar:
+    current_queue.set(queue)
     return await checker.check(StructuredOutputsParams(regex=regex))
 
 
@@ -147,7 +147,7 @@ def test_grammars_that_nobody_waits_for_any_more_are_not_begun(
 
     async def flood() -> None:
         for number in range(20):
-            current_queue.set(f"line {number}")
+            current_queue.set(f"queue {number}")
             client = asyncio.create_task(checker.check(StructuredOutputsParams(regex=f"flood{number}")))
             await asyncio.sleep(0)
             await asyncio.sleep(0)
@@ -196,7 +196,7 @@ def test_two_that_wait_for_a_lost_process_start_one_in_its_place(
 
     async def lose() -> list[CheckedGrammar]:
         checker.stop()
-        waiting = [asyncio.create_task(check_from(checker, line, f"lost {line}")) for line in "ab"]
+        waiting = [asyncio.create_task(check_from(checker, queue, f"lost {queue}")) for queue in "ab"]
         while len(starts) < 2:
             await asyncio.sleep(0)
         assert checker.pid is not None
