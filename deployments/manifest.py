@@ -71,7 +71,10 @@ def render(path: Path) -> str:
 
 def check_folders(config: Json, settings: ClusterSettings) -> None:
     """Raises ConfigError for a checkpoint, or conversations to replay, in a folder of this machine: pods have the
-    folders of `kubernetes.volumes`. What is to be written, such as `learning.heads_dir`, each pod makes for itself."""
+    folders of `kubernetes.volumes`, and those of `kubernetes.image`, which are not known here. What is to be written,
+    such as `learning.heads_dir`, each pod makes for itself."""
+    if settings.kubernetes.image is not None:
+        return
     named = {"model.source": settings.model.source}
     if settings.drafter is not None:
         named["drafter.head"] = settings.drafter.head
@@ -84,9 +87,7 @@ def check_folders(config: Json, settings: ClusterSettings) -> None:
     for key, place in named.items():
         path = Path(place or "")
         if path.is_absolute() and not any(path.is_relative_to(folder) for folder in settings.kubernetes.volumes):
-            remedy = "write kubernetes.volumes with a claim for a folder above it"
-            if key != "learning.replay":
-                remedy += ", or name a Hugging Face id (org/name)"
+            remedy = "write kubernetes.volumes with a claim for a folder above it, or kubernetes.image, which has it"
             raise ConfigError(f"{key} is {path}, a folder of this machine that pods do not have: {remedy}")
 
 

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.settings import (
+    OBJECT_STORES,
     SPECULATIVE_CONFIG_ENV,
     ClusterSettings,
     key_variables,
@@ -260,7 +261,8 @@ def describe(config: Config, *services: ClusterSettings) -> str:
     if unnamed := sorted({name for name in (*heads, *sources) if name.startswith("YOUR_ORG/")}):
         lines.append(f"to be replaced by yours before it can be served: {', '.join(unnamed)}")
     elif absent := sorted({name for name in (*heads, *sources) if "/" in name and not Path(name).is_dir()}):
-        kinds = [f"{name} (a Hugging Face id?)" if re.match(r"\w+/", name) else name for name in absent]
+        elsewhere = ("/", *OBJECT_STORES)
+        kinds = [name if name.startswith(elsewhere) else f"{name} (a Hugging Face id?)" for name in absent]
         lines.append(f"ok; not here yet, so their shapes are not checked: {', '.join(kinds)}")
     else:
         lines.append("ok")

@@ -205,12 +205,17 @@ def test_an_error_that_nobody_has_thought_of_is_one_line(capsys: Any, monkeypatc
         main(["--traceback", "serve", "none.yaml"])
 
 
-def test_check_says_what_a_config_asks_for_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(ROOT / "configs" / "gpu-remote.yaml")]) == 0
+def test_check_says_what_a_config_asks_for_and_starts_nothing(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text((ROOT / "configs" / "gpu-remote.yaml").read_text().replace("amazon/", "my-org/"))
+    assert main(["check", str(path)]) == 0
     said = capsys.readouterr().out
     assert "replicas at the most: 1 targets, 1 drafters" in said
     assert "GPU 2" in said
-    assert said.splitlines()[-1].startswith("ok; not here yet, so their shapes are not checked: ")
+    assert "-FP8, on GPU, served as" in said
+    head, target = "my-org/Qwen3-Coder-30B-A3B-Instruct-P-EAGLE", "Qwen/Qwen3-Coder-30B-A3B-Instruct-FP8"
+    absent = f"{target} (a Hugging Face id?), {head} (a Hugging Face id?)"  # sorted
+    assert said.splitlines()[-1] == f"ok; not here yet, so their shapes are not checked: {absent}"
     assert "P-EAGLE, remote, K_max " in said  # and not vLLM's name of the method, which is eagle3
 
 

@@ -344,8 +344,9 @@ def test_folders_of_this_machine_are_not_taken_for_those_of_pods(make: Any, tmp_
         refused = f"{key} is {folder}, a folder of this machine that pods do not have: write kubernetes.volumes"
         with pytest.raises(ConfigError, match=re.escape(refused)):
             make(raw)
-        args["kubernetes"] = {"volumes": {str(folder.parent): "claim"}}
-        make(raw)
+        for pods in ({"volumes": {str(folder.parent): "claim"}}, {"image": "mine/with-models:1"}):
+            args["kubernetes"] = pods
+            make(raw)
 
 
 def test_wrong_settings_of_pods_are_named_with_the_remedy(make: Any) -> None:
